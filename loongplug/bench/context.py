@@ -13,7 +13,7 @@ from rich.progress import Progress, TaskID
 from loongplug.bench.context_work import (
     IMAGES,
     RANKS,
-    Comparison,
+    ContextComparison,
     ContextWork,
     Side,
     comparisons,
@@ -27,8 +27,8 @@ from loongplug.verify.runs import preload
 
 if TYPE_CHECKING:
     from loongplug.bench.context_attention import AttentionFigures
-    from loongplug.bench.context_figures import ContextFigures, StepFigures
-    from loongplug.bench.context_runs import RunFigures
+    from loongplug.bench.context_figures import ContextFigures, ContextStepFigures
+    from loongplug.bench.context_runs import ContextRunFigures
 
 _ATTENTION_SECONDS = 1800.0
 _ALONE = Side(name="one rank", ranks=1)
@@ -101,12 +101,12 @@ class _Runs:
         self._weights: dict[str, str] = {}  # folders, by data
 
     def measure(
-        self, sides: Sequence[Comparison], *, rounds: int
-    ) -> tuple[list["StepFigures"], dict[str, str]]:
+        self, sides: Sequence[ContextComparison], *, rounds: int
+    ) -> tuple[list["ContextStepFigures"], dict[str, str]]:
         """The figures of each comparison, and by name why others could not be made."""
-        from loongplug.bench.context_figures import StepFigures
+        from loongplug.bench.context_figures import ContextStepFigures
 
-        found: dict[str, list[tuple[RunFigures, RunFigures]]] = defaultdict(list)
+        found: dict[str, list[tuple[ContextRunFigures, ContextRunFigures]]] = defaultdict(list)
         refused: dict[str, str] = {}
         task = self._progress.add_task(
             "steps", total=2 * rounds * len(sides) * self._work.iterations
@@ -124,7 +124,9 @@ class _Runs:
                     continue
                 found[each.name].append((runs[each.side], runs[each.base]))
         return [
-            StepFigures.of(each, found[each.name]) for each in sides if each.name not in refused
+            ContextStepFigures.of(each, found[each.name])
+            for each in sides
+            if each.name not in refused
         ], refused
 
     def encoder_share(self) -> float:
@@ -136,7 +138,7 @@ class _Runs:
         self._run(replace(_ALONE, flags=("--trace", str(trace))), IMAGES)
         return traced_figures(read_folder(trace), warmup=self._work.warmup).encoder_share
 
-    def _run(self, side: Side, data: str, *, task: TaskID | None = None) -> "RunFigures":
+    def _run(self, side: Side, data: str, *, task: TaskID | None = None) -> "ContextRunFigures":
         from loongplug.bench.context_runs import measured_run
 
         def stepped() -> None:

@@ -21,7 +21,7 @@ from loongplug.context.balance import balanced
 from loongplug.context.row_parts import Balance, RowParts
 from loongplug.context.segments import Segments
 from loongplug.context.tiles import grouped, tiles
-from loongplug.context.token_split import Part, TokenSplit, zigzag
+from loongplug.context.token_split import ContextShard, TokenSplit, zigzag
 from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.kernels import attend, attend_backward
 from loongplug.models.layers.context.row import context_row
@@ -128,7 +128,7 @@ class _Bench:
         length = self._work.length
         # As the kernels take them, [1, heads, s, dim].
         q, k, v, grad = (each.permute(1, 2, 0, 3).contiguous() for each in self._drawn(length))
-        whole, row = Part.whole(length), Segments.of([length])
+        whole, row = ContextShard.whole(length), Segments.of([length])
         parts = zigzag(length, cp=self._ranks).parts
         places = [torch.from_numpy(part.places) for part in parts]
         own = [

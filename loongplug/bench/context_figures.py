@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.bench.context_attention import AttentionFigures
-from loongplug.bench.context_runs import RunFigures
-from loongplug.bench.context_work import LONG, Comparison, ContextWork
+from loongplug.bench.context_runs import ContextRunFigures
+from loongplug.bench.context_work import LONG, ContextComparison, ContextWork
 from loongplug.bench.step import spread
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFigures:
+class ContextStepFigures:
     """One comparison of whole steps; rates and ratios are by round."""
 
     name: str
@@ -29,8 +29,10 @@ class StepFigures:
 
     @classmethod
     def of(
-        cls, comparison: Comparison, runs: Sequence[tuple[RunFigures, RunFigures]]
-    ) -> "StepFigures":
+        cls,
+        comparison: ContextComparison,
+        runs: Sequence[tuple[ContextRunFigures, ContextRunFigures]],
+    ) -> "ContextStepFigures":
         """Of the runs of both sides by round."""
         new, base = runs[0]
         return cls(
@@ -58,7 +60,7 @@ class ContextFigures:
     """All of it. ``refused`` says by name why a comparison was left out."""
 
     attention: AttentionFigures
-    steps: Sequence[StepFigures]
+    steps: Sequence[ContextStepFigures]
     refused: Mapping[str, str]
     encoder_share: float  # of the work of images on one rank
 

@@ -22,7 +22,7 @@ _SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFigures:
+class ContextRunFigures:
     """What a run measured; ``losses`` are those of all steps."""
 
     rate: float  # tokens a second before padding, of the median step after the warm-up
@@ -32,14 +32,14 @@ class RunFigures:
 
 def measured_run(
     flags: Sequence[str], *, ranks: int, warmup: int, folder: Path, on_step: Callable[[], None]
-) -> RunFigures:
+) -> ContextRunFigures:
     """Train as ``flags`` say, each rank on a core of its own. ``folder`` is new.
 
     Raises:
         ValueError: the flags cannot be used.
         RankError: a rank failed otherwise.
     """
-    figures: list[RunFigures] = run_ranks(
+    figures: list[ContextRunFigures] = run_ranks(
         partial(_train, flags=flags, warmup=warmup, folder=folder),
         ranks,
         folder=folder,
@@ -51,7 +51,7 @@ def measured_run(
 
 def _train(
     rank: int, tell: OnEvent, *, flags: Sequence[str], warmup: int, folder: Path
-) -> RunFigures:
+) -> ContextRunFigures:
     import torch.distributed as dist
 
     from loongplug.training.run import run
@@ -61,7 +61,7 @@ def _train(
     kept = _KeptByDecoder()
     reports = run(flags, watch=kept, on_report=lambda _: tell("step") if rank == 0 else None)
     dist.barrier()  # a rank that ends early closes its sockets while others still use them
-    return RunFigures(
+    return ContextRunFigures(
         rate=median(each.tokens / each.seconds for each in reports[warmup:]),
         losses=tuple(each.loss for each in reports),
         activations=kept.bytes,

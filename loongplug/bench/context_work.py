@@ -63,7 +63,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ContextComparison:
     """Runs of the same samples and weights; ``base`` is what the other is held against."""
 
     name: str
@@ -77,26 +77,26 @@ _SPLIT: Final = ("--context-parallel-size", str(RANKS))
 _SEED: Final = 1234  # which orders samples, too
 
 
-def comparisons(work: ContextWork) -> tuple[Comparison, ...]:
+def comparisons(work: ContextWork) -> tuple[ContextComparison, ...]:
     """Those of whole steps."""
     # So far that a pack's own documents are all that it can be made of.
     packed = (*_SPLIT, "--packing", "--packing-look-ahead", str(work.documents))
     return (
-        Comparison(
+        ContextComparison(
             name=f"step of {work.length:,} tokens: cp 2 over one rank",
             data=LONG,
             base=Side(name="one rank", ranks=1),
             side=Side(name="cp 2", flags=_SPLIT),
             wanted=1.6,
         ),
-        Comparison(
+        ContextComparison(
             name=f"step of packs of {work.pack_length:,} tokens: lpt over zigzag",
             data=PACKS,
             base=Side(name="zigzag", flags=packed),
             side=Side(name="lpt", flags=(*packed, "--cp-balance", "lpt")),
             wanted=1.2,
         ),
-        Comparison(
+        ContextComparison(
             name="step of images: full separation over uniform, cp 2",
             data=IMAGES,
             base=Side(name=UNIFORM, flags=_SPLIT),

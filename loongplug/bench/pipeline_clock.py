@@ -25,7 +25,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.pipeline_graph import ahead
-from loongplug.hetero.placement import Edge, Piece
+from loongplug.hetero.placement import ApartPiece, Edge
 from loongplug.hetero.policies import EncoderStep
 from loongplug.partition.clock import StageTime
 
@@ -169,7 +169,7 @@ class _Side:
         self._tp = case.encoder_tp(encoder)
         self._placement = self._mode.place(case.decoder, entry=encoder.entry, tp=self._tp)
         self._trains = encoder.time.backward > 0
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[ApartPiece, ...] = ()
         if self._mode.apart:
             self._pieces = self._placement.pieces(encoder.name, micro_batch_size=case.samples)
 
@@ -219,7 +219,7 @@ class _Side:
         """Where it lies with the decoder."""
         return None if self._mode.apart else self._placement.edge(self.encoder.name, rank=rank)
 
-    def _made(self, rank: int) -> tuple[Piece, ...]:
+    def _made(self, rank: int) -> tuple[ApartPiece, ...]:
         return tuple(each for each in self._pieces if rank in each.edge.encoder_ranks)
 
     def _acts(self, rank: int, operation: Operation) -> Iterator[Act]:

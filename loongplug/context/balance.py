@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.context.segments import Segments
-from loongplug.context.token_split import Part, TokenSplit, tokens_of_each
+from loongplug.context.token_split import ContextShard, TokenSplit, tokens_of_each
 
 BLOCK = 128  # tokens: fewer make more and smaller tiles, more balance worse
 
@@ -58,7 +58,7 @@ def _split(bounds: NDArray[np.int64], ranks: NDArray[np.int64], *, cp: int) -> T
     first = np.concatenate(([0], changes))  # block of each stretch
     starts, stops = bounds[first], bounds[np.append(changes, len(ranks))]
     of_rank = [np.flatnonzero(ranks[first] == rank) for rank in range(cp)]
-    return TokenSplit(tuple(Part(starts[mine], stops[mine]) for mine in of_rank))
+    return TokenSplit(tuple(ContextShard(starts[mine], stops[mine]) for mine in of_rank))
 
 
 def _by_heap(pairs: NDArray[np.int64], *, cp: int, longer: int) -> NDArray[np.int64]:

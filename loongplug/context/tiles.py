@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.context.segments import Segments
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tile:
 TileGroups = tuple[tuple[Tile, ...], ...]  # by shape; no two of a group have a query in common
 
 
-def tiles(queries: Part, keys: Part, segments: Segments) -> tuple[Tile, ...]:
+def tiles(queries: ContextShard, keys: ContextShard, segments: Segments) -> tuple[Tile, ...]:
     """The pairs of ``queries`` and ``keys`` that see each other, each in exactly one tile.
 
     The parts are of one split of the row that ``segments`` cut, or whole rows. So a stretch of
@@ -62,7 +62,7 @@ def grouped(tiles: Iterable[Tile]) -> TileGroups:
     return tuple(map(tuple, groups.values()))
 
 
-def _pieces(part: Part, segments: Segments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pieces(part: ContextShard, segments: Segments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the stretches of ``part`` start and stop once they are cut where segments end."""
     edges = np.unique(np.concatenate((part.starts, part.stops, segments.bounds)))
     starts, stops = edges[:-1], edges[1:]

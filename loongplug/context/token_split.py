@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ContextShard:
     """The tokens of one rank: stretches of neighbouring places, int64 [stretches], ascending.
 
     A rank holds its tokens in the order of their places. ``stops`` are the first places behind
@@ -20,7 +20,7 @@ class Part:
     stops: NDArray[np.int64]
 
     @classmethod
-    def of(cls, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> "Part":
+    def of(cls, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> "ContextShard":
         """The part of stretches that ascend, and that may be empty or touch each other."""
         some = stops > starts
         starts, stops = starts[some], stops[some]
@@ -28,7 +28,7 @@ class Part:
         return cls(starts[np.append(True, apart)], stops[np.append(apart, True)])
 
     @classmethod
-    def whole(cls, length: int) -> "Part":
+    def whole(cls, length: int) -> "ContextShard":
         """All tokens of a row of ``length``."""
         return cls(np.array([0]), np.array([length]))
 
@@ -48,13 +48,13 @@ class Part:
         shifts = np.repeat(self.starts - self.offsets[:-1], self.stops - self.starts)
         return shifts + np.arange(self.tokens)
 
-    def chunks(self, number: int) -> tuple["Part", ...]:
+    def chunks(self, number: int) -> tuple["ContextShard", ...]:
         """The rank's tokens in so many equal chunks, as they follow each other on the rank."""
         assert self.tokens % number == 0, (self.tokens, number)
         size, before = self.tokens // number, self.offsets[:-1]
         cuts = np.arange(number + 1)[:, None] * size - before  # [number + 1, stretches]
         cuts = self.starts + np.clip(cuts, 0, self.stops - self.starts)
-        return tuple(Part.of(*pair) for pair in pairwise(cuts))
+        return tuple(ContextShard.of(*pair) for pair in pairwise(cuts))
 
     def before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of the rank's tokens lie before each of these places of the row; same shape."""
@@ -75,12 +75,12 @@ class TokenSplit:
     rank: ``length`` is that of the padded row, and its last places hold padding.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ContextShard, ...]
 
     @classmethod
     def whole(cls, length: int) -> "TokenSplit":
         """A row of ``length`` that one rank holds."""
-        return cls((Part.whole(length),))
+        return cls((ContextShard.whole(length),))
 
     @property
     def length(self) -> int:
@@ -110,7 +110,7 @@ class OwnPart:
     rank: int  # in the context parallel group
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ContextShard:
         """Its stretches of the row."""
         return self.split.parts[self.rank]
 
@@ -145,4 +145,4 @@ def zigzag(tokens: int, *, cp: int) -> TokenSplit:
     ranks = np.arange(cp)
     starts = np.stack((ranks * front, cp * front + (cp - 1 - ranks) * back), axis=1)
     stops = starts + np.array([front, back])
-    return TokenSplit(tuple(Part.of(*pair) for pair in zip(starts, stops, strict=True)))
+    return TokenSplit(tuple(ContextShard.of(*pair) for pair in zip(starts, stops, strict=True)))

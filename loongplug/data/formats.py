@@ -22,13 +22,13 @@ from loongplug.data.schemas import (
     AnyRow,
     AudioPartRow,
     AudioUrlPart,
+    ChatTurn,
     ImagePartRow,
     ImageUrlPart,
     MessageRow,
     MessagesRow,
     TextPart,
     TextRow,
-    Turn,
     Url,
     VideoPartRow,
     validate_row,
@@ -87,7 +87,7 @@ def _says_something(message: Message) -> bool:
     return any(not isinstance(part, str) or part.strip() for part in message.parts)
 
 
-def _is_trained(said: MessageRow | Turn, role: str, *, where: str) -> bool:
+def _is_trained(said: MessageRow | ChatTurn, role: str, *, where: str) -> bool:
     """What a turn's ``loss`` and ``weight`` say; without either, an answer is trained on."""
     given = {said.loss, None if said.weight is None else bool(said.weight)} - {None}
     if len(given) > 1:

@@ -149,7 +149,7 @@ class MessageRow(_Spoken):
     ]
 
 
-class Turn(_Spoken):
+class ChatTurn(_Spoken):
     speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
     value: Text
 
@@ -212,7 +212,7 @@ class MessagesRow(_WithMedia):
 
 
 class ConversationsRow(_WithMedium):
-    conversations: Annotated[list[Turn], Field(min_length=1)]
+    conversations: Annotated[list[ChatTurn], Field(min_length=1)]
     system: Text | None = None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from loongplug.estimate.estimator import GB, USABLE, Estimated, Estimator, fits_in
-from loongplug.estimate.tables import Layout, print_layouts, print_stages, write
+from loongplug.estimate.tables import EstimatedLayout, print_layouts, print_stages, write
 
 if TYPE_CHECKING:
     from loongplug.estimate.search import Found
@@ -87,12 +87,12 @@ def _at_work(ranks: int, visual_tokens: int | None) -> Iterator[Estimator]:
         )
 
 
-def _layout(flags: Sequence[str], own: str, estimator: Estimator, *, name: str) -> Layout:
+def _layout(flags: Sequence[str], own: str, estimator: Estimator, *, name: str) -> EstimatedLayout:
     try:
         run = estimator.of([*flags, *shlex.split(own)], name=name)
     except ValueError as error:
-        return Layout(name=name, flags=own, run=None, refused=str(error))
-    return Layout(name=name, flags=own, run=run)
+        return EstimatedLayout(name=name, flags=own, run=None, refused=str(error))
+    return EstimatedLayout(name=name, flags=own, run=run)
 
 
 def _search(

@@ -12,7 +12,7 @@ from loongplug.estimate.ledger import (
     STATES,
     Ledger,
 )
-from loongplug.estimate.trace import Cost
+from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import Encode, StepPlan
 from loongplug.models.architecture import EncoderArchitecture
@@ -28,12 +28,12 @@ class UnitCosts:
     ``blank`` is the cost of the smallest, of so many ``blank_rows``, which stands in for no media.
     """
 
-    blank: Cost
+    blank: UnitBytes
     blank_rows: int
-    largest: Cost
+    largest: UnitBytes
     largest_rows: int
 
-    def of(self, rows: int) -> Cost:
+    def of(self, rows: int) -> UnitBytes:
         """Of a unit of so many."""
         more = max(rows, self.blank_rows) - self.blank_rows
         part = more / max(1, self.largest_rows - self.blank_rows)
@@ -42,7 +42,7 @@ class UnitCosts:
             return round(low + (high - low) * part)
 
         low, high = self.blank, self.largest
-        return Cost(
+        return UnitBytes(
             kept=at(low.kept, high.kept),
             forward=at(low.forward, high.forward),
             backward=at(low.backward, high.backward),
@@ -85,7 +85,7 @@ class EncodedUnits:
         """And what their gradients are."""
         return FEATURE_GRADIENTS if self.states is None else STATE_GRADIENTS
 
-    def cost(self, unit: int | None, *, joined: Sequence[int] = ()) -> Cost:
+    def cost(self, unit: int | None, *, joined: Sequence[int] = ()) -> UnitBytes:
         """In the encoder; without media that of the blank one, whose input is its own.
 
         That of units ``joined`` to it is a copy, which a backward keeps where it takes the input.

@@ -13,7 +13,7 @@ from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.own_step import OwnStep
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import ROLES, EncoderCosts, Step
+from loongplug.estimate.step import ROLES, EncoderCosts, TracedStep
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.training.arguments import ParsedArguments
 
@@ -94,7 +94,7 @@ def estimate(
         on_stage(stage, every)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
             states = rank_state(rank.chunks, parsed.args, stepping=stepping)
-            step = Step(
+            step = TracedStep(
                 rank,
                 parsed,
                 microbatches,

@@ -48,7 +48,7 @@ class Held:
         return sum(self.encoders.values()) + self.decoder
 
 
-class Stage:
+class TracedStage:
     """Its chunks, with what its schedule keeps between the turns.
 
     All microbatches have these ``units`` by encoder, and ``segments`` where they are packs.

@@ -20,7 +20,7 @@ from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
 from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
-from loongplug.estimate.trace import Cost, Tracer
+from loongplug.estimate.trace import Tracer, UnitBytes
 from loongplug.estimate.units import MicrobatchSize, UnitSize, parts_of
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
@@ -39,18 +39,18 @@ from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
 
-_NO_COSTS = UnitCosts(blank=Cost(), blank_rows=0, largest=Cost(), largest_rows=0)
+_NO_COSTS = UnitCosts(blank=UnitBytes(), blank_rows=0, largest=UnitBytes(), largest_rows=0)
 
 ROLES = ("decoder", "encoder + decoder")
 
 # Of an encoder's units that were traced.
-EncoderCosts = dict[tuple[str, UnitSize], Cost]
+EncoderCosts = dict[tuple[str, UnitSize], UnitBytes]
 
 # What is held before a turn of the step and within it, by its number.
 _Around = Callable[[int, Turn], tuple[Held, Held]]
 
 
-class Step:
+class TracedStep:
     """A step of a decoder's rank: its chunks traced once, then followed for any rank like it.
 
     ``host`` is the most of the tensors that leave by name.
@@ -136,7 +136,7 @@ class Step:
         """What units cost in an encoder; ``inline``: what the largest keeps within a forward."""
         chunk = self._rank.chunks[0]
 
-        def traced(like: MicrobatchSize) -> Cost:
+        def traced(like: MicrobatchSize) -> UnitBytes:
             key = entry.name, like.units[entry.name]
             if key not in known:
                 known[key] = Tracer(self._args, self._model, like).encoder(chunk, entry)
@@ -145,7 +145,7 @@ class Step:
         return UnitCosts(
             blank=traced(blank),
             blank_rows=blank.units[entry.name].rows,
-            largest=traced(largest) if entry.name in self._apart else Cost(kept=inline),
+            largest=traced(largest) if entry.name in self._apart else UnitBytes(kept=inline),
             largest_rows=largest.units[entry.name].rows,
         )
 

@@ -15,7 +15,7 @@ _MB = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class EstimatedLayout:
     """The flags of a layout, what it is called, and its run or why a start would refuse it."""
 
     name: str
@@ -49,7 +49,7 @@ def print_stages(run: Estimated) -> None:
     table_console().print(table)
 
 
-def print_layouts(layouts: Sequence[Layout], *, device_memory: float | None) -> None:
+def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
     """A table with a row for each, then why some are refused."""
     runs = [each.run for each in layouts if each.run is not None]
     unit = _unit(max(run.fullest.total for run in runs))
@@ -74,7 +74,7 @@ def print_layouts(layouts: Sequence[Layout], *, device_memory: float | None) -> 
             print(f"{each.name} is refused: {each.refused}")
 
 
-def write(path: Path, found: Estimated | Sequence[Layout]) -> None:
+def write(path: Path, found: Estimated | Sequence[EstimatedLayout]) -> None:
     """The figures in bytes as JSON, of one run or of several layouts."""
     content = (
         {"stages": _rows(found)}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Unit
 from loongplug.estimate.ledger import DECODER, ENCODER
-from loongplug.estimate.stage import Held, Stage, region_of
+from loongplug.estimate.stage import Held, TracedStage, region_of
 from loongplug.estimate.stand_ins import (
     Away,
     answers,
@@ -45,7 +45,7 @@ _SHARED = "shared buffers"  # one set for all layers and microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class UnitBytes:
     """Bytes of a unit in an encoder.
 
     ``kept`` stays between its forward and its backward; ``forward`` is the most that its forward
@@ -109,7 +109,7 @@ class Tracer:
 
     def encoder(
         self, chunk: MultimodalModel, entry: Entry, *, before: StageBefore | None = None
-    ) -> Cost:
+    ) -> UnitBytes:
         """A unit through an encoder's stage, to its payload (which is not counted).
 
         ``before`` is the stage before this one, None for the first.
@@ -124,12 +124,12 @@ class Tracer:
             forward = tape.most
             kept = tape.live[ENCODER] - payload.nbytes
             if not payload.requires_grad:
-                return Cost(forward=forward)
+                return UnitBytes(forward=forward)
             keeps_input = input_() is not None
             tape.restart()
             payload.backward(torch.empty_like(payload))
             backward = max(0, tape.most - kept)
-            return Cost(kept=kept, forward=forward, backward=backward, keeps_input=keeps_input)
+            return UnitBytes(kept=kept, forward=forward, backward=backward, keeps_input=keeps_input)
 
     def _given(
         self, entry: Entry, before: StageBefore | None, *, dtype: torch.dtype
@@ -201,7 +201,7 @@ class Tracer:
             yield entered.enter_context(tape)
 
     @contextmanager
-    def _stage(self, *chunks: MultimodalModel) -> Iterator[tuple[Tape, Stage]]:
+    def _stage(self, *chunks: MultimodalModel) -> Iterator[tuple[Tape, TracedStage]]:
         """The chunks under a tape, which has what encoders make apart from the decoder's."""
         first = chunks[0]
         for chunk in chunks:
@@ -222,7 +222,9 @@ class Tracer:
             with self._tape(DECODER, *chunks) as tape:
                 yield (
                     tape,
-                    Stage(tape, chunks, self._args, units=self._units, segments=self._segments),
+                    TracedStage(
+                        tape, chunks, self._args, units=self._units, segments=self._segments
+                    ),
                 )
         finally:
             del first.encode

@@ -34,7 +34,7 @@ _Held = list[list[tuple[int, int]]]  # by replica: cost and place of its units, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderWork:
+class EncoderMacs:
     """Multiplications and additions of an encoder's forward; its backward is twice as much.
 
     A row, such as a patch, takes ``linear`` in projections and MLPs. In attention each row of a
@@ -91,14 +91,14 @@ class Balance:
     medium's in the text.
     """
 
-    work: EncoderWork
+    work: EncoderMacs
     tokens: Callable[[Grid], int]
     threshold: float = THRESHOLD
 
     @classmethod
     def of(cls, encoder: EncoderArchitecture, *, threshold: float = THRESHOLD) -> Self:
         """For an encoder's media."""
-        return cls(work=EncoderWork.of(encoder), tokens=encoder.tokens, threshold=threshold)
+        return cls(work=EncoderMacs.of(encoder), tokens=encoder.tokens, threshold=threshold)
 
     def assign(
         self, units: Sequence[Sequence[Grid]], *, replicas: int

@@ -16,7 +16,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from loongplug.hetero.pipeline_wires import PipelineGroups, Receive, Sent, Way
+from loongplug.hetero.pipeline_wires import Channel, PipelineGroups, Receive, Sent
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
@@ -78,7 +78,7 @@ class BubbleCommunicator(P2PCommunicator):
         there = groups.activations, groups.activations_around
         back = groups.gradients, groups.gradients_around
         self._ways = {
-            name: Way(name=said, size=size, side=side, peer=peer, group=group)
+            name: Channel(name=said, size=size, side=side, peer=peer, group=group)
             for name, (said, size, side), peer, (inner, around), is_around in (
                 ("send_next", _SEND_NEXT, self.next_rank, there, last),
                 ("recv_prev", _RECV_PREV, self.prev_rank, there, first),

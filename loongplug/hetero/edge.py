@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
-from loongplug.hetero.placement import Piece
+from loongplug.hetero.placement import ApartPiece
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -62,7 +62,7 @@ class Edges:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ApartPiece],
         transport: Transport | None,
         *,
         window: int,
@@ -212,7 +212,7 @@ class Edges:
             for message in self._messages(piece, alone, whole=piece.samples)
         ]
 
-    def _messages(self, piece: Piece, unit: ExchangeSpec, *, whole: range) -> list[_Message]:
+    def _messages(self, piece: ApartPiece, unit: ExchangeSpec, *, whole: range) -> list[_Message]:
         """What this rank sends and receives of a piece, by the peer; ``whole`` are its rows.
 
         ``unit`` is the piece itself on the encoder's side, and all of the microbatch, of which the

@@ -12,7 +12,7 @@ from loongplug.hetero.edge import Transport
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
-from loongplug.hetero.placement import Edge, Piece, Placement
+from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.stage_links import StageLink, boundaries
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connect
@@ -52,13 +52,13 @@ class EncoderPlace:
     edge: Edge | None = None
     exchange_group: dist.ProcessGroup | None = None
     layout: Layout | None = None
-    pieces: Mapping[bool, tuple[Piece, ...]] | None = None  # by whether a step is of training
+    pieces: Mapping[bool, tuple[ApartPiece, ...]] | None = None  # by whether a step is of training
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
     piece_groups: PieceGroups | None = None
 
-    def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+    def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
 
         There are none where it encodes whole units.
@@ -68,7 +68,7 @@ class EncoderPlace:
         replica = self.layout.coordinates(rank).dp
         return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
 
-    def needed_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+    def needed_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` decodes, in the order of their samples."""
         pieces = () if self.pieces is None else self.pieces[training]
         return tuple(each for each in pieces if rank in each.edge.decoder_ranks)

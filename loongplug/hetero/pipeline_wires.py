@@ -79,7 +79,7 @@ def create_pipeline_groups(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Channel:
     """To or from a neighbour, in one direction."""
 
     name: str  # as a trace has it, and so are ``size`` and ``side``, names of its details
@@ -112,7 +112,7 @@ class Receive:
 
     def __init__(
         self,
-        way: Way,
+        way: Channel,
         shape: Sequence[int] | None,
         *,
         dtype: torch.dtype,

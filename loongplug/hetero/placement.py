@@ -2,7 +2,7 @@
 
 A placement is the same on every rank. What one rank needs of it is an :class:`Edge`: who encodes
 and who consumes within its own model replica. An entry on ranks of its own, apart from the one
-that it leads into, has replicas in any number, and a :class:`Piece` for each pair that meets.
+that it leads into, has replicas in any number, and a :class:`ApartPiece` for each pair that meets.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ class ApartEdge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ApartPiece:
     """What one encoder replica makes of one decoder replica's microbatch: these samples' rows.
 
     ``samples`` are places within the microbatch, from 0 on, and never empty.
@@ -137,7 +137,7 @@ class Placement:
         entry = self.entry(name)
         return entry.into is not None and _are_apart(entry, self.entry(entry.into))
 
-    def pieces(self, name: str, *, micro_batch_size: int) -> tuple[Piece, ...]:
+    def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
         """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
 
         They are a microbatch of all decoder replicas, in the order of the samples.
@@ -147,7 +147,7 @@ class Placement:
         last_stage, first_stage = encoder.stage(-1), decoder.stage(0)
         slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
         return tuple(
-            Piece(
+            ApartPiece(
                 edge=ApartEdge(
                     encoder=each.encoder,
                     decoder=each.decoder,

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
 from loongplug.models.features import (
@@ -98,7 +98,9 @@ class TextDecoder(GPTModel):
         split = self.config.sequence_parallel
         return token_places(
             places,
-            held=Part.whole(input_ids.shape[1]) if row is None else row.split.parts[row.rank],
+            held=ContextShard.whole(input_ids.shape[1])
+            if row is None
+            else row.split.parts[row.rank],
             device=input_ids.device,
             part=group.rank() if split else 0,
             parts=group.size() if split else 1,

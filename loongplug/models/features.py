@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 from loongplug.platform.transfers import to_device
 
 Places = Sequence[NDArray[np.int64]]  # as Unit.places, on the host
@@ -85,7 +85,7 @@ class PlacedFeatures:
 def token_places(
     places: Places,
     *,
-    held: Part,
+    held: ContextShard,
     device: torch.device,
     part: int = 0,
     parts: int = 1,

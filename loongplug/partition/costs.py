@@ -9,7 +9,7 @@ from math import prod
 from loongplug.data.positions import Grid
 from loongplug.estimate.own_ranks import OwnRanks
 from loongplug.estimate.units import MicrobatchSize
-from loongplug.hetero.balance import EncoderWork
+from loongplug.hetero.balance import EncoderMacs
 from loongplug.hetero.modes import mode_of
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import Entry, encoders, only_decoder
@@ -104,7 +104,7 @@ def _attention_of_a_layer(
     architecture: EncoderArchitecture, grids: Sequence[Grid]
 ) -> dict[int | None, int]:
     """Operations of a forward's products of rows with each other, by the layer's window."""
-    work = EncoderWork.of(architecture)
+    work = EncoderMacs.of(architecture)
     layers = architecture.attention_windows()
     of_one = {
         side: replace(work, linear=0, attention=((side, of_pair // layers[side]),))

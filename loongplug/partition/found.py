@@ -33,7 +33,7 @@ _SPLITS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundSplits:
     """Two splits of the layers of a run, the frozen-aware one first.
 
     ``apart`` are the encoders with stages of their own, of which ``own`` have ranks of their own by
@@ -71,7 +71,7 @@ def find(
     visual_tokens: int | None,
     encoder_stages: Sequence[str],
     folder: Path,
-) -> Found:
+) -> FoundSplits:
     """The splits of the run of these flags; as the command's options say.
 
     Raises:
@@ -128,7 +128,7 @@ def find(
         )
         for name, believed in ((AWARE, real), (PLAIN, plain))
     )
-    return Found(
+    return FoundSplits(
         parsed=parsed,
         microbatches=len(microbatches),
         partitions=(aware, unaware),

@@ -8,14 +8,14 @@ from typing import Any
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.partition.found import Found
+from loongplug.partition.found import FoundSplits
 from loongplug.partition.stages import Partition, Stage
 from loongplug.training.config import shown_name
 
 _UNITS = (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6))
 
 
-def print_found(found: Found) -> None:
+def print_found(found: FoundSplits) -> None:
     """A table of each split's stages, which one is kept, and what a run with it is given."""
     for each in found.partitions:
         _print_stages(each, found)
@@ -39,7 +39,7 @@ def print_found(found: Found) -> None:
         print(f"flags: {shlex.join(found.flags)}{instead}")
 
 
-def _print_sides(found: Found) -> None:
+def _print_sides(found: FoundSplits) -> None:
     """How long a step would take each module that waited for no other, and which is slower."""
     kept = found.kept
     slowest = max(kept.stages, key=lambda each: each.cost.total).entry
@@ -47,7 +47,7 @@ def _print_sides(found: Found) -> None:
     print(f"a step of each alone: {steps}; the slowest stage, which decides, is of {slowest}")
 
 
-def _print_stages(split: Partition, found: Found) -> None:
+def _print_stages(split: Partition, found: FoundSplits) -> None:
     name, unit = _unit(split.slowest)
     args = found.parsed.args
     table = Table(
@@ -68,7 +68,7 @@ def _print_stages(split: Partition, found: Found) -> None:
     table_console().print(table)
 
 
-def _name(stage: Stage, found: Found) -> str:
+def _name(stage: Stage, found: FoundSplits) -> str:
     """With the encoders that a stage has before its layers."""
     name = f"{stage.entry} {stage.number}"
     first = stage.entry == found.decoder and stage.number == 0
@@ -84,7 +84,7 @@ def _amount(operations: float) -> str:
     return f"{operations / unit:.4g} {name}"
 
 
-def write(path: Path, found: Found) -> None:
+def write(path: Path, found: FoundSplits) -> None:
     """The figures as JSON, in operations of a rank: of a stage for a microbatch, and of a step."""
     content: dict[str, Any] = {
         "microbatches": found.microbatches,

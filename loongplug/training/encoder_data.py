@@ -11,7 +11,7 @@ from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.source import EncoderUnits, StepSource
-from loongplug.hetero.placement import Piece
+from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
@@ -50,7 +50,7 @@ class EncoderData(RankData):
     ) -> Microbatches:
         """See :meth:`RankData.stream`."""
 
-        def loader(piece: Piece) -> MicrobatchLoader:
+        def loader(piece: ApartPiece) -> MicrobatchLoader:
             samples = samples_of(piece, packed=self.args.packing)
             return self._loader(
                 self._source(source_of, piece, samples),
@@ -69,11 +69,11 @@ class EncoderData(RankData):
         """The ranks of this replica's first stage, which alone needs media."""
         return self.engine.encoders[self._entry.name].place.given_media(dist.get_rank())
 
-    def _pieces(self, *, training: bool) -> tuple[Piece, ...]:
+    def _pieces(self, *, training: bool) -> tuple[ApartPiece, ...]:
         place = self.engine.encoders[self._entry.name].place
         return place.made_by(dist.get_rank(), training=training)
 
-    def _source(self, source_of: SourceOf, piece: Piece, samples: range | None) -> StepSource:
+    def _source(self, source_of: SourceOf, piece: ApartPiece, samples: range | None) -> StepSource:
         units = EncoderUnits(
             kinds=self._entry.media,
             loads=loaded_replicas([self._loading], rank=dist.get_rank()),
@@ -81,7 +81,7 @@ class EncoderData(RankData):
         )
         return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
 
-    def _delivery(self, piece: Piece, *, channel: int, tells: bool) -> ReplicaDelivery:
+    def _delivery(self, piece: ApartPiece, *, channel: int, tells: bool) -> ReplicaDelivery:
         name = self._entry.name
         hearer = piece.edge.decoder_ranks[0]
         return ReplicaDelivery(
@@ -100,7 +100,7 @@ def any_part(args: Namespace) -> RowParts | None:
     return None if cp == 1 else RowParts(cp=cp, rank=0, balance=args.cp_balance)
 
 
-def samples_of(piece: Piece, *, packed: bool) -> range | None:
+def samples_of(piece: ApartPiece, *, packed: bool) -> range | None:
     """Those of a microbatch that are the piece's; None for all of a pack, which is not split."""
     return None if packed else piece.samples
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import EncoderWork
+from loongplug.hetero.balance import EncoderMacs
 from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.models.architecture import EncoderArchitecture
@@ -56,7 +56,7 @@ class MediaCosts:
         """Of these media together."""
         states = sum(map(prod, grids)) // self.encoder.rows_per_state
         tokens = sum(map(self.encoder.tokens, grids))
-        attention = 2 * replace(EncoderWork.of(self.encoder), linear=0).of_units([grids])[0]
+        attention = 2 * replace(EncoderMacs.of(self.encoder), linear=0).of_units([grids])[0]
         layers = states * self.per_state[0] + attention
         forward = layers + tokens * self.per_token[0]
         backward = states * self.per_state[1] + tokens * self.per_token[1]

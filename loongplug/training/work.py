@@ -14,7 +14,7 @@ from math import prod
 from typing import Self
 
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import EncoderWork
+from loongplug.hetero.balance import EncoderMacs
 from loongplug.models.architecture import MultimodalArchitecture, TextArchitecture
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import Mapping, is_carried
@@ -45,7 +45,7 @@ class UnitWork:
     per_row: int
     per_media_token: int
     tokens_of: Callable[[Grid], int] = field(compare=False)  # the architecture's
-    attention: EncoderWork  # multiplications of forward
+    attention: EncoderMacs  # multiplications of forward
     passes: float  # one, and two more for the share of its layers with a backward
 
     def of_media(self, grids: Sequence[Grid]) -> int:
@@ -95,7 +95,7 @@ class StepWork:
                     per_row=chain.operations // architecture.rows_per_state,
                     per_media_token=sum(each.operations for each in found.projectors[name]),
                     tokens_of=architecture.tokens,
-                    attention=replace(EncoderWork.of(architecture), linear=0),
+                    attention=replace(EncoderMacs.of(architecture), linear=0),
                     passes=1 + 2 * chain.attended / architecture.computed_layers,
                 )
             )

@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 
 from loongplug.context.segments import Segments
 from loongplug.context.tiles import Tile, grouped, tiles
-from loongplug.context.token_split import Part, zigzag
+from loongplug.context.token_split import ContextShard, zigzag
 
 
-def painted(found: tuple[Tile, ...], queries: Part, keys: Part) -> NDArray[np.int64]:
+def painted(
+    found: tuple[Tile, ...], queries: ContextShard, keys: ContextShard
+) -> NDArray[np.int64]:
     """How often the tiles have each pair of a query and a key."""
     times = np.zeros((queries.tokens, keys.tokens), dtype=np.int64)
     for tile in found:
@@ -32,7 +34,7 @@ def test_tiles_have_each_pair_once_and_no_other(
     split, segments = split_row(lengths, cp=cp, how=how)
     mask = seen(lengths, padded_to=split.length)
     for queries in split.parts:
-        for keys in (*split.parts, Part.whole(split.length)):
+        for keys in (*split.parts, ContextShard.whole(split.length)):
             times = painted(tiles(queries, keys, segments), queries, keys)
             assert (times == mask[np.ix_(queries.places, keys.places)]).all()
 
@@ -43,7 +45,7 @@ def test_tiles_of_a_group_have_one_shape_and_no_query_in_common(
 ) -> None:
     split, segments = split_row(lengths, cp=cp, how=how)
     for queries in split.parts:
-        found = tiles(queries, Part.whole(split.length), segments)
+        found = tiles(queries, ContextShard.whole(split.length), segments)
         groups = grouped(found)
         assert sorted(map(hash, found)) == sorted(hash(tile) for each in groups for tile in each)
         for group in groups:
@@ -54,7 +56,7 @@ def test_tiles_of_a_group_have_one_shape_and_no_query_in_common(
 
 def test_a_causal_row_needs_few_tiles() -> None:
     split = zigzag(64, cp=4)
-    found = tiles(split.parts[1], Part.whole(64), Segments.of([64]))
+    found = tiles(split.parts[1], ContextShard.whole(64), Segments.of([64]))
     assert found == (
         Tile(slice(0, 8), slice(0, 8), causal=False),
         Tile(slice(0, 8), slice(8, 16), causal=True),

@@ -13,7 +13,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from loongplug.context.balance import balanced
 from loongplug.context.segments import Segments
-from loongplug.context.token_split import Part, zigzag
+from loongplug.context.token_split import ContextShard, zigzag
 
 
 @pytest.mark.quick
@@ -83,7 +83,7 @@ def test_nothing_to_split_is_refused(tokens: int, cp: int) -> None:
 
 
 def test_stretches_that_touch_become_one_and_empty_ones_go() -> None:
-    part = Part.of(np.array([0, 2, 4, 7]), np.array([2, 2, 6, 9]))
+    part = ContextShard.of(np.array([0, 2, 4, 7]), np.array([2, 2, 6, 9]))
     assert part.starts.tolist() == [0, 4, 7]
-    part = Part.of(np.array([0, 2, 7]), np.array([2, 4, 9]))
+    part = ContextShard.of(np.array([0, 2, 7]), np.array([2, 4, 9]))
     assert (part.starts.tolist(), part.stops.tolist()) == ([0, 7], [4, 9])

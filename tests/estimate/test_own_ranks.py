@@ -22,7 +22,7 @@ from loongplug.estimate.ledger import (
 )
 from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.trace import Cost
+from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
 from loongplug.hetero.operations import BEGIN, END, forward, gradient
 from loongplug.hetero.pipeline_graph import ahead
@@ -50,7 +50,7 @@ def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
 
 def encoder_end(step, *, leads=True, copies=False):
     """Units of TOKENS and ROWS each, which keep KEPT bytes where they train."""
-    cost = Cost(kept=KEPT if step.trains else 0, forward=FORWARD, backward=BACKWARD)
+    cost = UnitBytes(kept=KEPT if step.trains else 0, forward=FORWARD, backward=BACKWARD)
     units = [UnitSize(grids=((1, 2, 2),), tokens=TOKENS)] * len(step.encoder_replicas)
     return EncoderEnd(
         plan=apart(step),

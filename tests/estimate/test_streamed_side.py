@@ -7,7 +7,7 @@ from loongplug.data.positions import Grid
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
-from loongplug.estimate.trace import Cost
+from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
 from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
@@ -42,7 +42,7 @@ def followed(
     """A step of one rank; of the first stage's, one that takes a ``shard``-th of the features."""
     stages = len(found.passes)
     of_piece = [PAYLOAD * each.tokens // shard for each in found.pieces]
-    costs = Cost(kept=0, forward=0, backward=0)
+    costs = UnitBytes(kept=0, forward=0, backward=0)
     side = StreamedSide(
         plan=streamed(
             EncoderStep(
@@ -62,7 +62,7 @@ def followed(
         consumed=of_piece if stage == 0 else [0] * len(of_piece),
         encoded=EncodedUnits(
             units=[UnitSize(grids=(GRID,), tokens=each.tokens) for each in found.pieces],
-            costs=UnitCosts(blank=costs, blank_rows=0, largest=Cost(kept=7), largest_rows=16),
+            costs=UnitCosts(blank=costs, blank_rows=0, largest=UnitBytes(kept=7), largest_rows=16),
             payload=PAYLOAD,
             row=1,
             blank_input=0,

@@ -31,7 +31,7 @@ from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import StepPlan
 from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
-from loongplug.hetero.placement import Piece, one_apart
+from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry, Role
@@ -69,7 +69,7 @@ class _Place:
     entry: Entry
     drawn: DrawnEncoder
     layout: Layout
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ApartPiece, ...]
 
     @property
     def here(self) -> bool:
@@ -91,7 +91,7 @@ class _Place:
         return any(self.drawn.trains[: self.stage])
 
     @property
-    def made(self) -> list[Piece]:
+    def made(self) -> list[ApartPiece]:
         """The pieces that this rank makes, or has a stage of, of all decoder replicas' samples."""
         if not self.here:
             return []
@@ -295,7 +295,7 @@ class _World:
             assert chunk.came == expected, f"{chunk.came} gradients of {expected} units"
         return 0
 
-    def _piece(self, place: _Place, piece: Piece, number: int) -> Microbatch:
+    def _piece(self, place: _Place, piece: ApartPiece, number: int) -> Microbatch:
         """What an encoder's rank has of a piece: places, and on the first stage rows."""
         replica, name = piece.edge.decoder, place.entry.name
         lie = places(self.draw, name, replica, number)

@@ -20,7 +20,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import load_processor
 from loongplug.hetero.balance import (
     Balance,
-    EncoderWork,
+    EncoderMacs,
     balanced,
     imbalance,
     loads,
@@ -123,7 +123,7 @@ def test_in_turn_stays_where_it_is_as_good_or_even_enough() -> None:
 def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
     """Counted layer by layer, window by window, from what the attention is given."""
     own = encoder(name)
-    work = EncoderWork.of(own)
+    work = EncoderMacs.of(own)
     hidden, ffn = own.hidden_size, own.ffn_hidden_size
     gated = name.startswith("qwen2_5")
     grids: list[Grid] = [(1, 16, 24), (3, 10, 46)]
@@ -148,7 +148,7 @@ def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
 
 def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
     """Frames do not attend to each other."""
-    work = EncoderWork.of(encoder("qwen3_vl_8b"))
+    work = EncoderMacs.of(encoder("qwen3_vl_8b"))
     video, frame, image = work.of_units([[(4, 20, 20)], [(1, 20, 20)], [(1, 40, 40)]])
     assert video == 4 * frame
     assert image > 1.05 * video

@@ -18,7 +18,7 @@ from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.placement import Piece, one_apart
+from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.routes import Rows, sequence_shards
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
@@ -158,7 +158,7 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
 
 
 def encode(
-    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[Piece, ...]
+    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[ApartPiece, ...]
 ) -> None:
     mine = [
         (number, each)
@@ -187,7 +187,7 @@ def encode(
 
 
 def decode(
-    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[Piece, ...]
+    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[ApartPiece, ...]
 ) -> None:
     place = case.decoder.coordinates(rank)
     places = [case.places(place.dp, number) for number in range(MICROBATCHES)]

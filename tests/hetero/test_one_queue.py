@@ -27,7 +27,7 @@ from loongplug.hetero.operations import (
 )
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
-from loongplug.hetero.placement import Piece, one_apart
+from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
 from loongplug.parallel.layout import Layout
@@ -61,7 +61,7 @@ class Placed:
     number: int
     stages: int
     first_rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ApartPiece, ...]
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import EncoderWork, imbalance, plan
+from loongplug.hetero.balance import EncoderMacs, imbalance, plan
 from loongplug.hetero.pieces import cut
 from loongplug.training.config import compose_model
 
@@ -50,7 +50,7 @@ def test_as_many_pieces_as_asked_for() -> None:
 
 def test_one_microbatch_of_32_images_on_four_replicas() -> None:
     """Whole microbatches leave three of four without work."""
-    work = EncoderWork.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
+    work = EncoderMacs.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
 
     def slowest_over_mean(grids: list[Grid], count: int) -> float:
         costs = work.of_units([[grid] for grid in grids])

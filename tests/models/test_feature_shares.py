@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 from loongplug.models.features import Features, TokenPlaces, share_of, token_places
 
 TOKENS, HIDDEN = 6, 3
@@ -21,7 +21,9 @@ def features(values: torch.Tensor) -> Features:
 
 def located(*, part: int, tokens: int) -> TokenPlaces:
     places = PLACES if tokens else ()
-    return token_places(places, held=Part.whole(6), device=torch.device("cpu"), part=part, parts=3)
+    return token_places(
+        places, held=ContextShard.whole(6), device=torch.device("cpu"), part=part, parts=3
+    )
 
 
 def take(rank: int, *, tokens: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from loongplug.context.row_parts import BALANCES, Balance, RowParts
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 from loongplug.models.features import Features, TokenPlaces, place, token_places
 
 pytestmark = pytest.mark.quick
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 def located(*rows: list[int], length: int, **part: int) -> TokenPlaces:
     """Of the tokens that lie there in each row."""
     places = [np.array(row, dtype=np.int64) for row in rows]
-    return token_places(places, held=Part.whole(length), device=torch.device("cpu"), **part)
+    return token_places(places, held=ContextShard.whole(length), device=torch.device("cpu"), **part)
 
 
 def test_features_land_sample_by_sample():
@@ -26,7 +26,7 @@ def test_features_land_sample_by_sample():
 
 def test_parts_of_a_row_take_the_features_of_their_own_tokens() -> None:
     """Six tokens of a rank that has the row's first and last, split once more over two ranks."""
-    held = Part(np.array([0, 9]), np.array([3, 12]))
+    held = ContextShard(np.array([0, 9]), np.array([3, 12]))
     places = [np.array([1, 2, 3, 9, 11]), np.array([0, 8, 10])]
     first, second = (
         token_places(places, held=held, device=torch.device("cpu"), part=part, parts=2)

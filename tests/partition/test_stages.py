@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.partition.found import Found, _stages_of_encoders, layout_text
+from loongplug.partition.found import FoundSplits, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.layer_costs import Cost, EntryCosts, LayerCost
 
@@ -53,7 +53,7 @@ def test_a_stage_takes_a_layer_at_least():
 )
 def test_the_better_split_is_kept(aware, plain, kept):
     split = Partition(name="aware", stages=(), step=aware)
-    found = Found(
+    found = FoundSplits(
         parsed=Namespace(),
         microbatches=1,
         partitions=(split, replace(split, name="plain", step=plain)),

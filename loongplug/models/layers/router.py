@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from loongplug.context.token_split import Part
+from loongplug.context.token_split import ContextShard
 from loongplug.models.layers.packed import PackedSegments
 
 
@@ -56,7 +56,7 @@ def token_kinds(
     """
     row = None if packed is None else packed.context
     length = position_ids.shape[2] if row is None else row.split.length
-    part = Part.whole(length) if row is None else row.split.parts[row.rank]
+    part = ContextShard.whole(length) if row is None else row.split.parts[row.rank]
     if packed is None or packed.qkv_format != "thd":
         padding = (position_ids == 0).all(dim=0)  # [b, s]
         padding[:, : _before(part, 1)] = False
@@ -67,7 +67,7 @@ def token_kinds(
     return torch.cat([padding, counted], dim=1)
 
 
-def _before(part: Part, place: int) -> int:
+def _before(part: ContextShard, place: int) -> int:
     """How many tokens of the part lie before a place of the row."""
     return int(part.before(np.array(place)))
 

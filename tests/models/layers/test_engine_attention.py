@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loongplug.context.balance import balanced
 from loongplug.context.segments import Segments
-from loongplug.context.token_split import Part, TokenSplit, zigzag
+from loongplug.context.token_split import ContextShard, TokenSplit, zigzag
 from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.attention import ContextAttention
@@ -229,7 +229,7 @@ def test_checkpoints_have_the_engines_names() -> None:
 
 @pytest.mark.quick
 def test_the_engines_order_is_an_even_zigzag_of_one_segment() -> None:
-    halves = TokenSplit(tuple(Part.whole(12).chunks(2)))
+    halves = TokenSplit(tuple(ContextShard.whole(12).chunks(2)))
     even = zigzag(12, cp=2)
     turned = TokenSplit(even.parts[::-1])
     for split, lengths, expected in (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loongplug.context.segments import Segments
 from loongplug.context.tiles import TileGroups, grouped, tiles
-from loongplug.context.token_split import Part, TokenSplit
+from loongplug.context.token_split import ContextShard, TokenSplit
 from loongplug.platform.transfers import to_device
 
 
@@ -55,14 +55,14 @@ class ContextRow:
     @cached_property
     def tiles(self) -> TileGroups:
         """This rank's queries against the keys of the whole row."""
-        return self._tiles(Part.whole(self.split.length))
+        return self._tiles(ContextShard.whole(self.split.length))
 
     @cached_property
     def tiles_by_rank(self) -> Sequence[TileGroups]:
         """This rank's queries against the keys of each rank."""
         return [self._tiles(part) for part in self.split.parts]
 
-    def _tiles(self, keys: Part) -> TileGroups:
+    def _tiles(self, keys: ContextShard) -> TileGroups:
         return grouped(tiles(self.split.parts[self.rank], keys, self.segments))
 
     def _index(self, places: NDArray[np.int64]) -> Tensor:
