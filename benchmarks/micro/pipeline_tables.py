@@ -45,7 +45,7 @@ class Setting:
             "uniform": even,
             _TUNED: min(map(self._split, range(1, _LAYERS + 1)), key=_clocked),
         }
-        for mode in ("encoder_hetero_dp", "full_hetero_dp"):
+        for mode in ("encoder_hetero_dp", "full_hetero_dp", "streamed"):
             found[mode] = self._case(mode, stages=even.stages)
         found["own_ranks"] = min(map(self._apart, range(1, self.pp)), key=_clocked)
         return {name: _slowed(case) for name, case in found.items()}

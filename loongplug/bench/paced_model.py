@@ -11,14 +11,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.bench.pace import Pace, slept
-from loongplug.bench.pipeline_work import Case, PacedEncoder
+from loongplug.bench.pipeline_work import TOKENS, Case, PacedEncoder
 from loongplug.data.microbatch import MediaInput, Microbatch
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features, FeatureSource
 from loongplug.partition.clock import StageTime
 
 HIDDEN: Final = 8  # channels
-TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
 
 
 class PacedChunk(nn.Module):

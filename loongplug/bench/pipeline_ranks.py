@@ -18,10 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.bench.pace import Pace
-from loongplug.bench.paced_model import HIDDEN, TOKENS, PacedChunk
-from loongplug.bench.pipeline_work import Case, PacedEncoder, paced_costs
+from loongplug.bench.paced_model import HIDDEN, PacedChunk
+from loongplug.bench.pipeline_work import (
+    TOKENS,
+    Case,
+    PacedEncoder,
+    grids_of,
+    media_of,
+    paced_costs,
+)
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
-from loongplug.data.positions import Grid
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.observe.recorder import TraceRecorder
@@ -102,7 +108,7 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             sequence_parallel=False,
             timeout_minutes=_MINUTES,
-            costs=paced_costs(case) if case.streams else None,
+            costs=paced_costs(case, encoder) if case.streams else None,
         )
 
     engine = Engine({each.name: of_encoder(each) for each in case.encoders})
@@ -195,15 +201,20 @@ def _forward_step(data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
 def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
     """Of a step, as this rank takes them: all samples, or those of an encoder replica's pieces."""
     pieces = [range(case.samples)]
-    shares = {each.name: _shares(case, engine, each) for each in case.encoders}
+    planner = engine.step_planner
+    shares: Mapping[str, Sequence[tuple[Share, ...]]] | None = (
+        None if planner is None else planner.shares(media_of(case))
+    )
+    if shares is None:
+        shares = {each.name: _in_turn(case, engine, each) for each in case.encoders}
     if engine.own is not None:
         made = engine.encoders[engine.own].place.made_by(dist.get_rank(), training=True)
         pieces = [each.samples for each in made]
     for number in range(case.microbatches):
         for samples in pieces:
             units = {
-                each.name: _unit(case, len(samples), shares=shares[each.name][number])
-                for each in case.encoders
+                name: _unit(case, len(samples), shares=of_encoder[number])
+                for name, of_encoder in shares.items()
             }
             tokens = len(samples) * TOKENS
             yield Microbatch(
@@ -217,13 +228,9 @@ def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
             )
 
 
-def _shares(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tuple[Share, ...]]:
-    """Which of the encoder's replicas encode each microbatch's unit: its plan's, or in turn."""
+def _in_turn(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tuple[Share, ...]]:
+    """Which of the encoder's replicas encodes each microbatch's unit: each in turn."""
     side = engine.encoders[encoder.name]
-    planner = side.planner if case.streams else None
-    planned = planner and planner.shares([_grids(case, case.samples)] * case.microbatches)
-    if planned:
-        return planned
     replicas = 1
     if side.steps and not case.apart:
         assert side.place.edge is not None, "it lies where the decoder lies"
@@ -233,18 +240,13 @@ def _shares(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tuple
 
 def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:
     """All of its media are here, of whatever shares: nothing is computed of them."""
-    grids = _grids(case, samples)
+    grids = grids_of(case, samples=samples)
     return Unit(
         places=tuple(np.arange(TOKENS) for _ in range(samples)),
         grids=grids,
         shares=shares,
         media=MediaInput(rows=torch.zeros(samples * TOKENS, 1), grids=torch.tensor(grids)),
     )
-
-
-def _grids(case: Case, samples: int) -> tuple[Grid, ...]:
-    """Of as many media as a microbatch has pieces."""
-    return ((1, 1, samples * TOKENS // case.pieces),) * case.pieces
 
 
 def _place(engine: Engine) -> dict[str, int]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any, Final
 
+from loongplug.data.positions import Grid
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, Step, decoder_passes, simulate
+from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, simulate
 from loongplug.hetero.streamed_pieces import StreamedCosts
+from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
@@ -19,7 +20,7 @@ from loongplug.partition.clock import StageTime
 # The modes that every case can have; those that fill bubbles want some.
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
-_MEDIUM: Final = (1, 1, 1)  # a piece has one of these
+TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
 _MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
@@ -79,16 +80,15 @@ class Case:
                 f"--virtual-stages {self.chunks} at --pp {len(self.stages)} and --microbatches "
                 f"{self.microbatches}: expected two stages or more, and a multiple of their number."
             )
-
-        if self.streams and not (len(self.encoders) == self.tp == 1 < len(self.stages)):
+        if self.streams and not (self.encoders and len(self.stages) > 1):
             raise ValueError(
-                f"--mode {self.mode} with {len(self.encoders)} encoders, --tp {self.tp} and --pp "
-                f"{len(self.stages)}: expected one encoder, --tp 1 and two stages or more."
+                f"--mode {self.mode} with {len(self.encoders)} encoders and --pp "
+                f"{len(self.stages)}: expected an encoder, and two stages or more."
             )
 
     @property
     def streams(self) -> bool:
-        """Whether the encoder works between the passes of the decoder."""
+        """Whether encoders work between the passes of the decoder."""
         return IN_A_WORD[self.mode].fills_bubbles
 
     @property
@@ -143,12 +143,22 @@ class Case:
         return encoder.tp or self.mode_of(encoder).encoder_tp or self.tp
 
 
-def paced_costs(case: Case) -> StreamedCosts:
-    """What the product's planner is told of a case that streams; costs are microseconds."""
-    (encoder,) = case.encoders
-    time, chunks = encoder.time, case.chunks
+def grids_of(case: Case, *, samples: int) -> tuple[Grid, ...]:
+    """What so many samples have for an encoder: as many media as a microbatch has pieces."""
+    return ((1, 1, samples * TOKENS // case.pieces),) * case.pieces
+
+
+def media_of(case: Case) -> dict[str, list[tuple[Grid, ...]]]:
+    """Of a step, by encoder and microbatch."""
+    grids = grids_of(case, samples=case.samples)
+    return {each.name: [grids] * case.microbatches for each in case.encoders}
+
+
+def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
+    """What the product's planner is told of an encoder that streams; costs are microseconds."""
+    chunks, of_medium = case.chunks, _MICROSECONDS / case.pieces / case.encoder_tp(encoder)
     forward, backward = (
-        round(_MICROSECONDS * each / case.pieces) for each in (time.forward, time.backward)
+        round(of_medium * each) for each in (encoder.time.forward, encoder.time.backward)
     )
     return StreamedCosts(
         of_media=lambda grids: PieceCost(forward * len(grids), backward * len(grids)),
@@ -156,33 +166,28 @@ def paced_costs(case: Case) -> StreamedCosts:
         forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
         backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
         group=len(case.stages),
-        of_passes=PassCosts(
-            trains=time.backward > 0, joined=forward * case.pieces * case.microbatches
-        ),
-    )
-
-
-def streamed_step(case: Case) -> Step:
-    """What plans of a case that streams are made of; costs are microseconds."""
-    costs = paced_costs(case)
-    stages, chunks = len(case.stages), case.chunks
-    piece = costs.of_media([_MEDIUM])
-    pipelines = (
-        Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages) for stage in range(stages)
-    )
-    return Step(
-        pieces=((piece,) * case.pieces,) * case.microbatches,
-        replicas=tuple(range(stages)),
-        passes=tuple(decoder_passes(each, case.microbatches) for each in pipelines),
-        forward=costs.forward,
-        backward=costs.backward,
-        encoders=(costs.of_passes,),
+        of_passes=PassCosts(trains=backward > 0, joined=forward * case.pieces * case.microbatches),
     )
 
 
 def streamed_time(case: Case) -> float:
     """Milliseconds of a step of a case that streams, by the clock of its plan."""
-    step = streamed_step(case)
+    layout = case.decoder
+
+    def replicas(encoder: PacedEncoder) -> Sequence[Sequence[int]]:
+        tp, entry = case.encoder_tp(encoder), encoder.entry
+        return (
+            case.mode_of(encoder)
+            .place(layout, entry=entry, tp=tp)
+            .edge(entry.name, rank=0)
+            .replicas
+        )
+
+    step = StepPlanner(
+        {each.name: paced_costs(case, each) for each in case.encoders},
+        {each.name: replicas(each) for each in case.encoders},
+        stages={rank: layout.coordinates(rank).pp for rank in layout.ranks},
+    ).step(media_of(case))
     times = simulate(step, streamed(step))
     assert times is not None, "ranks wait for one another"
     return times.step / _MICROSECONDS

@@ -54,6 +54,12 @@ class PlannedMicrobatch:
     begins: ResumePoint | None  # where a source of packs goes on that begins with it
 
 
+# By the encoder's name, of each microbatch of a step: its media's grids.
+GridsByEncoder = Mapping[str, Sequence[Sequence[Grid]]]
+# Says of a step who encodes what of each microbatch's media, by the encoder's name.
+SharesByPlan = Callable[[GridsByEncoder], Mapping[str, Sequence[tuple[Share, ...]]] | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
@@ -63,23 +69,33 @@ class Assignment:
     microbatch's media. It does so with those that are left at a step's end, fewer than there are
     replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked for
     together.
+
+    ``by_plan`` goes before that. It is given the grids of all encoders' media of a whole step, by
+    name, and says who encodes what of each; None where that is as without it.
     """
 
     replicas: int = 1
     by_cost: Callable[..., Sequence[tuple[Share, ...]]] | None = None
     whole_steps: bool = False
+    by_plan: SharesByPlan | None = None
 
     def together(self, step: int) -> range:
         """Which ones of a step of so many microbatches are assigned together."""
-        if self.by_cost is None:
-            return range(step, step)
-        return range(0 if self.whole_steps else step - step % self.replicas, step)
+        return range(step) if self.by_plan is not None else self._compared(step)
+
+    def planned(self, encoder: str, grids: GridsByEncoder) -> Sequence[tuple[Share, ...]] | None:
+        """The shares of one encoder's units of a whole step, where a plan says them."""
+        found = None if self.by_plan is None else self.by_plan(grids)
+        return None if found is None else found[encoder]
 
     def of(
         self, numbers: range, media: Sequence[Sequence[Grid]], *, step: int
     ) -> list[tuple[Share, ...]]:
-        """The shares of these microbatches of a step of so many, whose media have such grids."""
-        together = self.together(step)
+        """The shares of these microbatches of a step of so many, whose media have such grids.
+
+        That is without a plan.
+        """
+        together = self._compared(step)
         in_turn: list[tuple[Share, ...]] = [
             (Share(encoder_replica=number % self.replicas),)
             for number in numbers
@@ -90,6 +106,12 @@ class Assignment:
             return in_turn
         assert len(of_last) == len(together), "costs are compared"
         return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
+
+    def _compared(self, step: int) -> range:
+        """Those whose costs are compared."""
+        if self.by_cost is None:
+            return range(step, step)
+        return range(0 if self.whole_steps else step - step % self.replicas, step)
 
 
 ONE_REPLICA = Assignment()
@@ -120,13 +142,19 @@ def planned_units(
 ) -> list[dict[str, PlannedUnit]]:
     """Of each of these microbatches of a step of so many, with its ``samples``, by encoder."""
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
-    for name, encoder in encoders.items():
-        media = [
+    media = {
+        name: [
             MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
             for index, each in enumerate(samples, first_index)
         ]
-        assigned = encoder.assignment.of(numbers, [each.grids for each in media], step=step)
-        for units, each, shares in zip(found, media, assigned, strict=True):
+        for name, encoder in encoders.items()
+    }
+    grids = {name: [each.grids for each in of_encoder] for name, of_encoder in media.items()}
+    for name, encoder in encoders.items():
+        assigned = encoder.assignment.planned(name, grids)
+        if assigned is None:
+            assigned = encoder.assignment.of(numbers, grids[name], step=step)
+        for units, each, shares in zip(found, media[name], assigned, strict=True):
             units[name] = PlannedUnit(
                 media=each,
                 shares=tuple(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from loongplug.data.microbatch import Share
 from loongplug.estimate.edge_ends import DecoderEnd
 from loongplug.estimate.encoded_units import (
     EncodedUnits,
@@ -37,7 +36,6 @@ from loongplug.hetero.operations import (
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.streamed_pieces import StreamedStep
-from loongplug.hetero.streamed_together import OwnedUnit
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -243,29 +241,13 @@ class TracedStep:
 
     def _planned(self) -> Mapping[str, StreamedStep] | None:
         """Of encoders that stream in this step, by name; None where none does."""
-        engine = self._rank.engine
-        units = {}
-        for name, each in engine.encoders.items():
-            if each.fills_bubbles:
-                of_encoder = [microbatch.units[name] for microbatch in self._microbatches]
-                shares = self._shares(name, of_encoder)
-                units[name] = [
-                    OwnedUnit.of(unit.grids, of_unit)
-                    for unit, of_unit in zip(of_encoder, shares, strict=True)
-                ]
-        return engine.step_planner.plan(units) if units else None
-
-    def _shares(self, encoder: str, units: Sequence[UnitSize]) -> Sequence[tuple[Share, ...]]:
-        """Who encodes what, as ranks are told when they load media."""
-        engine = self._rank.engine.encoders[encoder]
-        assert engine.place.edge is not None, "an encoder beside the decoder"
-        assignment = assignment_of(
-            self._args,
-            self._model.encoder(encoder),
-            replicas=len(engine.place.edge.replicas),
-            planner=engine.planner,
+        planner = self._rank.engine.step_planner
+        if planner is None:
+            return None
+        names = self._rank.engine.encoders
+        return planner.plan(
+            {name: [each.units[name].grids for each in self._microbatches] for name in names}
         )
-        return assignment.of(range(len(units)), [each.grids for each in units], step=len(units))
 
     def _streamed_side(self, encoder: str, planned: StreamedStep, *, rank: int) -> StreamedSide:
         """Of a step that streams."""
@@ -312,7 +294,11 @@ class TracedStep:
         edge = engine.place.edge
         assert edge is not None, "an encoder beside the decoder"
         units = [each.units[encoder] for each in self._microbatches]
-        shares = self._shares(encoder, units)
+        assignment = assignment_of(
+            self._args, self._model.encoder(encoder), replicas=len(edge.replicas)
+        )
+        grids = [each.grids for each in units]
+        shares = assignment.of(range(len(units)), grids, step=len(units))
         encoded = self._encoded(encoder)
         own = [
             unit.share(each, replica=edge.replica_of(rank))

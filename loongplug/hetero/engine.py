@@ -24,7 +24,7 @@ from loongplug.hetero.pipeline_wires import PipelineGroups
 from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLinks
 from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
+from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
@@ -98,18 +98,10 @@ class EncoderEngine:
             self._place = self._found.build()
         return self._place
 
-    @cached_property
-    def planner(self) -> Planner | None:
-        """Says who encodes what in steps that stream; None in modes without.
-
-        Of several encoders, the engine's plans when. Collective as `place`.
-        """
-        edge = self.place.edge
-        if self._costs is None or edge is None:
-            return None
-        decoder = decoder_layout()
-        stages = tuple(decoder.coordinates(ranks[0]).pp for ranks in edge.replicas)
-        return Planner(self._costs, stages=stages)
+    @property
+    def costs(self) -> StreamedCosts | None:
+        """What a step takes, for plans of steps that stream; None in modes without."""
+        return self._costs
 
     @property
     def fills_bubbles(self) -> bool:
@@ -309,22 +301,31 @@ class Engine:
             each.recorder = recorder
 
     @cached_property
-    def step_planner(self) -> StepPlanner:
-        """Plans steps that stream, of all encoders that do. Collective like their places."""
-        planners, replicas = {}, {}
+    def step_planner(self) -> StepPlanner | None:
+        """Plans steps of training, of all encoders that may stream; None where none may.
+
+        Collective like their places.
+        """
+        costs, replicas = {}, {}
         for name, each in self.encoders.items():
-            edge, planner = each.place.edge, each.planner
-            if planner is not None and edge is not None:
-                planners[name], replicas[name] = planner, edge.replicas
-        return StepPlanner(planners, replicas)
+            edge = each.place.edge
+            if each.costs is not None and edge is not None:
+                costs[name], replicas[name] = each.costs, edge.replicas
+        if not costs:
+            return None
+        decoder = decoder_layout()
+        stages = {rank: decoder.coordinates(rank).pp for rank in decoder.ranks}
+        return StepPlanner(costs, replicas, stages=stages)
 
     @cached_property
     def _bubbles(self) -> BubbleSchedule | None:
         """Where steps may stream. Collective over all ranks."""
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
+        planner = self.step_planner
         if not streaming:
             return None
-        executors = [each.streaming(self.step_planner) for each in streaming]
+        assert planner is not None, "an encoder streams"
+        executors = [each.streaming(planner) for each in streaming]
         groups = streaming[0].pipeline_groups()
         return BubbleSchedule(executors, groups, recorder=self._recorder)
 

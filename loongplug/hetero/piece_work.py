@@ -21,7 +21,7 @@ from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.routes import Rows, common, within
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Piece, StreamedStep
-from loongplug.hetero.streamed_together import StepPlanner, owned_units
+from loongplug.hetero.streamed_together import StepPlanner
 
 
 class Streaming:
@@ -44,7 +44,10 @@ class Streaming:
 
         ``spec`` is what all know of the whole units. The same on every rank of a model replica.
         """
-        of_all = self._planner.plan(owned_units([each.units for each in microbatches]))
+        names = microbatches[0].units
+        of_all = self._planner.plan(
+            {name: [each.units[name].grids for each in microbatches] for name in names}
+        )
         if of_all is None:
             return None
         planned, units = of_all[self.name], [each.units[self.name] for each in microbatches]

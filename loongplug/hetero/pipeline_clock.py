@@ -87,7 +87,6 @@ class Step:
         backward: the same of its backward.
         encoders: all that there are; each lies on every replica.
         kinds: which one of them each piece is for, as ``pieces``; without, all are for the first.
-        owners: the replica that encodes each piece, as ``pieces``; without, the plan says.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
@@ -97,7 +96,6 @@ class Step:
     backward: tuple[int, ...]
     encoders: tuple[PassCosts, ...] = (PassCosts(),)
     kinds: tuple[tuple[int, ...], ...] = ()
-    owners: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.passes)
@@ -107,8 +105,7 @@ class Step:
         each = 2 * len(self.pieces) * len(self.forward) // stages
         assert all(len(passes) == each for passes in self.passes), "not a step's passes"
         counts = list(map(len, self.pieces))
-        for given in filter(None, (self.kinds, self.owners)):
-            assert list(map(len, given)) == counts, "one for each piece"
+        assert not self.kinds or list(map(len, self.kinds)) == counts, "one for each piece"
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""

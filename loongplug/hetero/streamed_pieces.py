@@ -3,8 +3,8 @@
 The same on every rank of a model replica: it follows from the grids of the step's media alone.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -12,26 +12,16 @@ from typing import NamedTuple
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import shares_of
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pieces import cut
 from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderWork,
     Name,
     PassCosts,
     PieceCost,
-    Step,
-    decoder_passes,
 )
 from loongplug.hetero.stream import PieceWork, Stream
-from loongplug.hetero.streaming import streamed
 
-# Of a microbatch. There are more where replicas would have fewer than so many in a step.
-_PIECES, _EACH = 4, 2
-# Steps whose plans are kept: who loads media is ahead of who encodes them.
-_KEPT = 32
-
-Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media
+Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for an encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,86 +96,8 @@ class StreamedStep:
         )
 
 
-class LastPlans[Of: Hashable, Plan]:
-    """The plans of the last steps."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[Of, Plan] = OrderedDict()
-
-    def get(self, step: Of, make: Callable[[Of], Plan]) -> Plan:
-        """The plan of a step, made where it is not kept."""
-        if step not in self._plans:
-            self._plans[step] = make(step)
-            if len(self._plans) > _KEPT:
-                self._plans.popitem(last=False)
-        return self._plans[step]
-
-
-class Planner:
-    """Plans the steps of one model replica for one encoder; keeps the last ones.
-
-    ``stages`` has the pipeline stage that each encoder replica lies on.
-    """
-
-    def __init__(self, costs: StreamedCosts, *, stages: tuple[int, ...]) -> None:
-        self.costs = costs
-        self.stages = stages
-        self._kept: LastPlans[tuple[tuple[Grid, ...], ...], StreamedStep | None] = LastPlans()
-
-    def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
-        """Of each unit of a step, given as the grids of its media; None as :meth:`plan`."""
-        planned = self.plan(units)
-        if planned is None:
-            return None
-        return planned.shares([[self.costs.tokens(grid) for grid in grids] for grids in units])
-
-    def plan(self, units: Units) -> StreamedStep | None:
-        """A step with these media; None where streaming is not faster by the clock."""
-        return self._kept.get(tuple(map(tuple, units)), self._planned)
-
-    def passes(self, microbatches: int) -> tuple[tuple[DecoderPass, ...], ...]:
-        """The decoder's, of each stage, in a step of so many."""
-        stages, places = 1 + max(self.stages), len(self.costs.forward)
-        pipelines = (
-            Pipeline(stages=stages, stage=stage, chunks=places // stages, group=self.costs.group)
-            for stage in range(stages)
-        )
-        return tuple(decoder_passes(each, microbatches) for each in pipelines)
-
-    def cut(
-        self, grids: Sequence[Grid], *, microbatches: int, stretches: int = 1
-    ) -> tuple[range, ...]:
-        """The media of a unit, of a step of so many, in pieces of about one cost.
-
-        They may be one of several ``stretches`` of it, which have equally many pieces.
-        """
-        count = max(_PIECES, -(-_EACH * len(self.stages) // microbatches))
-        of_media = [self.costs.of_media([grid]) for grid in grids]
-        return cut([each.forward + each.backward for each in of_media], -(-count // stretches))
-
-    def _planned(self, units: tuple[tuple[Grid, ...], ...]) -> StreamedStep | None:
-        costs = self.costs
-        cuts = [self.cut(grids, microbatches=len(units)) for grids in units]
-        step = Step(
-            pieces=tuple(
-                tuple(costs.of_media(grids[each.start : each.stop]) for each in media)
-                for grids, media in zip(units, cuts, strict=True)
-            ),
-            replicas=self.stages,
-            passes=self.passes(len(units)),
-            forward=costs.forward,
-            backward=costs.backward,
-            encoders=(costs.of_passes,),
-        )
-        plan = streamed(step)
-        if not plan.streamed:
-            return None
-        work = [[InTurn(each, 0) for each in of_replica] for of_replica in plan.work]
-        return streamed_step(work, costs=costs, units=units, cuts=cuts, passes=step.passes)
-
-
 class InTurn(NamedTuple):
-    """An encoder's work of a replica, and when it comes among that before the same pass."""
+    """An encoder's work of a replica, and in which turn it comes of those before the same pass."""
 
     work: EncoderWork
     turn: int

@@ -1,61 +1,54 @@
-"""Several encoders in one streamed step: who does what when, of all of them. Pure.
+"""Steps that stream: who encodes which media, and when, of all encoders at once. Pure.
 
-Who encodes which media is each encoder's own affair: it is known when media are loaded, from those
-of that encoder alone. When each replica does its own is planned here, for all encoders at once, in
-the order in which the decoder needs their features.
+One plan has the work of all encoders, in the order in which the decoder needs their features. It
+says who loads media, and is asked for again when they are encoded: the last ones are kept.
 
 Encoders may have tensor parallel sizes of their own. A *lane* is the ranks of one replica of the
-encoder with the largest; replicas of others that lie within a lane share its work, each with what
-is its own. They do it at one time by the clock. In a run one may be through earlier, which keeps
-nobody waiting: each waits for a part of what the lane waits for, in the lane's order.
+encoder with the largest; replicas of others that lie within a lane share its work. They do it at
+one time by the clock. In a run one may be through earlier, which keeps nobody waiting: each waits
+for a part of what the lane waits for, in the lane's order.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from loongplug.data.microbatch import Share, Unit
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
-from loongplug.hetero.pipeline_clock import EncoderPlan, EncoderWork, PassCosts, PieceCost, Step
-from loongplug.hetero.streamed_pieces import InTurn, LastPlans, Planner, StreamedStep, streamed_step
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.pieces import cut
+from loongplug.hetero.pipeline_clock import (
+    DecoderPass,
+    EncoderPlan,
+    EncoderWork,
+    Name,
+    PassCosts,
+    PieceCost,
+    Step,
+    decoder_passes,
+)
+from loongplug.hetero.streamed_pieces import (
+    InTurn,
+    StreamedCosts,
+    StreamedStep,
+    Units,
+    streamed_step,
+)
 from loongplug.hetero.streaming import streamed
 
+# Of a microbatch. There are more where replicas would have fewer than so many in a step.
+_PIECES, _EACH = 4, 2
+# Steps whose plans are kept: who loads media is ahead of who encodes them.
+_KEPT = 32
 
-@dataclass(frozen=True, kw_only=True)
-class OwnedUnit:
-    """A microbatch's media for one encoder, and which of its replicas encodes each of them."""
-
-    grids: tuple[Grid, ...]
-    owners: tuple[int, ...]
-
-    @classmethod
-    def of(cls, grids: Sequence[Grid], shares: Sequence[Share]) -> "OwnedUnit":
-        """Of a unit with these shares."""
-        held = {
-            medium: share.encoder_replica
-            for share in shares
-            for medium in (range(len(grids)) if share.media is None else share.media)
-        }
-        return cls(grids=tuple(grids), owners=tuple(held[medium] for medium in range(len(grids))))
-
-
-Units = Mapping[str, Sequence[OwnedUnit]]  # by the encoder's name, of each microbatch
-
-
-def owned_units(units: Sequence[Mapping[str, Unit]]) -> Units:
-    """Of each microbatch, given by the encoders' names."""
-    return {
-        name: [OwnedUnit.of(each[name].grids, each[name].shares) for each in units]
-        for name in units[0]
-    }
+_OfStep = tuple[tuple[tuple[Grid, ...], ...], ...]  # by encoder, units
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
-    """One of them: its planner, and the lane that each of its replicas lies in."""
+    """One of them: its costs, and the lane that each of its replicas lies in."""
 
-    planner: Planner
+    costs: StreamedCosts
     lanes: tuple[int, ...]
 
     @property
@@ -65,142 +58,191 @@ class _Encoder:
 
     def cost(self, grids: Sequence[Grid]) -> PieceCost:
         """What a lane takes for media, as if its replicas had equal parts of them."""
-        return PieceCost(*(-(-x // self.of_a_lane) for x in self.planner.costs.of_media(grids)))
+        return PieceCost(*(-(-x // self.of_a_lane) for x in self.costs.of_media(grids)))
 
     @property
     def of_passes(self) -> PassCosts:
         """Of a lane; what is joined there may be one replica's alone."""
-        found = self.planner.costs.of_passes
+        found = self.costs.of_passes
         return replace(found, joined=found.joined // self.of_a_lane)
 
-    def cut(self, unit: OwnedUnit, *, microbatches: int) -> list[range]:
-        """Pieces of neighbouring media that one replica encodes."""
-        numbered = groupby(range(len(unit.grids)), key=unit.owners.__getitem__)
-        stretches = [list(media) for _, media in numbered]
-        found = []
-        for media in stretches:
-            grids = [unit.grids[medium] for medium in media]
-            cuts = self.planner.cut(grids, microbatches=microbatches, stretches=len(stretches))
-            found += [range(media[0] + each.start, media[0] + each.stop) for each in cuts]
-        return found
+    def cut(self, grids: Sequence[Grid], *, microbatches: int) -> tuple[range, ...]:
+        """The media of a unit, of a step of so many, in pieces of about one cost."""
+        count = max(_PIECES, -(-_EACH * len(self.lanes) // microbatches))
+        of_media = [self.costs.of_media([grid]) for grid in grids]
+        return cut([each.forward + each.backward for each in of_media], count)
 
 
 class StepPlanner:
-    """Plans steps of all encoders of a model replica that stream; keeps the last ones.
-
-    ``replicas`` has the ranks of each encoder's replicas, as its edge has. One encoder alone is
-    planned by its own planner, which says who encodes what, too.
-    """
+    """Plans the steps of a model replica for all encoders that stream; keeps the last ones."""
 
     def __init__(
-        self, planners: Mapping[str, Planner], replicas: Mapping[str, Sequence[Sequence[int]]]
+        self,
+        costs: Mapping[str, StreamedCosts],
+        replicas: Mapping[str, Sequence[Sequence[int]]],
+        *,
+        stages: Mapping[int, int],
     ) -> None:
-        self._planners = planners
-        widest = max(planners, key=lambda name: len(replicas[name][0]))
-        self._stages = planners[widest].stages
+        """By the encoders' names, their ``costs`` and the ranks of their ``replicas``, as their
+        edges have them. ``stages`` has the decoder's by rank.
+        """
+        widest = max(costs, key=lambda name: len(replicas[name][0]))
+        self._stages = tuple(stages[ranks[0]] for ranks in replicas[widest])
         lane = {rank: at for at, ranks in enumerate(replicas[widest]) for rank in ranks}
         self._encoders = {
-            name: _Encoder(planner=each, lanes=tuple(lane[ranks[0]] for ranks in replicas[name]))
-            for name, each in planners.items()
+            name: _Encoder(costs=each, lanes=tuple(lane[ranks[0]] for ranks in replicas[name]))
+            for name, each in costs.items()
         }
-        for name in planners:
+        for name in costs:
             for ranks in replicas[name]:
                 assert len({lane[rank] for rank in ranks}) == 1, f"{name}: {ranks} of two lanes"
-        self._kept: LastPlans[tuple[tuple[OwnedUnit, ...], ...], dict[str, StreamedStep] | None] = (
-            LastPlans()
-        )
+        self._kept: OrderedDict[_OfStep, dict[str, StreamedStep] | None] = OrderedDict()
 
-    def plan(self, units: Units) -> Mapping[str, StreamedStep] | None:
+    def shares(self, units: Mapping[str, Units]) -> dict[str, tuple[tuple[Share, ...], ...]] | None:
+        """Who encodes what of each unit of a step, by encoder; None as :meth:`plan`."""
+        planned = self.plan(units)
+        if planned is None:
+            return None
+        return {
+            name: step.shares(
+                [[*map(self._encoders[name].costs.tokens, grids)] for grids in units[name]]
+            )
+            for name, step in planned.items()
+        }
+
+    def plan(self, units: Mapping[str, Units]) -> Mapping[str, StreamedStep] | None:
         """By encoder; None where streaming is not faster by the clock, of all together."""
-        if len(self._planners) == 1:
-            ((name, planner),) = self._planners.items()
-            found = planner.plan([each.grids for each in units[name]])
-            return None if found is None else {name: found}
-        return self._kept.get(tuple(tuple(units[name]) for name in self._encoders), self._planned)
+        key = tuple(tuple(map(tuple, units[name])) for name in self._encoders)
+        if key not in self._kept:
+            self._kept[key] = self._planned(units)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[key]
 
-    def _planned(self, units: tuple[tuple[OwnedUnit, ...], ...]) -> dict[str, StreamedStep] | None:
-        encoders, count = [*self._encoders.values()], len(units[0])
-        cuts = [
-            [each.cut(unit, microbatches=count) for unit in of_encoder]
-            for each, of_encoder in zip(encoders, units, strict=True)
-        ]
+    def step(self, units: Mapping[str, Units]) -> Step:
+        """What a plan is made of, by lane; pieces of a microbatch come encoder by encoder."""
+        return self._step(units, self._cuts(units))
+
+    def _planned(self, units: Mapping[str, Units]) -> dict[str, StreamedStep] | None:
+        cuts = self._cuts(units)
         step = self._step(units, cuts)
         plan = streamed(step)
         if not plan.streamed:
             return None
-        found = {}
-        for kind, (name, each) in enumerate(self._encoders.items()):
-            before = [sum(len(cuts[other][unit]) for other in range(kind)) for unit in range(count)]
-            owners = {
-                (unit, before[unit] + number): units[kind][unit].owners[media.start]
-                for unit, of_unit in enumerate(cuts[kind])
-                for number, media in enumerate(of_unit)
-            }
-            found[name] = streamed_step(
-                [
-                    [
-                        InTurn(work._replace(pieces=own), turn)
-                        for work, turn in _in_turn(plan, lane)
-                        if (
-                            own := tuple(
-                                (unit, number - before[unit])
-                                for unit, number in work.pieces
-                                if owners.get((unit, number)) == replica
-                            )
-                        )
-                    ]
-                    for replica, lane in enumerate(each.lanes)
-                ],
-                costs=each.planner.costs,
-                units=[unit.grids for unit in units[kind]],
-                cuts=cuts[kind],
+        return {
+            name: streamed_step(
+                self._work_of(name, step, plan, cuts=cuts),
+                costs=each.costs,
+                units=units[name],
+                cuts=cuts[name],
                 passes=step.passes,
             )
-        return found
+            for name, each in self._encoders.items()
+        }
+
+    def _cuts(self, units: Mapping[str, Units]) -> dict[str, list[tuple[range, ...]]]:
+        return {
+            name: [each.cut(grids, microbatches=len(units[name])) for grids in units[name]]
+            for name, each in self._encoders.items()
+        }
 
     def _step(
-        self, units: Sequence[Sequence[OwnedUnit]], cuts: Sequence[Sequence[Sequence[range]]]
+        self, units: Mapping[str, Units], cuts: Mapping[str, Sequence[Sequence[range]]]
     ) -> Step:
-        """Of all encoders' pieces; those of a microbatch come encoder by encoder."""
-        encoders, count = [*self._encoders.values()], len(units[0])
+        encoders = [*self._encoders.items()]
+        count = len(next(iter(cuts.values())))
         numbered = [
             [
-                (kind, media)
-                for kind, of_encoder in enumerate(cuts)
-                for media in of_encoder[microbatch]
+                (kind, each.cost(units[name][number][media.start : media.stop]))
+                for kind, (name, each) in enumerate(encoders)
+                for media in cuts[name][number]
             ]
-            for microbatch in range(count)
+            for number in range(count)
         ]
-        costs = encoders[0].planner.costs
+        costs = encoders[0][1].costs
         return Step(
-            pieces=tuple(
-                tuple(
-                    encoders[kind].cost(units[kind][at].grids[media.start : media.stop])
-                    for kind, media in pieces
-                )
-                for at, pieces in enumerate(numbered)
-            ),
+            pieces=tuple(tuple(cost for _, cost in pieces) for pieces in numbered),
             replicas=self._stages,
-            passes=encoders[0].planner.passes(count),
+            passes=self._passes(costs, microbatches=count),
             forward=costs.forward,
             backward=costs.backward,
-            encoders=tuple(each.of_passes for each in encoders),
+            encoders=tuple(each.of_passes for _, each in encoders),
             kinds=tuple(tuple(kind for kind, _ in pieces) for pieces in numbered),
-            owners=tuple(
-                tuple(
-                    encoders[kind].lanes[units[kind][at].owners[media.start]]
-                    for kind, media in pieces
-                )
-                for at, pieces in enumerate(numbered)
-            ),
         )
 
+    def _passes(
+        self, costs: StreamedCosts, *, microbatches: int
+    ) -> tuple[tuple[DecoderPass, ...], ...]:
+        """The decoder's, of each stage."""
+        stages, places = 1 + max(self._stages), len(costs.forward)
+        pipelines = (
+            Pipeline(stages=stages, stage=stage, chunks=places // stages, group=costs.group)
+            for stage in range(stages)
+        )
+        return tuple(decoder_passes(each, microbatches) for each in pipelines)
 
-def _in_turn(plan: EncoderPlan, lane: int) -> list[tuple[EncoderWork, int]]:
-    """A lane's work, each with its number among that before the same pass."""
-    seen: Counter[int] = Counter()
-    found = []
-    for work in plan.work[lane]:
-        found.append((work, seen[work.before]))
-        seen[work.before] += 1
+    def _work_of(
+        self,
+        name: str,
+        step: Step,
+        plan: EncoderPlan,
+        *,
+        cuts: Mapping[str, Sequence[Sequence[range]]],
+    ) -> list[list[InTurn]]:
+        """One encoder's, by its replicas; its pieces are numbered as its own ``cuts``."""
+        names = [*self._encoders]
+        kind, lanes = names.index(name), self._encoders[name].lanes
+        before = [
+            sum(len(cuts[other][unit]) for other in names[:kind])
+            for unit in range(len(step.pieces))
+        ]
+        owners = _owners(step, plan, kind=kind, lanes=lanes)
+
+        def own(work: EncoderWork, replica: int) -> tuple[Name, ...]:
+            return tuple(
+                (unit, number - before[unit])
+                for unit, number in work.pieces
+                if owners.get((unit, number)) == replica
+            )
+
+        return [
+            [
+                InTurn(work._replace(pieces=pieces), turn)
+                for work, turn in _in_turn(step, plan.work[lane])
+                if (pieces := own(work, replica))
+            ]
+            for replica, lane in enumerate(lanes)
+        ]
+
+
+def _owners(step: Step, plan: EncoderPlan, *, kind: int, lanes: Sequence[int]) -> dict[Name, int]:
+    """Which replica of an encoder has each of its pieces, of those in the lane that has it.
+
+    A lane's pass is cut into parts of about one cost. The largest goes to who has had least.
+    """
+    found: dict[Name, int] = {}
+    taken: Counter[int] = Counter()
+    for lane, of_lane in enumerate(plan.work):
+        replicas = [replica for replica, at in enumerate(lanes) if at == lane]
+        for work in of_lane:
+            if not work.forward or step.kind(work.pieces[0]) != kind:
+                continue
+            costs = [step.encoding(*name) for name in work.pieces]
+            parts = cut(costs, len(replicas))
+            for part in sorted(parts, key=lambda x: -sum(costs[x.start : x.stop])):
+                replica = min(replicas, key=lambda each: (taken[each], each))
+                taken[replica] += sum(costs[part.start : part.stop])
+                found |= dict.fromkeys(work.pieces[part.start : part.stop], replica)
     return found
+
+
+def _in_turn(step: Step, work: Sequence[EncoderWork]) -> Iterator[InTurn]:
+    """A lane's; before one pass, a turn is over where another encoder has work."""
+    turn, before = 0, EncoderWork(-1, True, ())
+    for one in work:
+        if one.before != before.before:
+            turn = 0
+        elif step.kind(one.pieces[0]) != step.kind(before.pieces[0]):
+            turn += 1
+        before = one
+        yield InTurn(one, turn)

@@ -23,7 +23,6 @@ and gradients of one encoder go over edges of its own.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 from loongplug.hetero.balance import plan as balanced
@@ -79,7 +78,7 @@ def streamed(step: Step) -> EncoderPlan:
     if len(step.passes) == 1 or not any(step.pieces):
         return best
     fastest, tails = times.step, tails_of(step)
-    for plan in _in_blocks(step):
+    for plan in (blocks(step, fill=fill) for fill in (0, 2, 4)):
         times = simulate(step, plan)
         if times is not None and times.step < fastest:
             best, fastest = plan, times.step
@@ -107,21 +106,12 @@ def streamed(step: Step) -> EncoderPlan:
 
 def separated(step: Step) -> EncoderPlan:
     """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
-    owners: Sequence[int] = list(chain(*step.owners))
-    if not step.owners:
-        costs = [step.encoding(*name) for name in step.names]
-        owners = balanced(costs, len(step.replicas), threshold=0)
+    costs = [step.encoding(*name) for name in step.names]
+    owners = balanced(costs, len(step.replicas), threshold=0)
     owned: list[list[Name]] = [[] for _ in step.replicas]
     for owner, name in zip(owners, step.names, strict=True):
         owned[owner].append(name)
     return EncoderPlan(work=at_the_ends(step, owned), streamed=False)
-
-
-def _in_blocks(step: Step) -> list[EncoderPlan]:
-    """Of few passes; of given owners, that which has the fewest."""
-    if step.owners:
-        return [replace(separated(step), streamed=True)]
-    return [blocks(step, fill=fill) for fill in (0, 2, 4)]
 
 
 def _with_joined(step: Step, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPlan, int]:

@@ -51,7 +51,7 @@ class Draft:
 
     A rank that waits for the decoder does encoder work that is done before the pass has to begin:
     when its input is there, or, if that is later, when a pass must begin for the decoder to be
-    through in time. Pieces are encoded in their order, by whoever comes first or by their owners.
+    through in time. Pieces are encoded in their order, by whoever comes first.
     """
 
     def __init__(self, step: Step, tails: dict[DecoderPass, int], habits: Habits) -> None:
@@ -68,9 +68,7 @@ class Draft:
         decoding = [step.decoding[stage] for stage in step.replicas]
         mean = -(-(sum(encoding) + sum(decoding)) // len(replicas))
         extra = max(encoding) * habits.extra // 2
-        # For more pieces, by cost; a replica encodes all that are its own.
-        all_of_them = 1 + sum(encoding)
-        self._room = [all_of_them if step.owners else mean + extra - each for each in decoding]
+        self._room = [mean + extra - each for each in decoding]  # for more pieces, by cost
         share = len(step.names) * habits.together // (16 * len(replicas))
         self._together = max(1, share)
         self._events: list[tuple[int, int]] = []  # when to look at a replica
@@ -78,8 +76,7 @@ class Draft:
         self._ready = [False for _ in replicas]  # for the next pass
         self._next = [0 for _ in step.passes]
         self._ends: dict[DecoderPass, int] = {}
-        self._to_encode = _queues(step)  # by replica
-        self._left = len(step.names)
+        self._to_encode = deque(step.names)
         self._missing = [len(pieces) for pieces in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
@@ -103,17 +100,16 @@ class Draft:
         replicas = range(len(self._step.replicas))
         self._look(0, replicas)
         now = 0
-        while self._events or self._left:
+        while self._events or self._to_encode:
             if self._events:
                 now, replica = heappop(self._events)
                 if self._free[replica] <= now and not self._ready[replica]:
                     self._decide(replica, now)
             else:
                 # All wait for features that nobody has room for.
-                able = (each for each in replicas if self._to_encode[each])
-                replica = min(able, key=lambda at: (self._to_encode[at][0], -self._room[at], at))
+                replica = max(replicas, key=lambda at: (self._room[at], -at))
                 self._ready[replica] = False
-                self._encode(replica, now, self._to_encode[replica][0])
+                self._encode(replica, now, self._to_encode[0])
 
     def _look(self, when: int, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -146,7 +142,7 @@ class Draft:
 
     def _may_encode(self, replica: int, now: int, bound: int | None) -> list[Name]:
         """Which pieces in one pass: the next one, and more for the same encoder."""
-        step, room, queue = self._step, self._room[replica], self._to_encode[replica]
+        step, room, queue = self._step, self._room[replica], self._to_encode
         found: list[Name] = []
         if not queue:
             return found
@@ -183,8 +179,7 @@ class Draft:
 
     def _encode(self, replica: int, now: int, *names: Name) -> None:
         for name in names:
-            self._to_encode[replica].remove(name)
-        self._left -= len(names)
+            self._to_encode.remove(name)
         end = self._place(replica, EncoderWork(self._here(replica), True, names), now)
         if self._step.encoder(names[0]).trains:
             self._to_go_backward[replica][self._step.kind(names[0])].append(names)
@@ -226,17 +221,6 @@ class Draft:
             self._look(end, others)
         elif not one.forward:
             self._look(end, self._owners[one.microbatch])
-
-
-def _queues(step: Step) -> list[deque[Name]]:
-    """What each replica may encode, in order; without owners, all have one queue together."""
-    together = deque(step.names)
-    if not step.owners:
-        return [together for _ in step.replicas]
-    owned: list[deque[Name]] = [deque() for _ in step.replicas]
-    for microbatch, piece in step.names:
-        owned[step.owners[microbatch][piece]].append((microbatch, piece))
-    return owned
 
 
 def tails_of(step: Step) -> dict[DecoderPass, int]:

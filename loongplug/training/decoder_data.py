@@ -1,7 +1,8 @@
 """The data of a rank that decodes, and of encoders that lie with the decoder."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -9,12 +10,10 @@ from megatron.core import parallel_state
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import Share, TextNeeds
-from loongplug.data.positions import Grid
+from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
-from loongplug.hetero.streamed_pieces import Planner
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
@@ -66,20 +65,20 @@ class DecoderData(RankData):
     def _encoder_units(self, *, training: bool) -> dict[str, EncoderUnits]:
         """How this rank makes units, by encoder. Collective like the engine's places."""
         found = {}
+        planner = self.engine.step_planner if training else None
         for entry in encoders(self.model.entries()):
-            engine = self.engine.encoders[entry.name]
-            edge = engine.place.edge
+            edge = self.engine.encoders[entry.name].place.edge
             if edge is None:  # media are loaded on the encoder's own ranks
                 found[entry.name] = EncoderUnits(kinds=entry.media, loads=())
                 continue
+            assignment = assignment_of(
+                self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
+            )
+            if planner is not None:
+                assignment = replace(assignment, by_plan=planner.shares)
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,
-                assignment=assignment_of(
-                    self.args,
-                    self.model.encoder(entry.name),
-                    replicas=len(edge.replicas),
-                    planner=engine.planner if training else None,
-                ),
+                assignment=assignment,
                 loads=loaded_replicas(edge.replicas, rank=dist.get_rank()),
             )
         return found
@@ -119,31 +118,13 @@ class DecoderData(RankData):
         )
 
 
-def assignment_of(
-    args: Namespace,
-    encoder: EncoderArchitecture,
-    *,
-    replicas: int,
-    planner: Planner | None = None,
-) -> Assignment:
-    """Which of an encoder's replicas encodes what, as the flags say.
-
-    ``planner``: of steps that may stream. Where one does not, all is as without.
-    """
-    whole = Assignment(
+def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
+    """Which of an encoder's replicas encodes what in steps that do not stream, as the flags say."""
+    return Assignment(
         replicas=replicas,
         by_cost=balance_of(args, encoder).assign,
         whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).any_owner,
     )
-    if planner is None:
-        return whole
-
-    def by_plan(units: Sequence[Sequence[Grid]], *, replicas: int) -> Sequence[tuple[Share, ...]]:
-        found = planner.shares(units)
-        count = len(units)
-        return whole.of(range(count), units, step=count) if found is None else found
-
-    return Assignment(replicas=replicas, by_cost=by_plan, whole_steps=True)
 
 
 def speaks_for_replica() -> bool:

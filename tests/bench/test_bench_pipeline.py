@@ -1,6 +1,7 @@
 """The bench with stages that sleep: arithmetic, picture, and steps as long as they shall be."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from loongplug.verify.runs import preload
 
 OWN_RANKS, STREAMED = "own_ranks", "streamed"
 MS = 1_000_000
+FULL = "full_hetero_dp"
 STAGE = StageTime(forward=10, backward=20)
 SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))
 
@@ -85,9 +87,8 @@ def test_what_is_no_encoder_is_one_sentence(text):
         ({"mode": "uniform", "chunks": 0}, "--virtual-stages is 0"),
         ({"mode": "uniform", "pp": 1, "chunks": 2}, "expected two stages or more"),
         ({"mode": "uniform", "microbatches": 3, "chunks": 2}, "a multiple of their number"),
-        ({"mode": STREAMED, "tp": 2}, "streamed with 1 encoders, --tp 2 and --pp 2: expected one"),
         ({"mode": STREAMED, "encoders": []}, "streamed with 0 encoders"),
-        ({"mode": STREAMED, "pp": 1}, "and --pp 1: expected one encoder"),
+        ({"mode": STREAMED, "pp": 1}, "and --pp 1: expected an encoder, and two stages"),
     ],
 )
 def test_cases_that_cannot_be_run(options, said):
@@ -308,6 +309,16 @@ def test_the_clock_of_what_fills_the_bubbles():
     assert predicted(fifth(STREAMED)) == 23 * 180 + 30 + 60 < 1.18 * even
     assert predicted(fifth("full_hetero_dp")) == 23 * 180 + 2 * 360 > 1.34 * even
     assert predicted(case(STREAMED, chunks=2)) < predicted(case(STREAMED))
+    # Of two encoders that have the same work together, in smaller pieces.
+    two = [
+        PacedEncoder(name=name, time=StageTime(forward=60, backward=120))
+        for name in ("eyes", "ears")
+    ]
+    assert even + 45 < predicted(replace(fifth(STREAMED), encoders=tuple(two))) < 23 * 180 + 180
+    # Two replicas to a stage share as much work to each rank.
+    wide = case(STREAMED, tp=2, encoders=[replace(SEEING, time=StageTime(forward=12, backward=24))])
+    assert 4 * (30 + 18 / 2) < predicted(wide) < 1.1 * 4 * (30 + 18 / 2)
+    assert predicted(replace(wide, mode=FULL)) == 5 * 30 + 36
 
 
 def test_eight_ranks_fill_their_bubbles():
@@ -318,6 +329,27 @@ def test_eight_ranks_fill_their_bubbles():
     assert sum(found.work) == pytest.approx(16 * (8 * 180 + 360))
     assert sum(counted(found, "encoder_forward")) == sum(counted(found, "encoder_backward")) == 64
     assert counted(found, "forward") == counted(found, "backward") == [16] * 8
+
+
+def test_two_encoders_fill_the_bubbles_of_two_ranks_to_a_stage():
+    """One of them is frozen. The other's media are encoded by all, as the plan has it."""
+    preload("cpu")
+    encoders = (
+        PacedEncoder(name="eyes", time=StageTime(forward=80, backward=160)),
+        PacedEncoder(name="ears", time=StageTime(forward=40, backward=0)),
+    )
+    stages = (StageTime(forward=30, backward=60),) * 2
+    here = Case(mode=STREAMED, stages=stages, encoders=encoders, microbatches=8, tp=2)
+    (found,) = measure([here], steps=2)
+    assert sum(found.work) == pytest.approx(8 * (4 * 90 + 240 + 40))
+    clock = predicted(here)
+    assert 0.97 * clock <= min(found.step) <= 1.2 * clock
+    assert clock < 0.97 * predicted(replace(here, mode=FULL))
+    assert counted(found, "forward") == counted(found, "backward") == [8] * 4
+    forwards, backwards = counted(found, "encoder_forward"), counted(found, "encoder_backward")
+    assert all(forwards)
+    assert all(backwards)
+    assert sum(backwards) < sum(forwards)
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -20,7 +20,7 @@ def work(case: Case) -> float:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_modes_have_work_in_one_proportion_on_as_many_ranks(setting):
     cases = setting.cases()
-    assert len(cases) == 5
+    assert len(cases) == 6
     for case in cases.values():
         assert case.ranks == 2 * setting.pp
         assert case.microbatches == setting.microbatches

@@ -24,6 +24,7 @@ from loongplug.data.processor import Processor
 from loongplug.data.source import (
     Assignment,
     EncoderUnits,
+    GridsByEncoder,
     LocalSource,
     PlannedMicrobatch,
     PlannedUnit,
@@ -377,6 +378,38 @@ def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed: ChatDataset) 
     ]
     assert len(loaded) == len(films) + 2
     assert steps.decoded == sum(each.decoded for each in loaded) > 0
+
+
+def test_a_plan_of_all_encoders_says_who_loads_what(mixed: ChatDataset) -> None:
+    """It sees all media of a step; of a step that it leaves alone, units go as without it."""
+    asked: list[GridsByEncoder] = []
+
+    def by_plan(grids: GridsByEncoder) -> dict[str, list[tuple[Share, ...]]] | None:
+        asked.append(grids)
+        if len(grids[FILMS]) == 1:
+            return None
+        owners = {ENCODER: 1, FILMS: 2}
+        return {
+            name: [(Share(encoder_replica=owner),)] * len(grids[name])
+            for name, owner in owners.items()
+        }
+
+    assignment = Assignment(replicas=3, by_plan=by_plan)
+    encoders = apart(
+        image_encoder={"assignment": assignment, "loads": (1,)},
+        films={"assignment": assignment, "loads": (0,)},
+    )
+    found = steps_of(source(mixed, encoders=encoders))
+    sizes = [len(each[FILMS]) for each in asked]
+    assert sizes == [1, 1, 1, 1, 1, 1, 3, 3, 3, 3]  # of each step, for either encoder
+    for name in (ENCODER, FILMS):
+        units = [each.units[name] for each in found]
+        grids = [grids for each in asked[::2] for grids in each[name]]
+        assert grids == [unit.media.grids for unit in units]
+        planned = {ENCODER: 1, FILMS: 2}[name]
+        assert [owner_of(unit) for unit in units] == [0, 0, 0, *[planned] * 6]
+        loads = {ENCODER: [False] * 3 + [True] * 6, FILMS: [True] * 3 + [False] * 6}[name]
+        assert [loaded_by(unit) is not None for unit in units] == loads
 
 
 def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:

@@ -1,6 +1,7 @@
 """What the estimate enters of a step that streams: all that comes goes, less is there at once."""
 
 import pytest
+from one_encoder import OneEncoder
 
 from loongplug.data.positions import Grid
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
@@ -12,7 +13,7 @@ from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, 
 from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
-from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +31,7 @@ def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> Stream
         group=stages,
         of_passes=PassCosts(each=each, joined=100 * 4 * microbatches),
     )
-    found = Planner(costs, stages=tuple(range(stages))).plan([[GRID] * 4] * microbatches)
+    found = OneEncoder(costs, stages=range(stages)).plan([[GRID] * 4] * microbatches)
     assert found is not None
     return found
 

@@ -76,10 +76,6 @@ def steps(draw: st.DrawFn) -> Step:
     pieces = tuple(tuple(draw(st.lists(costs, max_size=4))) for _ in range(microbatches))
     encoders = draw(st.lists(passes_of_an_encoder(), min_size=1, max_size=2))
 
-    def of_pieces(below: int) -> tuple[tuple[int, ...], ...]:
-        numbers = st.integers(0, below - 1)
-        return tuple(tuple(draw(numbers) for _ in each) for each in pieces)
-
     times = st.lists(st.integers(1, 30), min_size=stages * chunks, max_size=stages * chunks)
     return Step(
         pieces=pieces,
@@ -88,8 +84,9 @@ def steps(draw: st.DrawFn) -> Step:
         forward=tuple(draw(times)),
         backward=tuple(draw(times)),
         encoders=tuple(encoders),
-        kinds=of_pieces(len(encoders)) if len(encoders) > 1 else (),
-        owners=of_pieces(stages * lanes) if draw(st.booleans()) else (),
+        kinds=tuple(tuple(draw(st.integers(0, 1)) for _ in each) for each in pieces)
+        if len(encoders) > 1
+        else (),
     )
 
 

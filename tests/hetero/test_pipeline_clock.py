@@ -133,7 +133,7 @@ def test_interleaving_divides_the_bubble() -> None:
 def test_the_decoder_alone(step: Step) -> None:
     """As the partition's clock has it."""
     microbatches = len(step.pieces)
-    alone = replace(step, pieces=((),) * microbatches, kinds=(), owners=())
+    alone = replace(step, pieces=((),) * microbatches, kinds=())
     times = simulate(alone, EncoderPlan(work=((),) * len(step.replicas), streamed=True))
     assert times is not None
     stages = [

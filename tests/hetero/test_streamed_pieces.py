@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from one_encoder import OneEncoder
 
 from loongplug.data.positions import Grid
 from loongplug.hetero.operations import (
@@ -36,7 +37,7 @@ from loongplug.hetero.operations import (
 )
 from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.policies import EncoderStep, streamed
-from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +59,7 @@ def planner(
     trains: bool = True,
     each: PieceCost = FREE,
     joined: int = 1_000_000,
-) -> Planner:
+) -> OneEncoder:
     """A stage takes as long for a forward as 20 rows do."""
     places = stages * chunks
     costs = StreamedCosts(
@@ -69,7 +70,7 @@ def planner(
         group=stages,
         of_passes=PassCosts(trains=trains, each=each, joined=joined),
     )
-    return Planner(costs, stages=tuple(stage for stage in range(stages) for _ in range(lanes)))
+    return OneEncoder(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
 
 
 GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
@@ -118,7 +119,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
-    assert len(one._kept._plans) < 50
+    assert len(one.planner._kept) < 50
     assert one.plan(units) == other.plan(units)
 
 

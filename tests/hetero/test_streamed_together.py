@@ -1,10 +1,11 @@
 """Two encoders in one streamed step: all there and back once, in one order, and nobody waits."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,9 +13,7 @@ from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank, finish
 from streamed_steps import busiest
 
-from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
-from loongplug.hetero import streamed_together
 from loongplug.hetero.operations import (
     EncodePieces,
     Operation,
@@ -31,17 +30,15 @@ from loongplug.hetero.operations import (
 from loongplug.hetero.pipeline_clock import (
     FREE,
     DecoderPass,
-    EncoderPlan,
     PassCosts,
     PieceCost,
-    Step,
     simulate,
 )
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
-from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
-from loongplug.hetero.streamed_together import OwnedUnit, StepPlanner
+from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.hetero.streaming import separated
 from loongplug.hetero.streaming import streamed as plan_of
 
@@ -73,13 +70,13 @@ class Encoder:
         )
 
     @property
-    def planner(self) -> Planner:
+    def costs(self) -> StreamedCosts:
         def of_media(grids: Sequence[Grid]) -> PieceCost:
             rows = sum(map(prod, grids)) * self.row // self.tp
             return PieceCost(rows, 2 * rows)
 
         places = self.stages * self.chunks
-        costs = StreamedCosts(
+        return StreamedCosts(
             of_media=of_media,
             tokens=lambda grid: prod(grid) // 4,
             forward=(400 // self.chunks,) * places,
@@ -87,29 +84,22 @@ class Encoder:
             group=self.stages,
             of_passes=PassCosts(trains=self.trains, each=self.each, joined=2000),
         )
-        stages = tuple(ranks[0] // self.decoder_tp for ranks in self.edge.replicas)
-        return Planner(costs, stages=stages)
-
-    def units(self, media: Media) -> list[OwnedUnit]:
-        """With owners as ranks are told when they load media."""
-        replicas = len(self.edge.replicas)
-        in_turn = [(Share(encoder_replica=n % replicas),) for n in range(len(media))]
-        shares = self.planner.shares(media) or in_turn
-        return [OwnedUnit.of(each, of_unit) for each, of_unit in zip(media, shares, strict=True)]
 
 
 Encoders = Mapping[str, Encoder]
 
 
-def together(
-    encoders: Encoders, media: Mapping[str, Media]
-) -> tuple[dict[str, list[OwnedUnit]], Mapping[str, StreamedStep] | None]:
-    planner = StepPlanner(
-        {name: each.planner for name, each in encoders.items()},
+def planner(encoders: Encoders) -> StepPlanner:
+    some = next(iter(encoders.values()))
+    return StepPlanner(
+        {name: each.costs for name, each in encoders.items()},
         {name: each.edge.replicas for name, each in encoders.items()},
+        stages={rank: rank // some.decoder_tp for rank in range(some.stages * some.decoder_tp)},
     )
-    units = {name: each.units(media[name]) for name, each in encoders.items()}
-    return units, planner.plan(units)
+
+
+def together(encoders: Encoders, media: Mapping[str, Media]) -> Mapping[str, StreamedStep] | None:
+    return planner(encoders).plan(media)
 
 
 @dataclass
@@ -268,16 +258,13 @@ def cases(draw: st.DrawFn) -> tuple[Encoders, dict[str, Media]]:
 @settings(deadline=None)
 def test_all_goes_there_and_back_once(case: tuple[Encoders, dict[str, Media]]) -> None:
     encoders, media = case
-    units, found = together(encoders, media)
+    found = together(encoders, media)
     assume(found is not None)
     assert found is not None
     run = Run(encoders, found)
     for name, step in found.items():
         seen = [(x.microbatch, medium) for x in step.pieces for medium in x.media]
         assert seen == [(n, m) for n, grids in enumerate(media[name]) for m in range(len(grids))]
-        for piece in step.pieces:
-            owners = {units[name][piece.microbatch].owners[medium] for medium in piece.media}
-            assert owners == {piece.replica}
         backward = [(of_name, n, rank) for of_name, n, rank in run.back if of_name == name]
         replicas = encoders[name].edge.replicas
         owed = [(name, n, rank) for n, x in enumerate(step.pieces) for rank in replicas[x.replica]]
@@ -300,7 +287,7 @@ def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, M
 @pytest.mark.parametrize("trains", [True, False])
 def test_both_work_between_passes_and_take_turns(trains: bool) -> None:
     encoders, media = even(trains=trains)
-    _, found = together(encoders, media)
+    found = together(encoders, media)
     assert found is not None
     for name, step in found.items():
         last = len(step.passes[0])
@@ -315,19 +302,10 @@ def test_both_work_between_passes_and_take_turns(trains: bool) -> None:
 
 
 @pytest.mark.parametrize(("stages", "most"), [(2, 1.01), (4, 1.05), (8, 1.12)])
-def test_close_to_the_busiest_ranks_work(
-    stages: int, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the clock of the plan for both, whose owners each encoder's own plan has said."""
-    steps: list[Step] = []
-
-    def noted(step: Step) -> EncoderPlan:
-        steps.append(step)
-        return plan_of(step)
-
-    monkeypatch.setattr(streamed_together, "streamed", noted)
-    assert together(*even(stages=stages))[1] is not None
-    (step,) = steps
+def test_close_to_the_busiest_ranks_work(stages: int, most: float) -> None:
+    """By the clock of the plan for both."""
+    encoders, media = even(stages=stages)
+    step = planner(encoders).step(media)
     before, now = simulate(step, separated(step)), simulate(step, plan_of(step))
     assert before is not None
     assert now is not None
@@ -335,10 +313,69 @@ def test_close_to_the_busiest_ranks_work(
     assert now.features_held() < before.features_held()
 
 
+@given(cases())
+@settings(deadline=None)
+def test_each_medium_is_loaded_by_the_replica_that_encodes_it(
+    case: tuple[Encoders, dict[str, Media]],
+) -> None:
+    """And by no other: what is read and what is broadcast follows from the shares."""
+    encoders, media = case
+    plans = planner(encoders)
+    shares, found = plans.shares(media), plans.plan(media)
+    assert (shares is None) == (found is None)
+    for name, step in (found or {}).items():
+        encoded = {(x.microbatch, medium): x.replica for x in step.pieces for medium in x.media}
+        assert shares is not None
+        loads = [
+            ((number, medium), share.encoder_replica)
+            for number, of_unit in enumerate(shares[name])
+            for share in of_unit
+            for medium in (range(len(media[name][number])) if share.media is None else share.media)
+        ]
+        assert dict(loads) == encoded
+        assert len(loads) == len(encoded) == sum(map(len, media[name]))
+
+
+def test_loads_are_even_where_media_of_both_are_not() -> None:
+    """Of one plan. Each encoder's own would give the same ranks more, not knowing of the other."""
+    draw = Random(3)
+    encoders = {name: Encoder(stages=2, decoder_tp=1, row=8) for name in NAMES}
+    media = {
+        name: [[(1, 8, 8 * draw.randint(1, 4))] * draw.randint(0, most) for _ in range(16)]
+        for name, most in zip(NAMES, (5, 3), strict=True)
+    }
+    plans = planner(encoders)
+    step = plans.step(media)
+    times = simulate(step, plan_of(step))
+    assert times is not None
+    assert times.step <= 1.01 * busiest(step)
+    found = plans.plan(media)
+    assert found is not None
+    rows = [0, 0]
+    for name, of_encoder in found.items():
+        for piece in of_encoder.pieces:
+            rows[piece.replica] += sum(prod(media[name][piece.microbatch][n]) for n in piece.media)
+    assert max(rows) <= 1.02 * sum(rows) / 2
+
+
+@pytest.mark.parametrize("media_each", [1, 4])
+def test_replicas_of_one_lane_share_its_work(media_each: int) -> None:
+    """Of an encoder of TP 1 beside one of TP 2, also where a microbatch has one medium alone."""
+    encoders, _ = even()
+    media: dict[str, Media] = {name: [[(1, 8, 8)] * media_each] * 16 for name in NAMES}
+    found = together(encoders, media)
+    assert found is not None
+    held = Counter(piece.replica for piece in found["eyes"].pieces for _ in piece.media)
+    lanes = [held[2 * lane] + held[2 * lane + 1] for lane in range(4)]
+    assert sum(lanes) == 16 * media_each
+    for lane, of_lane in enumerate(lanes):
+        assert abs(held[2 * lane] - held[2 * lane + 1]) <= max(1, of_lane // 8), held
+
+
 def test_without_media_nothing_is_planned() -> None:
     encoders, media = even()
-    assert together(encoders, {name: [[]] * 16 for name in media})[1] is None
+    assert together(encoders, {name: [[]] * 16 for name in media}) is None
     one_has_none = {"eyes": media["eyes"], "ears": [[]] * 16}
-    found = together(encoders, one_has_none)[1]
+    found = together(encoders, one_has_none)
     assert found is not None
     assert found["ears"].pieces == ()

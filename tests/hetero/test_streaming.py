@@ -30,10 +30,8 @@ def check(step: Step, plan: EncoderPlan) -> Times:
     """Every piece once, one order at both ends, and nobody waits for ever."""
     for kind, encoder in enumerate(step.encoders):
         of_encoder(step, plan, kind, encoder)
-    for replica, work in enumerate(plan.work):
+    for work in plan.work:
         assert [one.before for one in work] == sorted(one.before for one in work)
-        for unit, piece in chain(*(one.pieces for one in work)):
-            assert not step.owners or step.owners[unit][piece] == replica
     traffic = Traffic(step, plan)
     for (what, source, target, sends), names in traffic.pieces.items():
         assert names == traffic.pieces.get((what, source, target, not sends)), (
@@ -138,7 +136,7 @@ def test_model_replicas_may_be_tied_by_their_passes(step: Step, data: st.DataObj
     """
     costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
     pieces = tuple(tuple(data.draw(st.lists(costs, max_size=4))) for _ in step.pieces)
-    other = replace(step, pieces=pieces, encoders=step.encoders[:1], kinds=(), owners=())
+    other = replace(step, pieces=pieces, encoders=step.encoders[:1], kinds=())
     tied = {"one": step, "other": other}
     plans = {
         name: data.draw(st.sampled_from([streamed, separated]))(each) for name, each in tied.items()

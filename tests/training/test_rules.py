@@ -374,6 +374,28 @@ def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
         assert violated(omni, model=model, enable_full_hetero_dp=True) == []
 
 
+def test_what_is_said_of_an_encoder_in_another_mode(
+    omni: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, with the encoder, its mode and the reason; and where a run goes on without."""
+    model = changed(omni[1], ["audio_encoder.mode='uniform'"])
+    args = Namespace(**{**vars(omni[0]), **STREAMED})
+    (line,) = violated_rules(args, model)
+    why = (
+        "--full-hetero-dp-schedule streamed with model.audio_encoder: uniform: encoders that "
+        "stream work by one plan, and one in another mode works at times that this plan does not "
+        "know"
+    )
+    cure = "give every encoder full separation, or use --full-hetero-dp-schedule separated"
+    assert line == f"{why}; {cure} [streamed-encoders]"
+    open_yet = {"full_hetero_dp_schedule": "auto", "pipeline_model_parallel_size": 2, "rank": 0}
+    args = Namespace(**{**vars(args), **open_yet})
+    arguments.settle_schedule(args, model)
+    assert args.full_hetero_dp_schedule == "separated"
+    said = f"Encoders work before the decoder's schedule and behind it: {why}.\n"
+    assert capsys.readouterr().out == said
+
+
 def test_a_device_with_one_queue_does_not_stream(
     prepared: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

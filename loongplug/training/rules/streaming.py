@@ -80,8 +80,8 @@ streamed_virtual = excludes(
 
 
 @rule(
-    reason="one plan has the work of all encoders, and that of another mode comes at times of its "
-    "own",
+    reason="encoders that stream work by one plan, and one in another mode works at times that "
+    "this plan does not know",
     cure=f"give every encoder full separation, or {_SEPARATED}",
 )
 def streamed_encoders(args: Namespace, model: Any) -> str | None:
