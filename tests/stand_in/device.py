@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import adam
 
-from loongplug.models.layers import by_heads
+from loongplug.models.layers import by_heads, products
 from loongplug.platform import active, current_platform
 from loongplug.platform.cpu import CpuPlatform, _all_at_once
 from loongplug.platform.cuda import CudaPlatform
@@ -42,7 +42,7 @@ def enter() -> StandInPlatform:
     active._Process.platform = platform
     apply_upstream_replacements(platform)
     # The kernels are the host's: those that round otherwise would have other bits.
-    by_heads.is_host = lambda: True
+    by_heads.is_host = products.is_host = lambda: True
     adam._multi_tensor_adam = _all_at_once(adam._multi_tensor_adam)
     return platform
 

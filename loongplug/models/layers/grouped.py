@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+from loongplug.models.layers import products
 from loongplug.models.layers.linear import (
     DelayedGradient,
     LocalColumnParallelLinear,
@@ -112,7 +113,7 @@ class Groups:
             tokens.split(self.counts), matrices, result.split(self.counts), strict=True
         ):
             if len(part):
-                torch.mm(part, matrix, out=out)
+                products.mm(part, matrix, out=out)
         return result
 
     def of_weights(
@@ -124,7 +125,7 @@ class Groups:
         """
         if self.ends is None or not any(wanted):
             return [
-                part.t().mm(given) if want else None
+                products.mm(part.t(), given) if want else None
                 for part, given, want in zip(
                     gradient.split(self.counts), tokens.split(self.counts), wanted, strict=True
                 )

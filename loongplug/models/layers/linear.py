@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,6 +15,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from loongplug.models.layers import products
 
 
 class LocalColumnParallelLinear(ColumnParallelLinear):
@@ -45,7 +46,7 @@ class LocalColumnParallelLinear(ColumnParallelLinear):
         return self._plain_product(input_, self.weight if weight is None else weight), None
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(input_, weight, self.bias)
+        return products.linear(input_, weight, self.bias)
 
 
 class LocalRowParallelLinear(RowParallelLinear):
@@ -65,7 +66,7 @@ class LocalRowParallelLinear(RowParallelLinear):
         return self._plain_product(input_, self.weight), None
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(input_, weight, self.bias)
+        return products.linear(input_, weight, self.bias)
 
 
 def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:
@@ -134,7 +135,8 @@ class DelayedGradient(nn.Module):
         (input_, gradient), self._kept = self._kept, None
         if self._gathers:
             input_ = _gathered(input_, self.tp_group)
-        of_weight = self.rows(gradient).t().matmul(self.rows(input_))  # the weight's shape
+        product = products.mm if self.plain else torch.mm
+        of_weight = product(self.rows(gradient).t(), self.rows(input_))  # the weight's shape
         if self.weight.grad is None:
             self.weight.grad = of_weight
         else:
@@ -148,7 +150,7 @@ class DelayedGradient(nn.Module):
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
         if not weight.requires_grad:
-            return F.linear(input_, weight, self.bias)
+            return products.linear(input_, weight, self.bias)
         return self._product(input_, weight, self.bias, gathers=False, sums=False)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -182,7 +184,7 @@ class DelayedRowParallelLinear(DelayedGradient, LocalRowParallelLinear):
 class _Product(torch.autograd.Function):
     """The ordinary linear's product and what of its backward is not delayed.
 
-    Expressions are those of torch's linear where a rank is alone, and Megatron's elsewhere:
+    Products are those of the ordinary linear where a rank is alone, and Megatron's elsewhere:
     written in another way, a product may round in another way.
     """
 
@@ -199,7 +201,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(input_, weight)
         ctx.linear, ctx.gathers, ctx.sums = linear, gathers, sums
         if linear.plain:
-            return F.linear(input_, weight, bias)
+            return products.linear(input_, weight, bias)
         if gathers:
             input_ = _gathered(input_, linear.tp_group)
         product = input_.matmul(weight.t())
@@ -211,7 +213,7 @@ class _Product(torch.autograd.Function):
         linear: DelayedGradient = ctx.linear
         linear.keep(input_, gradient, gathers=ctx.gathers)
         if linear.plain:
-            of_input = linear.rows(gradient).matmul(weight).view(input_.shape)
+            of_input = products.mm(linear.rows(gradient), weight).view(input_.shape)
         else:
             of_input = gradient.matmul(weight)  # [s, b, in], with all parts of the sequence
         if ctx.gathers:

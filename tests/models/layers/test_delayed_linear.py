@@ -8,6 +8,7 @@ from layer_configs import vision_config
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
+from loongplug.models.layers import products
 from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
@@ -22,19 +23,21 @@ KINDS = {
 LENGTHS = (6, 0, 4)  # tokens of the microbatches; an expert may be given none
 
 
-def made(kind: type, config: Any, **options: Any) -> Any:
+def made(kind: type, config: Any, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     torch.manual_seed(7)
-    linear = kind(32, 24, config=config, init_method=config.init_method, **options).bfloat16()
+    linear = kind(32, 24, config=config, init_method=config.init_method, **options).to(dtype)
     for seed, parameter in enumerate(linear.parameters()):
         generator = torch.Generator().manual_seed(seed)
-        parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16()
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
     return linear
 
 
-def inputs(width: int, *, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+def inputs(
+    width: int, *, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     return [
-        torch.randn(length, 2, width, generator=generator).bfloat16().requires_grad_()
+        torch.randn(length, 2, width, generator=generator).to(dtype).requires_grad_()
         for length in lengths
     ]
 
@@ -47,7 +50,7 @@ def went_through(linear: Any, microbatches: list[Tensor]) -> list[Tensor | None]
         outputs.append(output if bias is None else output + bias)
     for output in outputs:
         generator = torch.Generator().manual_seed(output.shape[0])
-        output.backward(torch.randn(output.shape, generator=generator).bfloat16())
+        output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
         linear.backward_dw()
     return [
         *(output.detach() for output in outputs),
@@ -56,19 +59,20 @@ def went_through(linear: Any, microbatches: list[Tensor]) -> list[Tensor | None]
     ]
 
 
-def _same_bits(rank: int, *, tp: int, sequence: bool) -> None:
+def _same_bits(rank: int, *, tp: int, sequence: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     with model_parallel(tp=tp):
         config = vision_config(tensor_model_parallel_size=tp, sequence_parallel=sequence)
         lengths = (6, 4) if sequence else LENGTHS
         for name, (ordinary, delayed, more) in KINDS.items():
             for options in ({"bias": False}, {"bias": True}, {"bias": True, "skip_bias_add": True}):
                 linears = [
-                    made(kind, config, **({"skip_bias_add": False} | options | more))
+                    made(kind, config, dtype=dtype, **({"skip_bias_add": False} | options | more))
                     for kind in (ordinary, delayed)
                 ]
                 width = linears[0].weight.shape[1]
                 theirs, ours = (
-                    went_through(each, inputs(width, lengths=lengths)) for each in linears
+                    went_through(each, inputs(width, lengths=lengths, dtype=dtype))
+                    for each in linears
                 )
                 assert linears[1].weight.grad is not None
                 assert linears[1].weight.grad.abs().max() > 0
@@ -80,6 +84,14 @@ def _same_bits(rank: int, *, tp: int, sequence: bool) -> None:
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_gradients_are_those_of_the_ordinary_linear(tp: int, sequence: bool) -> None:
     run_ranks(_same_bits, tp, tp=tp, sequence=sequence)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_large_products_are_those_of_the_ordinary_linear(
+    tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_LARGE", 1)
+    run_ranks(_same_bits, tp, tp=tp, sequence=False, dtype=torch.float32)
 
 
 def _kept_and_told(rank: int) -> None:

@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 
-from loongplug.models.layers import grouped
+from loongplug.models.layers import grouped, products
 from loongplug.models.layers.grouped import Groups, JoinedExperts, kernel_takes, watched
 from loongplug.models.layers.specs import decoder_layer_spec
 
@@ -99,6 +99,15 @@ def assert_same(found, *, bits):
             assert torch.equal(one, other)
         else:
             torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_large_products_are_those_of_experts_one_by_one(delayed, monkeypatch):
+    monkeypatch.setattr(products, "_LARGE", 1)
+    found = run_ranks(
+        compared, 1, counts=COUNTS["uneven"], dtype=torch.float32, kernel=False, delayed=delayed
+    )
+    assert_same(found[0], bits=True)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "kernel"])
