@@ -2,20 +2,15 @@
 
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from fake_slurm import NODES, ROOT, job, kill, wait_for_line
-from ranks import run_ranks
-
-from loongplug.training.run import run
+from tiny_job import CPU, on_one_node, stub_python, words_of
 
 STEPS = 16
 BOUND = 30.0  # seconds; a collective of gloo or NCCL would wait for many minutes
-STUB = '#!/bin/sh\nprintf "%s\\n" "$@" > "$FAKE_SLURM/words_${NODE_RANK:-0}"\n'
-CPU = ("--device", "cpu", "--lr", "1e-3")
 # Ranks that the failure board watches, without a model.
 DIES = """
 import os, sys, torch, torch.distributed as dist
@@ -28,19 +23,6 @@ with failure_board():
         raise ValueError("this node is unwell")
     dist.recv(torch.ones(1), src=1 - dist.get_rank())
 """
-
-
-def stub_python(folder: Path) -> dict[str, str]:
-    """A python that notes what it is asked for, first on PATH."""
-    python = folder / "stub" / "python"
-    python.parent.mkdir()
-    python.write_text(STUB)
-    python.chmod(0o755)
-    return {"PATH": f"{python.parent}:{folder / 'bin'}:{os.environ['PATH']}"}
-
-
-def words_of(folder: Path, node: int) -> list[str]:
-    return (folder / f"words_{node}").read_text().splitlines()
 
 
 @pytest.mark.quick
@@ -90,44 +72,13 @@ def test_a_failed_node_fails_the_job(tmp_path: Path) -> None:
         assert not running.requeued
 
 
-def losses(rank: int, *, flags: list[str]) -> list[float]:
-    return [report.loss for report in run(flags)]
-
-
-@pytest.fixture(scope="module")
-def environment(
-    demo: Path, flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """What ``sft.sh`` takes, for a tiny model with random weights."""
-    folder = tmp_path_factory.mktemp("model") / "hf"
-    first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder)]
-    run_ranks(losses, 1, flags=first, timeout=200.0)
-    sizes = {"TP": "1", "GPUS_PER_NODE": "1", "SEQ_LENGTH": "80", "MICRO_BATCH_SIZE": "2"}
-    sizes["PACKING"] = "false"
-    steps = {"GLOBAL_BATCH_SIZE": "8", "TRAIN_ITERS": str(STEPS), "FREEZE_ENCODER": "false"}
-    return {"MODEL_DIR": str(folder), "TRAIN_DATA": str(demo / "train.jsonl"), **sizes, **steps}
-
-
-def on_one_node(folder: Path, environment: dict[str, str]) -> list[float]:
-    """The losses of two ranks with what ``sft.sh`` says on one node."""
-    out = {"GPUS_PER_NODE": "2", "OUTPUT_DIR": str(folder / "out"), "FAKE_SLURM": str(folder)}
-    subprocess.run(
-        [ROOT / "scripts" / "sft.sh", *CPU],
-        env={**environment, **out, **stub_python(folder)},
-        check=True,
-        timeout=120,
-    )
-    words = words_of(folder, 0)
-    flags = words[words.index(str(ROOT / "loongplug" / "train.py")) + 1 :]
-    return run_ranks(losses, 2, flags=flags, timeout=200.0)[0]
-
-
 @pytest.mark.slow
 def test_two_nodes_save_in_time_and_train_as_one_does(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Warned, the job saves and is queued again; then it goes on, and its loss is one node's."""
     out = tmp_path / "out"
+    environment = {**environment, "TRAIN_ITERS": str(STEPS)}
     given = {**environment, "OUTPUT_DIR": str(out)}
     with job(tmp_path, *CPU, **given) as running:
         wait_for_line(running, "iteration 2/", node=0)
