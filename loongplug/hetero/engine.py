@@ -321,9 +321,9 @@ class Engine:
     def _bubbles(self) -> BubbleSchedule | None:
         """Where steps may stream. Collective over all ranks."""
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
-        planner = self.step_planner
         if not streaming:
             return None
+        planner = self.step_planner
         assert planner is not None, "an encoder streams"
         executors = [each.streaming(planner) for each in streaming]
         groups = streaming[0].pipeline_groups()
