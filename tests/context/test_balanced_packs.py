@@ -13,6 +13,7 @@ from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.packing import LOOK_AHEAD, PackPlanner
 
 SLOWEST_OVER_MEAN = 1.01
+OF_A_SINGLE_PACK = 1.02  # of 16 blocks a rank, one of which may be large
 
 
 def pack(tokens: int, *, median: int, spread: float, seed: int = 1) -> Segments:
@@ -59,7 +60,8 @@ def test_ranks_get_equal_work_of_packs(tokens: int, cp: int, median: int, spread
         segments = pack(tokens, median=median, spread=spread, seed=seed)
         balance.append(slowest_over_mean(balanced(segments, cp=cp), segments))
         zigzags.append(slowest_over_mean(zigzag(tokens, cp=cp), segments))
-    print(f"{tokens} tokens, {cp} ranks: {np.mean(balance):.4f}, worst {max(balance):.4f}, zigzag {np.mean(zigzags):.2f}")
+    print(f"{tokens} tokens, {cp} ranks: {np.mean(balance):.4f}, worst {max(balance):.4f}")
+    print(f"zigzag: {np.mean(zigzags):.2f}")
     assert max(balance) <= SLOWEST_OVER_MEAN
     assert np.mean(zigzags) > 1.1  # what there is to win
 
@@ -90,8 +92,10 @@ def test_packs_as_they_are_planned_leave_a_zigzag_uneven(cp: int) -> None:
             its.append(most_pairs(split, segments))
         balance.append(slowest_over_mean(splits[1], segments))
     gain = sum(slowest["zigzag"]) / sum(slowest["lpt"])
-    print(f"{cp} ranks: {np.mean(balance):.4f}, worst {max(balance):.4f}; a zigzag's slowest have {gain:.2f} times the pairs")
-    assert max(balance) <= SLOWEST_OVER_MEAN
+    print(f"{cp} ranks: {np.mean(balance):.4f}, worst {max(balance):.4f}")
+    print(f"a zigzag's slowest have {gain:.2f} times the pairs")
+    assert np.mean(balance) <= SLOWEST_OVER_MEAN
+    assert max(balance) <= OF_A_SINGLE_PACK
     assert gain > 1.05
 
 
