@@ -73,7 +73,7 @@ class EncoderEngine:
         self._handed_on = handed_on
         self._joined_rows = joined_rows
         self._ahead = ahead
-        self._costs = costs
+        self.costs = costs
         self._found = PlaceOfEncoder(
             mode=mode,
             entry=entry,
@@ -97,11 +97,6 @@ class EncoderEngine:
         if self._place is None:
             self._place = self._found.build()
         return self._place
-
-    @property
-    def costs(self) -> StreamedCosts | None:
-        """What a step takes, for plans of steps that stream; None in modes without."""
-        return self._costs
 
     @property
     def fills_bubbles(self) -> bool:

@@ -26,6 +26,7 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
+    turns_of,
 )
 from loongplug.hetero.pipeline_clock import (
     FREE,
@@ -170,7 +171,7 @@ class Run:
         return self._stages * next(iter(self.encoders.values())).chunks
 
     def _work(self, rank: int, plans: Mapping[str, StepPlan], number: int) -> Iterator[Exchange]:
-        turns = range(1 + max((when.turn for plan in plans.values() for when in plan), default=0))
+        turns = range(max(map(turns_of, plans.values())))
         last = len(self._passes[0])
         for turn, name in ((turn, name) for turn in turns for name in plans):
             numbers = [number] if name != self.late else range(last + 1) if number == last else []

@@ -37,6 +37,7 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
+    turns_of,
 )
 from loongplug.hetero.pass_order import Pipeline, turns
 from loongplug.hetero.policies import EncoderStep
@@ -45,23 +46,22 @@ from loongplug.hetero.policies import EncoderStep
 def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:
     """A rank's operations as its schedule comes to them."""
     passed, passes = {BEGIN, END}, count()
-    most = 1 + max((when.turn for when in plan), default=0)
     events = []
     for turn in turns(pipeline, len(step.encoder_replicas)):
         if turn.forward is not None:
             number = next(passes)
-            events += [before_pass(number, each) for each in range(most)]
+            events += [before_pass(number, each) for each in range(turns_of(plan))]
             if turn.forward.chunk == 0:
                 events.append(forward(turn.forward.microbatch))
         if turn.backward is not None and step.training:
             number = next(passes)
-            events += [before_pass(number, each) for each in range(most)]
+            events += [before_pass(number, each) for each in range(turns_of(plan))]
             if turn.backward.chunk == 0:
                 events.append(backward(turn.backward.microbatch))
                 if step.consumes:
                     events.append(gradient(turn.backward.microbatch))
     number = next(passes)
-    events += [before_pass(number, each) for each in range(most)]
+    events += [before_pass(number, each) for each in range(turns_of(plan))]
     for event in (BEGIN, *events, END):
         passed.add(event)
         yield from plan.get(event, ())
