@@ -10,7 +10,8 @@ from fake_slurm import NODES, ROOT, job, kill, wait_for_line
 from tiny_job import CPU, on_one_node, stub_python, words_of
 
 STEPS = 16
-BOUND = 60.0  # seconds, some 20 on quiet cores; a collective of gloo or NCCL would wait for many minutes
+# Seconds, some 20 on quiet cores; a collective of gloo or NCCL would wait for many minutes.
+BOUND = 60.0
 # Ranks that the failure board watches, without a model.
 DIES = """
 import os, sys, torch, torch.distributed as dist
