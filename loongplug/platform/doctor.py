@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.platform import grouped_product, varlen
+from loongplug.platform import torch_kernels
 from loongplug.platform.machine import MachineFacts, collect
 
 GIB = 1024**3
@@ -118,7 +118,7 @@ def _attention(facts: MachineFacts, *, on_gpu: bool) -> str:
         return f"{plain}, a call for each length of a pack's samples or an image's frames"
     return (
         f"{plain}, with --bf16 torch varlen_attn for packs and images if a head's channels are a "
-        f"multiple of {varlen.ALIGNMENT}, up to {varlen.WIDEST}"
+        f"multiple of {torch_kernels.HEAD_ALIGNMENT}, up to {torch_kernels.WIDEST_HEAD}"
     )
 
 
@@ -129,12 +129,13 @@ def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:
         return loop
     if _old_gpus(facts):
         return f"{loop}: the GPUs are too old for torch's grouped product"
-    torch_version, first = facts.packages.get("torch"), grouped_product.TORCH
+    torch_version, first = facts.packages.get("torch"), torch_kernels.GROUPED_SINCE
     if torch_version is None or not _fits(torch_version, SpecifierSet(f">={first}")):
         return f"{loop}: torch has a grouped product from {first} on"
     return (
         "LoongPlug's own, with --bf16 by torch's grouped product; a product for each expert if "
-        f"hidden size or a rank's part of an expert is no multiple of {grouped_product.ALIGNMENT}"
+        "hidden size or a rank's part of an expert is no multiple of "
+        f"{torch_kernels.GROUPED_ALIGNMENT}"
     )
 
 
@@ -247,7 +248,7 @@ def _fits(version: str, specifier: SpecifierSet) -> bool:
 
 def _old_gpus(facts: MachineFacts) -> list[str]:
     """The names of those that cannot compute in bf16 at speed."""
-    return sorted({gpu.name for gpu in facts.gpus if gpu.capability < (8, 0)})
+    return sorted({gpu.name for gpu in facts.gpus if gpu.capability < torch_kernels.CAPABILITY})
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import loongplug
-from loongplug.platform.varlen import varlen_attention
+from loongplug.platform.torch_kernels import varlen_attention
 
 # What is shown whether or not it is there.
 SHOWN_PACKAGES = frozenset(

@@ -16,7 +16,7 @@ from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.packed import PackedLayout, layout_of
 from loongplug.models.layers.recompute import own_draws
 from loongplug.platform.active import is_host
-from loongplug.platform.varlen import ALIGNMENT, WIDEST, varlen_attention
+from loongplug.platform.torch_kernels import HEAD_ALIGNMENT, WIDEST_HEAD, varlen_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
@@ -127,8 +127,8 @@ class SDPAttention(MegatronModule):
             self._varlen is not None
             and query.is_cuda
             and query.dtype in _HALF
-            and query.size(-1) % ALIGNMENT == 0
-            and query.size(-1) <= WIDEST
+            and query.size(-1) % HEAD_ALIGNMENT == 0
+            and query.size(-1) <= WIDEST_HEAD
             and not (self.dropout and self.training)
             and bool(layout.groups)
         )

@@ -15,7 +15,7 @@ from loongplug.models.layers.linear import (
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
 )
-from loongplug.platform.grouped_product import ALIGNMENT, CAPABILITY
+from loongplug.platform.torch_kernels import CAPABILITY, GROUPED_ALIGNMENT
 from loongplug.platform.transfers import to_device
 
 # What data parallelism hangs in front of every module waits for its weights, and takes no input.
@@ -60,7 +60,8 @@ def kernel_takes(experts: Sequence[MLP], tokens: Tensor) -> bool:
         tokens.is_cuda
         and tokens.dtype == torch.bfloat16
         and all(
-            weight.dtype == tokens.dtype and all(size % ALIGNMENT == 0 for size in weight.shape)
+            weight.dtype == tokens.dtype
+            and all(size % GROUPED_ALIGNMENT == 0 for size in weight.shape)
             for weight in (linear.weight for linear in _linears(experts[:1]))
         )
         and hasattr(F, "grouped_mm")

@@ -1,12 +1,15 @@
-"""Torch's attention within segments of any lengths, where it has what is asked of it."""
+"""What torch's kernels for attention within segments and for grouped products ask for."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-# Of a head's channels: a multiple of the one, and no more than the other.
-ALIGNMENT, WIDEST = 8, 256
-_CAPABILITY = (8, 0)  # from which on GPUs have such kernels
+CAPABILITY = (8, 0)  # of the first GPUs with such kernels, and with bf16 at speed
+# Attention: a head's channels are a multiple of the one, and no more than the other.
+HEAD_ALIGNMENT, WIDEST_HEAD = 8, 256
+# Several products at once (``grouped_mm``): bf16 values in the 16 bytes that a row of each operand
+# is a multiple of, and the first torch that has it.
+GROUPED_ALIGNMENT, GROUPED_SINCE = 8, "2.10"
 _ASKED = ("scale", "window_size", "enable_gqa")  # that the first versions did not have
 
 
@@ -18,7 +21,7 @@ def varlen_attention() -> Callable[..., Any] | None:
     # Here and not above, so that loongplug doctor can say that there is no torch.
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _CAPABILITY:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
         return None
     try:
         from torch.nn.attention.varlen import varlen_attn
