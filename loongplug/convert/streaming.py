@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor, load_content_metadata
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -19,8 +20,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
 
 from loongplug.checkpoint.agreement import together, write_error
 from loongplug.checkpoint.hf_gather import WeightOf
@@ -49,7 +51,7 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
             dcp.save(
                 mcore_to_pyt_state_dict(by_key, False),
                 storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-                planner=MCoreSavePlanner(
+                planner=_UncopiedViews(
                     dedup_replicated_tensors=not self.keep_only_main_replica,
                     flatten_state_dict=False,
                     flatten_sharded_tensors=False,
@@ -60,6 +62,28 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
             if not isinstance(reason, OSError):
                 raise
             raise write_error(checkpoint_dir.parent, reason) from caught
+
+
+class _UncopiedViews(MCoreSavePlanner):
+    """Gives torch's writer each tensor in a storage of just its size.
+
+    The writer copies every tensor whose storage holds more, as that of both halves of a gated
+    projection does, and keeps all copies until the file is closed.
+    """
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return _in_its_own_storage(data) if isinstance(data, Tensor) else data
+
+
+def _in_its_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory, where it is in one piece on the host; else ``tensor`` itself."""
+    tensor = tensor.detach()
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return tensor
+    begin = tensor.storage_offset() * tensor.itemsize
+    piece = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(piece, 0, tensor.shape, tensor.stride())
 
 
 def _first_reason(caught: BaseException) -> BaseException:

@@ -4,10 +4,15 @@
 # have srun kill the nodes that still save.
 set -euo pipefail
 export NODE_RANK="$SLURM_NODEID"
-signals=0
-trap 'signals=$((signals + 1)); kill -TERM "$run" 2>/dev/null || true' TERM
+signals=0 early=0 run=""
+pass_on() {
+    signals=$((signals + 1))
+    if [[ -n "$run" ]]; then kill -TERM "$run" 2>/dev/null || true; else early=1; fi
+}
+trap pass_on TERM
 "$@" &
 run=$!
+if ((early)); then kill -TERM "$run" 2>/dev/null || true; fi # came before the run had a number
 before=""
 while [[ "$before" != "$signals" ]]; do # a signal ends the wait, not the run
     before=$signals status=0

@@ -2,10 +2,14 @@
 
 import json
 import os
+import signal
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from fake_slurm import NODES, ROOT, job, kill, wait_for_line
 from tiny_job import CPU, on_one_node, stub_python, words_of
 
@@ -60,7 +64,7 @@ def test_a_failed_node_fails_the_job(tmp_path: Path) -> None:
     """Its code is the job's; a job that was warned, and then failed, is not queued again."""
     script = tmp_path / "run.sh"
     script.write_text(
-        "#!/bin/bash\necho started; trap 'ended=1' TERM\n"
+        "#!/bin/bash\ntrap 'ended=1' TERM; echo started\n"
         "while [[ -z $ended ]]; do sleep 0.05; done; exit $((3 * NODE_RANK))\n"
     )
     script.chmod(0o755)
@@ -71,6 +75,25 @@ def test_a_failed_node_fails_the_job(tmp_path: Path) -> None:
         running.warn()
         assert running.end() == 3
         assert not running.requeued
+
+
+@pytest.mark.quick
+def test_a_warning_before_the_run_has_a_number_is_passed_on(tmp_path: Path) -> None:
+    """The shell has forked, but does not know the run's number yet."""
+    here, run, stop = tmp_path / "here", tmp_path / "run.sh", tmp_path / "stop.sh"
+    run.write_text("#!/bin/bash\ntrap 'exit 7' TERM; while :; do sleep 0.05; done\n")
+    run.chmod(0o755)
+    stop.write_text(f"trap '[[ $BASH_COMMAND != run=* ]] || {{ : > {here}; sleep 1; }}' DEBUG\n")
+    node = ROOT / "scripts" / "launch" / "slurm_node.sh"
+    environment = {**os.environ, "SLURM_NODEID": "0", "BASH_ENV": str(stop)}
+    process = subprocess.Popen(["bash", node, run], env=environment, start_new_session=True)
+    try:
+        eventually(here.exists)
+        process.terminate()
+        assert process.wait(timeout=20) == 7
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
