@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from loongplug.data.dataset import Sample
 
-_ALIGNED = (
-    8  # tokens that each rank holds a multiple of: kernels' operands are read 16 bytes a time
-)
+_ALIGNED = 8  # each rank's tokens are a multiple of it: kernels read operands by 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
