@@ -103,12 +103,7 @@ class StepPlanner:
         planned = self.plan(units)
         if planned is None:
             return None
-        return {
-            name: step.shares(
-                [[*map(self._encoders[name].costs.tokens, grids)] for grids in units[name]]
-            )
-            for name, step in planned.items()
-        }
+        return {name: step.shares for name, step in planned.items()}
 
     def plan(self, units: Mapping[str, Units]) -> Mapping[str, StreamedStep] | None:
         """By encoder; None where streaming is not faster by the clock, of all together."""

@@ -116,6 +116,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     one, other = planner(4), planner(4)
     units = [[(1, 4, 4)] * 4] * 8
     assert one.plan(units) is one.plan([*map(list, units)])
+    assert one.shares(units) is one.shares([*map(list, units)])
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
