@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any, Final
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
-from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, simulate
+from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streamed_together import StepPlanner
-from loongplug.hetero.streaming import streamed
+from loongplug.hetero.streaming import streamed, time_of
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -167,7 +168,13 @@ def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
         backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
         group=len(case.stages),
         of_passes=PassCosts(trains=backward > 0, joined=forward * case.pieces * case.microbatches),
+        assigned=in_turn,
     )
+
+
+def in_turn(units: Sequence[object], replicas: int) -> list[tuple[Share, ...]]:
+    """Which of an encoder's replicas encodes each unit of a step: each in turn."""
+    return [(Share(encoder_replica=number % replicas),) for number in range(len(units))]
 
 
 def streamed_time(case: Case) -> float:
@@ -183,14 +190,15 @@ def streamed_time(case: Case) -> float:
             .replicas
         )
 
-    step = StepPlanner(
+    planner = StepPlanner(
         {each.name: paced_costs(case, each) for each in case.encoders},
         {each.name: replicas(each) for each in case.encoders},
         stages={rank: layout.coordinates(rank).pp for rank in layout.ranks},
-    ).step(media_of(case))
-    times = simulate(step, streamed(step))
-    assert times is not None, "ranks wait for one another"
-    return times.step / _MICROSECONDS
+    )
+    media = media_of(case)
+    step, before = planner.step(media), planner.separated(media)
+    plan = streamed(step, before=before)
+    return (time_of(step, plan) if plan.streamed else before) / _MICROSECONDS
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:

@@ -31,7 +31,8 @@ class StreamedCosts:
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
     microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
-    text. ``of_passes`` is of passes through the encoder.
+    text. ``of_passes`` is of passes through the encoder. ``assigned`` says what each of so many
+    replicas encodes of a step's units where it does not stream.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]
@@ -40,6 +41,7 @@ class StreamedCosts:
     backward: tuple[int, ...]
     group: int
     of_passes: PassCosts
+    assigned: Callable[[Units, int], Sequence[tuple[Share, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
