@@ -22,7 +22,7 @@ from loongplug.partition.clock import StageTime
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
-_MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
+_TICKS: Final = 1_000_000  # of a step's longest time; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
@@ -93,6 +93,12 @@ class Case:
         return IN_A_WORD[self.mode].fills_bubbles
 
     @property
+    def tick(self) -> float:
+        """Milliseconds that a plan counts as one: all times in one proportion give one plan."""
+        times = [*self.stages, *(each.time for each in self.encoders)]
+        return max(max(each.forward, each.backward) for each in times) / _TICKS or 1.0
+
+    @property
     def pieces(self) -> int:
         """Of a microbatch's media."""
         return _PIECES if self.streams else 1
@@ -156,16 +162,16 @@ def media_of(case: Case) -> dict[str, list[tuple[Grid, ...]]]:
 
 
 def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
-    """What the product's planner is told of an encoder that streams; costs are microseconds."""
-    chunks, of_medium = case.chunks, _MICROSECONDS / case.pieces / case.encoder_tp(encoder)
+    """What the product's planner is told of an encoder that streams; costs are ticks."""
+    chunks, parts = case.chunks, case.pieces * case.encoder_tp(encoder)
     forward, backward = (
-        round(of_medium * each) for each in (encoder.time.forward, encoder.time.backward)
+        round(each / parts / case.tick) for each in (encoder.time.forward, encoder.time.backward)
     )
     return StreamedCosts(
         of_media=lambda grids: PieceCost(forward * len(grids), backward * len(grids)),
         tokens=prod,
-        forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
-        backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
+        forward=tuple(round(x.forward / chunks / case.tick) for x in case.stages) * chunks,
+        backward=tuple(round(x.backward / chunks / case.tick) for x in case.stages) * chunks,
         group=len(case.stages),
         of_passes=PassCosts(trains=backward > 0, joined=forward * case.pieces * case.microbatches),
         assigned=in_turn,
@@ -198,7 +204,7 @@ def streamed_time(case: Case) -> float:
     media = media_of(case)
     step, before = planner.step(media), planner.separated(media)
     plan = streamed(step, before=before)
-    return (time_of(step, plan) if plan.streamed else before) / _MICROSECONDS
+    return (time_of(step, plan) if plan.streamed else before) * case.tick
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:
