@@ -30,6 +30,13 @@ def test_modes_have_work_in_one_proportion_on_as_many_ranks(setting):
         assert predicted(case) == pytest.approx(400 * case.microbatches)
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_streamed_is_nowhere_slower_than_separated(setting):
+    """By the clock: in as long a step of the table, there is more work."""
+    cases = setting.cases()
+    assert work(cases["streamed"]) > work(cases["full_hetero_dp"])
+
+
 def test_what_is_chosen_is_the_best_by_the_clock():
     cases = Setting(pp=4, microbatches=32, share=0.3).cases()
     first, second, *_ = cases["uniform tuned"].stages
