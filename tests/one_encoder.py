@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 
 from loongplug.data.microbatch import Share
+from loongplug.data.source import Assignment
 from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep, Units
 from loongplug.hetero.streamed_together import StepPlanner
 
 _NAME = "eyes"
+
+
+def in_turn(units: Units, replicas: int) -> list[tuple[Share, ...]]:
+    """Who encodes a step's units where it does not stream, without balance."""
+    return Assignment(replicas=replicas).of(range(len(units)), units, step=len(units))
 
 
 class OneEncoder:

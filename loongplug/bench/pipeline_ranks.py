@@ -24,6 +24,7 @@ from loongplug.bench.pipeline_work import (
     Case,
     PacedEncoder,
     grids_of,
+    in_turn,
     media_of,
     paced_costs,
 )
@@ -229,13 +230,13 @@ def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
 
 
 def _in_turn(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tuple[Share, ...]]:
-    """Which of the encoder's replicas encodes each microbatch's unit: each in turn."""
+    """Which of the encoder's replicas encodes each microbatch's unit."""
     side = engine.encoders[encoder.name]
     replicas = 1
     if side.steps and not case.apart:
         assert side.place.edge is not None, "it lies where the decoder lies"
         replicas = len(side.place.edge.replicas)
-    return [(Share(encoder_replica=number % replicas),) for number in range(case.microbatches)]
+    return in_turn(range(case.microbatches), replicas)
 
 
 def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any, Final
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
-from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, simulate
+from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streamed_together import StepPlanner
-from loongplug.hetero.streaming import streamed
+from loongplug.hetero.streaming import streamed, time_of
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -21,7 +22,7 @@ from loongplug.partition.clock import StageTime
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
-_MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
+_TICKS: Final = 1_000_000  # of a step's longest time; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
@@ -92,6 +93,12 @@ class Case:
         return IN_A_WORD[self.mode].fills_bubbles
 
     @property
+    def tick(self) -> float:
+        """Milliseconds that a plan counts as one: all times in one proportion give one plan."""
+        times = [*self.stages, *(each.time for each in self.encoders)]
+        return max(max(each.forward, each.backward) for each in times) / _TICKS or 1.0
+
+    @property
     def pieces(self) -> int:
         """Of a microbatch's media."""
         return _PIECES if self.streams else 1
@@ -155,19 +162,25 @@ def media_of(case: Case) -> dict[str, list[tuple[Grid, ...]]]:
 
 
 def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
-    """What the product's planner is told of an encoder that streams; costs are microseconds."""
-    chunks, of_medium = case.chunks, _MICROSECONDS / case.pieces / case.encoder_tp(encoder)
+    """What the product's planner is told of an encoder that streams; costs are ticks."""
+    chunks, parts = case.chunks, case.pieces * case.encoder_tp(encoder)
     forward, backward = (
-        round(of_medium * each) for each in (encoder.time.forward, encoder.time.backward)
+        round(each / parts / case.tick) for each in (encoder.time.forward, encoder.time.backward)
     )
     return StreamedCosts(
         of_media=lambda grids: PieceCost(forward * len(grids), backward * len(grids)),
         tokens=prod,
-        forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
-        backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
+        forward=tuple(round(x.forward / chunks / case.tick) for x in case.stages) * chunks,
+        backward=tuple(round(x.backward / chunks / case.tick) for x in case.stages) * chunks,
         group=len(case.stages),
         of_passes=PassCosts(trains=backward > 0, joined=forward * case.pieces * case.microbatches),
+        assigned=in_turn,
     )
+
+
+def in_turn(units: Sequence[object], replicas: int) -> list[tuple[Share, ...]]:
+    """Which of an encoder's replicas encodes each unit of a step: each in turn."""
+    return [(Share(encoder_replica=number % replicas),) for number in range(len(units))]
 
 
 def streamed_time(case: Case) -> float:
@@ -183,14 +196,15 @@ def streamed_time(case: Case) -> float:
             .replicas
         )
 
-    step = StepPlanner(
+    planner = StepPlanner(
         {each.name: paced_costs(case, each) for each in case.encoders},
         {each.name: replicas(each) for each in case.encoders},
         stages={rank: layout.coordinates(rank).pp for rank in layout.ranks},
-    ).step(media_of(case))
-    times = simulate(step, streamed(step))
-    assert times is not None, "ranks wait for one another"
-    return times.step / _MICROSECONDS
+    )
+    media = media_of(case)
+    step, before = planner.step(media), planner.separated(media)
+    plan = streamed(step, before=before)
+    return (time_of(step, plan) if plan.streamed else before) * case.tick
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:

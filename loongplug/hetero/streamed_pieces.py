@@ -31,7 +31,8 @@ class StreamedCosts:
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
     microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
-    text. ``of_passes`` is of passes through the encoder.
+    text. ``of_passes`` is of passes through the encoder. ``assigned`` says what each of so many
+    replicas encodes of a step's units where it does not stream.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]
@@ -40,6 +41,7 @@ class StreamedCosts:
     backward: tuple[int, ...]
     group: int
     of_passes: PassCosts
+    assigned: Callable[[Units, int], Sequence[tuple[Share, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +65,12 @@ class Piece:
 class StreamedStep:
     """The ``pieces`` of a step, in order, and what each replica does with its own, by replica.
 
-    ``passes`` are those of each stage; ``trains``: pieces have a backward.
+    ``shares`` say the same of each unit: all that a replica has of it is one. ``passes`` are those
+    of each stage; ``trains``: pieces have a backward.
     """
 
     pieces: tuple[Piece, ...]
+    shares: tuple[tuple[Share, ...], ...]
     work: tuple[tuple[PieceWork, ...], ...]
     passes: tuple[tuple[DecoderPass, ...], ...]
     microbatches: int
@@ -80,19 +84,6 @@ class StreamedStep:
         return Stream(
             work=() if replica is None else self.work[replica],
             pieces=tuple(range(first, stop) for first, stop in pairwise(accumulate(behind))),
-        )
-
-    def shares(self, tokens: Sequence[Sequence[int]]) -> tuple[tuple[Share, ...], ...]:
-        """Of each unit, whose media have so many tokens: all that a replica has of it is one share.
-
-        A unit without media has no piece. Somebody has to have it nevertheless, with nothing to do.
-        """
-        held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in tokens]
-        for each in self.pieces:
-            held[each.microbatch][each.replica] += each.media
-        return tuple(
-            shares_of(of_unit or {0: ()}, tokens=each)
-            for of_unit, each in zip(held, tokens, strict=True)
         )
 
 
@@ -124,7 +115,8 @@ def streamed_step(
         for each in of_one
         for name in each.work.pieces
     }
-    ends = [list(accumulate(map(costs.tokens, grids), initial=0)) for grids in units]
+    tokens = [list(map(costs.tokens, grids)) for grids in units]
+    ends = [list(accumulate(each, initial=0)) for each in tokens]
     pieces = []
     for names in runs:
         (unit, begin), (_, end) = names[0], names[-1]
@@ -134,6 +126,7 @@ def streamed_step(
         pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=owner))
     return StreamedStep(
         pieces=tuple(pieces),
+        shares=_shares(pieces, tokens),
         work=tuple(
             tuple(
                 PieceWork(
@@ -149,6 +142,22 @@ def streamed_step(
         passes=passes,
         microbatches=len(units),
         trains=costs.of_passes.trains,
+    )
+
+
+def _shares(
+    pieces: Iterable[Piece], tokens: Sequence[Sequence[int]]
+) -> tuple[tuple[Share, ...], ...]:
+    """Of each unit, whose media have so many ``tokens``.
+
+    A unit without media has no piece. Somebody has to have it nevertheless, with nothing to do.
+    """
+    held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in tokens]
+    for each in pieces:
+        held[each.microbatch][each.replica] += each.media
+    return tuple(
+        shares_of(of_unit or {0: ()}, tokens=each)
+        for of_unit, each in zip(held, tokens, strict=True)
     )
 
 

@@ -34,7 +34,8 @@ from loongplug.hetero.streamed_pieces import (
     Units,
     streamed_step,
 )
-from loongplug.hetero.streaming import streamed
+from loongplug.hetero.streaming import streamed, time_of
+from loongplug.hetero.streaming_blocks import at_the_ends
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.
 _PIECES, _EACH = 4, 2
@@ -103,12 +104,7 @@ class StepPlanner:
         planned = self.plan(units)
         if planned is None:
             return None
-        return {
-            name: step.shares(
-                [[*map(self._encoders[name].costs.tokens, grids)] for grids in units[name]]
-            )
-            for name, step in planned.items()
-        }
+        return {name: step.shares for name, step in planned.items()}
 
     def plan(self, units: Mapping[str, Units]) -> Mapping[str, StreamedStep] | None:
         """By encoder; None where streaming is not faster by the clock, of all together."""
@@ -123,10 +119,36 @@ class StepPlanner:
         """What a plan is made of, by lane; pieces of a microbatch come encoder by encoder."""
         return self._step(units, self._cuts(units))
 
+    def separated(self, units: Mapping[str, Units]) -> int:
+        """What the step takes by the clock where it does not stream."""
+        encoders = self._encoders
+        shares = {
+            name: each.costs.assigned(units[name], len(each.lanes))
+            for name, each in encoders.items()
+        }
+        media = {
+            name: [
+                [range(len(grids)) if each.media is None else each.media for each in of_unit]
+                for grids, of_unit in zip(units[name], shares[name], strict=True)
+            ]
+            for name in encoders
+        }
+        step = self._step(units, media)
+        lanes = [
+            encoders[name].lanes[each.encoder_replica]
+            for of_units in zip(*shares.values(), strict=True)
+            for name, of_unit in zip(encoders, of_units, strict=True)
+            for each in of_unit
+        ]
+        owned: list[list[Name]] = [[] for _ in self._stages]
+        for lane, share in zip(lanes, step.names, strict=True):
+            owned[lane].append(share)
+        return time_of(step, EncoderPlan(work=at_the_ends(step, owned), streamed=False))
+
     def _planned(self, units: Mapping[str, Units]) -> dict[str, StreamedStep] | None:
         cuts = self._cuts(units)
         step = self._step(units, cuts)
-        plan = streamed(step)
+        plan = streamed(step, before=self.separated(units))
         if not plan.streamed:
             return None
         return {
@@ -147,13 +169,13 @@ class StepPlanner:
         }
 
     def _step(
-        self, units: Mapping[str, Units], cuts: Mapping[str, Sequence[Sequence[range]]]
+        self, units: Mapping[str, Units], cuts: Mapping[str, Sequence[Sequence[Sequence[int]]]]
     ) -> Step:
         encoders = [*self._encoders.items()]
         count = len(next(iter(cuts.values())))
         numbered = [
             [
-                (kind, each.cost(units[name][number][media.start : media.stop]))
+                (kind, each.cost([units[name][number][medium] for medium in media]))
                 for kind, (name, each) in enumerate(encoders)
                 for media in cuts[name][number]
             ]

@@ -67,17 +67,16 @@ _JOINING = (
 )
 
 
-def streamed(step: Step) -> EncoderPlan:
+def streamed(step: Step, *, before: int | None = None) -> EncoderPlan:
     """The fastest plan found: :func:`separated`'s where none is faster by the clock.
 
-    That is also where there is one stage, whose pipeline never waits.
+    With ``before``, that is what the step takes where it does not stream. It does not, either,
+    where there is one stage, whose pipeline never waits.
     """
     best = separated(step)
-    times = simulate(step, best)
-    assert times is not None, "phases one behind the other"
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    fastest, tails = times.step, tails_of(step)
+    fastest, tails = time_of(step, best) if before is None else before, tails_of(step)
     for plan in (blocks(step, fill=fill) for fill in (0, 2, 4)):
         times = simulate(step, plan)
         if times is not None and times.step < fastest:
@@ -112,6 +111,13 @@ def separated(step: Step) -> EncoderPlan:
     for owner, name in zip(owners, step.names, strict=True):
         owned[owner].append(name)
     return EncoderPlan(work=at_the_ends(step, owned), streamed=False)
+
+
+def time_of(step: Step, plan: EncoderPlan) -> int:
+    """By the clock; nobody waits for ever."""
+    times = simulate(step, plan)
+    assert times is not None, "ranks wait for one another"
+    return times.step
 
 
 def _with_joined(step: Step, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPlan, int]:

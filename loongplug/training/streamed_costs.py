@@ -6,6 +6,7 @@ Counted from sizes, in operations of one rank; the same on every rank, which all
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,15 +14,17 @@ from typing import Any
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import EncoderMacs
 from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StreamedCosts
+from loongplug.hetero.streamed_pieces import StreamedCosts, Units
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.registry import family_of
+from loongplug.training.decoder_data import assignment_of
 from loongplug.training.freezing import freezing_of
 from loongplug.training.layer_costs import decoder_costs
 from loongplug.training.rules.hetero import encoder_tp
@@ -108,7 +111,15 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
             each=PieceCost(of_a_pass, 2 * of_a_pass if trains else 0),
             joined=round(joined / media.tp / media.speed),
         ),
+        assigned=partial(_assigned, args, encoder),
     )
+
+
+def _assigned(
+    args: Namespace, encoder: EncoderArchitecture, units: Units, replicas: int
+) -> list[tuple[Share, ...]]:
+    assignment = assignment_of(args, encoder, replicas=replicas)
+    return assignment.of(range(len(units)), units, step=len(units))
 
 
 def _layers_by_place(args: Namespace) -> list[int]:

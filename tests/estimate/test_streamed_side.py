@@ -1,7 +1,12 @@
 """What the estimate enters of a step that streams: all that comes goes, less is there at once."""
 
+from collections.abc import Sequence
+from math import prod
+
 import pytest
-from one_encoder import OneEncoder
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from one_encoder import OneEncoder, in_turn
 
 from loongplug.data.positions import Grid
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
@@ -19,21 +24,33 @@ pytestmark = pytest.mark.quick
 
 PAYLOAD, TOKENS = 10, 4
 GRID: Grid = (1, 4, 4)
+ROWS = prod(GRID)
 
 
 def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> StreamedStep:
     """Four media to a microbatch; encoders have a third of the work, without what passes take."""
+    found = planner(stages, each=each, joined=4 * microbatches).plan([[GRID] * 4] * microbatches)
+    assert found is not None
+    return found
+
+
+def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> OneEncoder:
+    """Media cost as much as their rows."""
+
+    def of_media(grids: Sequence[Grid]) -> PieceCost:
+        rows = sum(map(prod, grids))
+        return PieceCost(100 * rows // ROWS, 200 * rows // ROWS)
+
     costs = StreamedCosts(
-        of_media=lambda grids: PieceCost(100 * len(grids), 200 * len(grids)),
-        tokens=lambda grid: TOKENS,
+        of_media=of_media,
+        tokens=lambda grid: prod(grid) // (ROWS // TOKENS),
         forward=(800 // stages,) * stages,
         backward=(1600 // stages,) * stages,
         group=stages,
-        of_passes=PassCosts(each=each, joined=100 * 4 * microbatches),
+        of_passes=PassCosts(each=each, joined=100 * joined),
+        assigned=in_turn,
     )
-    found = OneEncoder(costs, stages=range(stages)).plan([[GRID] * 4] * microbatches)
-    assert found is not None
-    return found
+    return OneEncoder(costs, stages=range(stages))
 
 
 def followed(
@@ -96,6 +113,30 @@ def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None
     first = followed(found, 0)
     if microbatches == 16:
         assert first.most[FEATURES] <= whole // 3
+
+
+@given(
+    stages=st.integers(2, 8),
+    units=st.lists(
+        st.lists(st.sampled_from([GRID, (1, 2, 2), (1, 32, 32), (8, 8, 8)]), max_size=6),
+        min_size=1,
+        max_size=12,
+    ),
+    each=st.sampled_from([FREE, PieceCost(100, 200)]),
+)
+@settings(deadline=None)
+def test_never_more_than_where_it_is_separated(
+    stages: int, units: list[list[Grid]], each: PieceCost
+) -> None:
+    """On the first stage, of media that are as uneven as can be, with receives posted ahead."""
+    found = planner(stages, each=each, joined=64).plan(units)
+    assume(found is not None)
+    assert found is not None
+    whole = PAYLOAD * sum(each.tokens for each in found.pieces)
+    ledger = followed(found, 0)
+    assert not +ledger.live, ledger.live
+    for kind in (FEATURES, FEATURE_GRADIENTS):
+        assert 0 < ledger.most[kind] <= whole
 
 
 def test_activations_that_leave_are_not_there() -> None:

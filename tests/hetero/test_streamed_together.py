@@ -1,8 +1,8 @@
-"""Two encoders in one streamed step: all there and back once, in one order, and nobody waits."""
+"""Encoders in one streamed step: all there and back once, in one order, and nobody waits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from random import Random
@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank, finish
 from streamed_steps import busiest
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.data.source import Assignment
+from loongplug.hetero.balance import Balance, EncoderMacs
 from loongplug.hetero.operations import (
     EncodePieces,
     Operation,
@@ -33,6 +36,7 @@ from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     PassCosts,
     PieceCost,
+    Step,
     simulate,
 )
 from loongplug.hetero.placement import Edge
@@ -60,6 +64,7 @@ class Encoder:
     trains: bool = True
     each: PieceCost = FREE
     chunks: int = 1
+    balanced: bool = False  # where the step does not stream
 
     @property
     def edge(self) -> Edge:
@@ -84,7 +89,17 @@ class Encoder:
             backward=(800 // self.chunks,) * places,
             group=self.stages,
             of_passes=PassCosts(trains=self.trains, each=self.each, joined=2000),
+            assigned=self.assigned,
         )
+
+    def assigned(self, units: Sequence[Sequence[Grid]], replicas: int) -> list[tuple[Share, ...]]:
+        """As runs have it, with ``--use-vit-dp-balance`` or without."""
+        work = EncoderMacs(linear=self.row, attention=(), blank=(1, 2, 2))
+        balance = Balance(work=work, tokens=lambda grid: prod(grid) // 4)
+        assignment = Assignment(
+            replicas=replicas, by_cost=balance.assign, whole_steps=self.balanced
+        )
+        return assignment.of(range(len(units)), units, step=len(units))
 
 
 Encoders = Mapping[str, Encoder]
@@ -230,13 +245,19 @@ def _neighbours(one: DecoderPass, places: int) -> tuple[DecoderPass | None, Deco
     return before, behind
 
 
-GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
+# A whole row's image or video, and tiny ones: of the last, 256 cost as much as the first.
+GRIDS: Sequence[Grid] = [(1, 32, 32), (8, 8, 8), (2, 4, 4), (1, 2, 4), (1, 2, 2)]
+UNITS = st.one_of(
+    st.lists(st.sampled_from(GRIDS[2:]), max_size=6),
+    st.lists(st.sampled_from(GRIDS), max_size=6),
+    st.integers(1, 24).map(lambda tiny: [GRIDS[0], *[GRIDS[-1]] * tiny]),
+)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Encoders, dict[str, Media]]:
-    """Any two encoders, and media for them."""
-    stages, tp = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2]))
+    """One encoder or two, and media for them, of costs that may be very uneven."""
+    stages, tp = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([1, 2]))
     chunks = draw(st.integers(1, 2))
     count = draw(st.integers(1, 6)) if chunks == 1 else stages * draw(st.integers(1, 2))
     encoders = {
@@ -248,11 +269,12 @@ def cases(draw: st.DrawFn) -> tuple[Encoders, dict[str, Media]]:
             trains=draw(st.booleans()),
             each=draw(st.sampled_from([FREE, PieceCost(100, 200)])),
             chunks=chunks,
+            balanced=draw(st.booleans()),
         )
-        for name in NAMES
+        for name in draw(st.sampled_from([NAMES, NAMES[:1]]))
     }
-    of_step = st.lists(st.lists(GRIDS, max_size=6), min_size=count, max_size=count)
-    return encoders, {name: draw(of_step) for name in NAMES}
+    of_step = st.lists(UNITS, min_size=count, max_size=count)
+    return encoders, {name: draw(of_step) for name in encoders}
 
 
 @given(cases())
@@ -275,6 +297,51 @@ def test_all_goes_there_and_back_once(case: tuple[Encoders, dict[str, Media]]) -
         assert pieces == run.pieces.get((what, source, target, not sends)), (what, source, target)
         assert pieces == sorted(pieces)
     assert finish(run.programs)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_none_is_slower_than_what_runs_would_do_instead(
+    case: tuple[Encoders, dict[str, Media]],
+) -> None:
+    """By the clock, where media are assigned with balance or without."""
+    encoders, media = case
+    plans = planner(encoders)
+    step, before = plans.step(media), plans.separated(media)
+    plan = plan_of(step, before=before)
+    assert (plans.plan(media) is not None) == plan.streamed
+    if plan.streamed:
+        times = simulate(step, plan)
+        assert times is not None
+        assert busiest(step) <= times.step < before
+    if len({each.tp for each in encoders.values()}) == 1:
+        assert before == phases(
+            encoders, media, decoder=replace(step, pieces=((),) * len(step.pieces), kinds=())
+        )
+
+
+def phases(encoders: Encoders, media: Mapping[str, Media], *, decoder: Step) -> int:
+    """One behind the other: the slowest replica's forwards, the decoder, and the same backward."""
+    alone = simulate(decoder, separated(decoder))
+    assert alone is not None
+    of_replicas = [[0, 0] for _ in decoder.replicas]
+    for name, encoder in encoders.items():
+        passes: list[list[PieceCost]] = [[] for _ in decoder.replicas]
+        shares = encoder.assigned(media[name], len(passes))
+        for grids, of_unit in zip(media[name], shares, strict=True):
+            for each in of_unit:
+                held = grids if each.media is None else [grids[n] for n in each.media]
+                forward, backward = encoder.costs.of_media(held)
+                own = passes[each.encoder_replica]
+                if own and own[-1].forward + forward <= 2000:
+                    own[-1] = PieceCost(own[-1].forward + forward, own[-1].backward + backward)
+                else:
+                    own.append(PieceCost(forward, backward))
+        for found, of_replica in zip(of_replicas, passes, strict=True):
+            found[0] += sum(each.forward + encoder.each.forward for each in of_replica)
+            if encoder.trains:
+                found[1] += sum(each.backward + encoder.each.backward for each in of_replica)
+    return alone.step + sum(max(way) for way in zip(*of_replicas, strict=True))
 
 
 def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, Media]]:

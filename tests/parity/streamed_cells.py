@@ -5,7 +5,9 @@ from itertools import product
 
 from parity.cells import (
     FULL,
+    HEARING_MODELS,
     MODELS,
+    MORE_MODELS,
     Cell,
     few_of,
     layouts,
@@ -14,14 +16,16 @@ from parity.cells import (
 )
 from parity.saving_cells import AWAY, TrainedCell, one_word
 
-TWO_ENCODERS = "qwen2_5_omni_tiny"  # both stream, in few cells
-_TRAINED = ("all", "all but the encoder", "the decoder", "LoRA of all modules")
+# By the model's encoders: what is frozen or adapted is that of images, if there is one.
+_TRAINED = {
+    ("image_encoder",): ("all", "all but the encoder", "the decoder", "LoRA of all modules"),
+    ("image_encoder", "audio_encoder"): ("all", "all but the encoder"),
+    ("audio_encoder",): ("all",),
+}
 # Adam makes as large a step of a gradient near zero as of any other. Where few tokens reach an
 # expert, some gradients of its adapters are rounding alone: another one, where an encoder's passes
 # have other units in them. In 16 layers a second step then differs by 8e-5, and by 5e-6 with this.
 _SMALLEST = ("--adam-eps", "1e-3")
-# With two encoders, it is that of images which is frozen.
-_TRAINED_OF_TWO = ("all", "all but the encoder")
 _AWAY = ("nothing", "activations")
 
 
@@ -63,15 +67,20 @@ class StreamedCell(TrainedCell):
 def streamed_cells() -> list[StreamedCell]:
     """Every layout of full separation that can stream, in one choice of the options or more.
 
-    Of a model with two encoders, cells until every value of an axis was in one.
+    Of other models, cells until every value of an axis was in one.
     """
-    of_one = [
+    of_many = [
         cell
         for model in MODELS
         for cell in one_of_each([_choices(each) for each in streamed_layouts(model)], seed=model)
     ]
-    of_two = [cell for each in streamed_layouts(TWO_ENCODERS) for cell in _choices(each)]
-    return of_one + few_of(of_two, seed=TWO_ENCODERS)
+    return of_many + [
+        cell
+        for model in (*MORE_MODELS, *HEARING_MODELS)
+        for cell in few_of(
+            [cell for each in streamed_layouts(model) for cell in _choices(each)], seed=model
+        )
+    ]
 
 
 def streamed_layouts(model: str) -> list[Cell]:
@@ -86,7 +95,6 @@ def streamed_layouts(model: str) -> list[Cell]:
 def _choices(layout: Cell) -> list[StreamedCell]:
     """The layout with every choice of the options that it can have; balance is the plan's own."""
     bare = StreamedCell(**vars(layout))
-    trains = _TRAINED if len(layout.encoders) == 1 else _TRAINED_OF_TWO
     return [
         replace(
             bare,
@@ -100,7 +108,7 @@ def _choices(layout: Cell) -> list[StreamedCell]:
             sequence_parallel_choices(layout),
             ("none", "both"),
             ("plain", "overlapped"),
-            trains,
+            _TRAINED[layout.encoders],
             _AWAY,
         )
     ]

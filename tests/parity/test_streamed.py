@@ -6,16 +6,11 @@ import pytest
 
 from loongplug.training.flags import read_command_line
 from loongplug.verify.flags import LAYOUT
-from parity.cells import MODELS, pairs
+from parity.cells import HEARING_MODELS, MODELS, MORE_MODELS, pairs
 from parity.parity_page import streamed_page
 from parity.results import Result, as_result
 from parity.saving_cells import TrainedCell
-from parity.streamed_cells import (
-    TWO_ENCODERS,
-    StreamedCell,
-    streamed_cells,
-    streamed_layouts,
-)
+from parity.streamed_cells import StreamedCell, streamed_cells, streamed_layouts
 
 pytestmark = pytest.mark.quick
 
@@ -26,8 +21,8 @@ CELL = StreamedCell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
 def test_every_layout_of_full_separation_with_stages_streams():
     cells = streamed_cells()
     assert cells == streamed_cells()
-    assert len({cell.name for cell in cells}) == len(cells) <= 200
-    assert {cell.model for cell in cells} == {*MODELS, TWO_ENCODERS}
+    assert len({cell.name for cell in cells}) == len(cells) <= 210
+    assert {cell.model for cell in cells} == {*MODELS, *MORE_MODELS, *HEARING_MODELS}
     for model in MODELS:
         mine = [cell for cell in cells if cell.model == model]
         sizes = ("encoder_tp", "tp", "pp", "vpp", "dp", "ep")
@@ -42,18 +37,19 @@ def test_every_layout_of_full_separation_with_stages_streams():
 
 
 @pytest.mark.not_quick
-def test_few_cells_of_two_encoders_have_every_value():
-    mine = [cell for cell in streamed_cells() if cell.model == TWO_ENCODERS]
-    assert 3 <= len(mine) <= 12
-    assert {len(cell.encoders) for cell in mine} == {2}
-    every = streamed_layouts(TWO_ENCODERS)
+@pytest.mark.parametrize("model", [*MORE_MODELS, *HEARING_MODELS])
+def test_few_cells_of_other_models_have_every_value(model: str):
+    mine = [cell for cell in streamed_cells() if cell.model == model]
+    assert 3 <= len(mine) <= 6
+    (encoders,) = {cell.encoders for cell in mine}
+    assert len(encoders) == (2 if model == "qwen2_5_omni_tiny" else 1)
+    every = streamed_layouts(model)
     for size in ("encoder_tp", "tp", "pp", "vpp", "dp"):
         met = {getattr(cell, size) for cell in mine}
         assert met == {getattr(cell, size) for cell in every}, size
-    assert {(cell.trained, cell.away) for cell in mine} >= {
-        ("all", "activations"),
-        ("all but the encoder", "nothing"),
-    }
+    trained = 2 if len(encoders) == 2 else 4 if encoders == ("image_encoder",) else 1
+    assert len({cell.trained for cell in mine}) == trained
+    assert {cell.away for cell in mine} == {"nothing", "activations"}
 
 
 def test_the_single_rank_trains_the_same_and_streams_nothing():

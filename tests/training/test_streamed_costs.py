@@ -82,6 +82,20 @@ def test_a_speed_is_the_encoders_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert (slow.forward, slow.backward) == (plain.forward, plain.backward)
 
 
+def test_a_step_that_does_not_stream_is_assigned_as_the_flags_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are held against that: in turn, or by cost."""
+    units = [[(1, 8, 8)] * 4, [(1, 2, 2)], [(1, 8, 8)] * 4, [(1, 2, 2)]]
+    plain, _, _ = counted(tmp_path, ranks=2, monkeypatch=monkeypatch)
+    in_turn = plain.assigned(units, 2)
+    assert [share.encoder_replica for (share,) in in_turn] == [0, 1, 0, 1]
+    even, _, _ = counted(tmp_path, "--use-vit-dp-balance", ranks=2, monkeypatch=monkeypatch)
+    owners = [share.encoder_replica for (share,) in even.assigned(units, 2)]
+    assert owners[0] != owners[2]
+    assert owners[1] != owners[3]
+
+
 def test_an_uneven_split_is_that_of_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

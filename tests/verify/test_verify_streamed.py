@@ -44,7 +44,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-tp2-sp-overlapped": (4, (*PP2, *SP, *OVERLAPPED)),
     "pp2-vpp2": (2, (*VPP2, "--global-batch-size", "8")),
     "pp2-vpp2-overlapped": (2, (*VPP2, *OVERLAPPED)),
-    "pp2-tp2": (4, (*PP2, *TP2)),
+    "pp2-tp2-balanced": (4, (*PP2, *TP2, "--use-vit-dp-balance")),
     "pp2-tp2-encoder-tp2": (4, (*PP2, *SP, f"{ENCODER}.tensor_model_parallel_size=2")),
     "pp2-cp2": (4, (*PP2, *CP2)),
     "pp2-cp2-packed-by-cost": (4, (*PP2, *CP2, "--packing", "--cp-balance", "lpt")),
