@@ -172,11 +172,7 @@ def test_first_backwards_of_forked_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        *("hetero/test_executor", "hetero/test_encoder_state", "platform/test_transfers"),
-        "models/layers/test_cross_entropy",
-    ],
+    "file", ["hetero/test_executor", "hetero/test_encoder_state", "platform/test_transfers"]
 )
 def test_what_is_marked_gpu_runs_on_it(file: str) -> None:
     """These have a body that a GPU's interpreter calls by its name."""

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as upstream
-from on_a_gpu import in_fresh_interpreter
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loongplug.models.layers import cross_entropy
 from loongplug.models.layers.cross_entropy import vocab_parallel_cross_entropy
-from loongplug.platform import current_platform
 
 pytestmark = pytest.mark.quick
 
@@ -115,33 +113,3 @@ def in_the_backward(rank: int) -> int:
 
 def test_no_second_tensor_of_all_logits_is_made() -> None:
     assert run_ranks(in_the_backward, 1) == [2 * WORDS]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    in_fresh_interpreter(__file__, "travels_on_a_gpu")
-
-
-def travels_on_a_gpu() -> None:
-    """Losses and gradients are those of torch's own in float64 on the host."""
-    if not dist.is_initialized():  # as in an interpreter of its own
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    device = current_platform().device
-    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):
-        logits, labels, grad = drawn(dtype)
-        exact = logits.double().requires_grad_()
-        expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none")
-        expected.backward(grad.flatten().double())
-        leaf = logits.to(device).requires_grad_()
-        group = dist.group.WORLD
-        assert group is not None
-        with patch.object(cross_entropy, "_AT_A_TIME", 4 * WORDS * 5):
-            loss = vocab_parallel_cross_entropy(leaf * 1, labels.to(device), group=group)
-            loss.backward(grad.to(device))
-        assert leaf.grad is not None
-        for one, other in ((loss.flatten(), expected), (leaf.grad, exact.grad)):
-            assert other is not None
-            assert one.device == device
-            torch.testing.assert_close(
-                one.detach().cpu().double(), other.detach(), rtol=tolerance, atol=2 * tolerance
-            )
