@@ -1,6 +1,7 @@
 """Bad input ends every rank with the same sentence and a code, and never hangs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def locked_folder(folder: Path) -> str:
         ("image file", 2, "no image file at"),
         ("an output", 2, "stray.jsonl is a file: give a folder"),
         ("an earlier export", 2, "not an earlier export of LoongPlug"),
+        ("a budget", 1, "joined_rows is 0: a pass through an encoder has at least one unit"),
         ("another run", 2, "in use by another run (process 1 on elsewhere since yesterday)"),
     ],
 )
@@ -92,6 +94,7 @@ def test_every_rank_ends_with_one_sentence(demo, tmp_path, capsys, case, ranks, 
         "image file": ("--train-data-path", lost),
         "an output": ("--save-hf", stray),
         "an earlier export": ("--save-hf", str(tmp_path)),  # which has files of another
+        "a budget": ("+model.image_encoder.joined_rows=0",),
         "another run": ("--save", locked_folder(tmp_path / "locked")),
     }[case]
     codes = run_ranks(exit_code, ranks, argv=flags(demo, *more), timeout=60.0)
@@ -101,6 +104,22 @@ def test_every_rank_ends_with_one_sentence(demo, tmp_path, capsys, case, ranks, 
         said = printed.partition(f"loongplug: error [rank {rank}]: ")[2]
         assert sentence in said.partition("loongplug: error")[0], printed
     assert "Traceback" not in printed
+
+
+def test_a_device_that_is_not_there_is_refused_in_one_sentence(demo):
+    ended = subprocess.run(
+        [sys.executable, "-m", "loongplug.train", *flags(demo, "--device", "cuda")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if "loongplug: error" in line]
+    assert len(errors) == 1
+    assert "device 'cuda' was asked for, but torch sees no usable CUDA GPU here" in errors[0]
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow

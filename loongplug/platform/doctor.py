@@ -93,6 +93,7 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         "experts": _experts(facts, on_gpu=on_gpu),
         "encoder's passes": "in full separation several microbatches' media, up to joined_rows "
         "rows; what has more by itself",
+        "products": _products(facts, on_gpu=on_gpu),
         "optimizer": "torch's Adam, fused",
         "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
     }
@@ -103,6 +104,7 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
             "attention": f"TransformerEngine {by}",
             "attention over parts of rows": f"TransformerEngine {by} for padded rows with --bf16, "
             "else LoongPlug's own, on torch's kernels",
+            "products": "TransformerEngine's",
             "optimizer": "TransformerEngine's Adam",
             "experts": "TransformerEngine's grouped linears",
         }
@@ -129,14 +131,20 @@ def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:
         return loop
     if _old_gpus(facts):
         return f"{loop}: the GPUs are too old for torch's grouped product"
-    torch_version, first = facts.packages.get("torch"), torch_kernels.GROUPED_SINCE
-    if torch_version is None or not _fits(torch_version, SpecifierSet(f">={first}")):
-        return f"{loop}: torch has a grouped product from {first} on"
+    if not facts.has_grouped:
+        return f"{loop}: this torch has no grouped product (2.10 has one)"
     return (
         "LoongPlug's own, with --bf16 by torch's grouped product; a product for each expert if "
         "hidden size or a rank's part of an expert is no multiple of "
         f"{torch_kernels.GROUPED_ALIGNMENT}"
     )
+
+
+def _products(facts: MachineFacts, *, on_gpu: bool) -> str:
+    """What this package's own linears compute their products by."""
+    if on_gpu or not facts.has_onednn:
+        return "torch's"
+    return "torch's, large ones of fp32 layers by oneDNN where a rank has the whole linear"
 
 
 # Whether it is in the way; what it is; its cure.

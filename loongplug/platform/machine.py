@@ -15,7 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import loongplug
-from loongplug.platform.torch_kernels import varlen_attention
+from loongplug.platform.torch_kernels import grouped_product, onednn_product, varlen_attention
 
 # What is shown whether or not it is there.
 SHOWN_PACKAGES = frozenset(
@@ -58,6 +58,8 @@ class MachineFacts:
     nccl: str | None = None
     has_gloo: bool = False
     has_varlen: bool = False  # attention within segments of any lengths
+    has_grouped: bool = False  # several products at once
+    has_onednn: bool = False  # large products on the host
 
 
 def collect() -> MachineFacts:
@@ -103,6 +105,8 @@ def _seen_by_torch() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "has_gloo": dist.is_available() and dist.is_gloo_available(),
         "has_varlen": varlen_attention() is not None,
+        "has_grouped": grouped_product() is not None,
+        "has_onednn": onednn_product() is not None,
     }
 
 

@@ -355,16 +355,27 @@ def test_on_a_gpu():
 
 
 def travels_on_a_gpu():
-    """Numbers of what stays, wherever things are."""
+    """Numbers of what stays, wherever things are, and of units that are joined to one pass."""
     platform = current_platform()
-    found = []
-    for on_host in SETS:
+
+    def numbers(on_host, *, joined_rows=0, passes=4):
         with torch.device(platform.device):
             model = Model()
         executor = executor_of(
-            separated, platform.copies(), on_host=on_host, device=platform, last_stage=False
+            separated,
+            platform.copies(),
+            on_host=on_host,
+            device=platform,
+            last_stage=False,
+            joined_rows=joined_rows,
         )
         losses = run_step(executor, model, [300, 500, 200, 400])
-        found.append(torch.cat([torch.stack(losses), model.gradients]).cpu())
-    for each in found:
-        assert torch.equal(each, found[0])
+        assert model.passes == passes
+        return torch.cat([torch.stack(losses), model.gradients]).cpu()
+
+    expected = numbers(SETS[0])
+    for on_host in SETS[1:]:
+        assert torch.equal(numbers(on_host), expected)
+    for joined_rows, passes in ((800, 2), (2000, 1)):
+        joined = numbers(SETS[0], joined_rows=joined_rows, passes=passes)
+        assert (joined - expected).abs().max() <= 1e-5 * expected.abs().max()

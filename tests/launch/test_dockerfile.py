@@ -5,7 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.quick
 
@@ -31,9 +33,18 @@ def test_its_steps_are_the_readme_s() -> None:
     assert arguments("CMD") == ['["loongplug", "doctor"]']
 
 
+def test_what_is_built_without_isolation_has_what_it_is_built_with() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    *_, tools, last, _ = readme_s_install()
+    assert "--no-build-isolation" in last
+    assert {Requirement(each).name for each in build["requires"]} <= {*tools.split()}
+
+
 def test_python_is_recent_enough_and_its_environment_is_first_on_path() -> None:
     (base,) = arguments("FROM")
     assert re.fullmatch(r"nvidia/cuda:13\.[\d.]+-cudnn-devel-ubuntu24\.04", base)  # Python 3.12
+    if (built_for := torch.version.cuda) is not None:  # what extensions for this torch ask of nvcc
+        assert base.startswith(f"nvidia/cuda:{built_for.split('.')[0]}.")
     assert "python3 -m venv /opt/venv" in arguments("RUN")
     assert any(line.startswith("PATH=/opt/venv/bin:$PATH") for line in arguments("ENV"))
 

@@ -1,14 +1,19 @@
 """The judgement on made-up facts, and the facts of this machine."""
 
 import dataclasses
+import inspect
 import io
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import run_ranks
 from rich.console import Console
 
+import loongplug
+from loongplug.platform import machine, torch_kernels
 from loongplug.platform.doctor import GIB, Diagnosis, diagnose, print_diagnosis
 from loongplug.platform.machine import GpuFacts, MachineFacts, collect
 
@@ -31,6 +36,8 @@ CPU = MachineFacts(
     gpus=(),
     nccl="2.30.7",
     has_gloo=True,
+    has_grouped=True,
+    has_onednn=True,
     packages={
         "torch": "2.15.0+cpu",
         "megatron-core": "0.19.2",
@@ -50,6 +57,12 @@ GPU = dataclasses.replace(
     gpus=(H100, H100),
     packages={**CPU.packages, "transformer-engine": "2.9.0", "flash-attn": "2.8.3"},
 )
+# What finds a kernel: the fact, and a machine that would use it.
+KERNELS = {
+    "varlen_attention": ("has_varlen", GPU),
+    "grouped_product": ("has_grouped", GPU),
+    "onednn_product": ("has_onednn", CPU),
+}
 
 
 def _with(facts: MachineFacts, **changes: Any) -> MachineFacts:
@@ -212,7 +225,47 @@ def test_experts_without_transformer_engine() -> None:
     assert experts(GPU).startswith(f"{grouped}; a product for each expert if hidden size")
     assert experts(GPU).endswith("no multiple of 8")
     assert experts(GPU, gpus=(H100, V100)).startswith(f"{alone}: the GPUs are too old")
-    assert experts(GPU, packages={"torch": "2.9.1+cu128"}).startswith(f"{alone}: torch has")
+    assert experts(GPU, has_grouped=False).startswith(f"{alone}: this torch has no grouped")
+
+
+def test_products_on_the_host() -> None:
+    def products(facts: MachineFacts, **changes: Any) -> str:
+        return diagnose(_with(facts, **changes), device="auto").use["products"]
+
+    assert "by oneDNN" in products(CPU)
+    assert products(CPU, has_onednn=False) == "torch's"
+    assert products(GPU) == "TransformerEngine's"
+    assert products(GPU, packages={"transformer-engine": None}) == "torch's"
+
+
+def test_each_kernel_that_a_torch_may_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None elsewhere is asked for by what there is; without one, doctor says something else."""
+    asked = re.compile(r"hasattr\((F|torch)\b|backends\.\w+\.is_available|import varlen")
+    package = Path(loongplug.__file__).parent
+    files = {file.name for file in package.rglob("*.py") if asked.search(file.read_text())}
+    assert files == {"torch_kernels.py"}
+    own = inspect.getmembers(torch_kernels, inspect.isfunction)
+    assert {name for name, _ in own} == KERNELS.keys()
+    alone = {"transformer-engine": None}
+    for name, (field, base) in KERNELS.items():
+        facts = _with(base, packages=alone, **{field: True})
+        lacks = _with(facts, **{field: False})
+        assert diagnose(facts, device="auto").use != diagnose(lacks, device="auto").use
+        with monkeypatch.context() as patched:
+            patched.setattr(machine, name, lambda: None)
+            assert not machine._seen_by_torch()[field]
+
+
+def test_a_torch_without_them_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.functional as F
+
+    with monkeypatch.context() as patched:
+        patched.delattr(F, "grouped_mm", raising=False)
+        patched.setattr("torch.backends.mkldnn.is_available", lambda: False)
+        assert torch_kernels.grouped_product() is None
+        assert torch_kernels.onednn_product() is None
+    monkeypatch.setattr("torch.ops.mkldnn", object())
+    assert torch_kernels.onednn_product() is None
 
 
 @pytest.mark.parametrize(

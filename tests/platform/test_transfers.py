@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from on_a_gpu import in_fresh_interpreter
 
+from loongplug.platform import current_platform
 from loongplug.platform.transfers import to_device
 
 pytestmark = pytest.mark.quick
@@ -43,3 +45,23 @@ def test_nothing_is_pinned_where_nothing_is_copied(device: str) -> None:
     to_device(sent, device)
     assert sent.calls == [(device, True)]
     assert to_device(torch.zeros(2), device).device.type == device
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    in_fresh_interpreter(__file__, "travels_on_a_gpu")
+
+
+def travels_on_a_gpu() -> None:
+    """The host waits for no copy, and may write over what it has sent."""
+    device = current_platform().device
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    sent = []
+    for number in range(20):
+        tensor = torch.full((1000, 100), float(number))
+        sent.append(to_device(tensor, device))
+        tensor.fill_(-1.0)
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(each.device == device for each in sent)
+    assert [each.unique().tolist() for each in sent] == [[number] for number in range(20)]

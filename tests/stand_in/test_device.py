@@ -171,13 +171,17 @@ def test_first_backwards_of_forked_ranks() -> None:
         on_device(check)
 
 
-@pytest.mark.parametrize("name", ["test_executor", "test_encoder_state"])
-def test_what_is_marked_gpu_runs_on_it(name: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["hetero/test_executor", "hetero/test_encoder_state", "platform/test_transfers"]
+)
+def test_what_is_marked_gpu_runs_on_it(file: str) -> None:
     """These have a body that a GPU's interpreter calls by its name."""
 
     def check(platform: Any) -> None:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "hetero"))
-        importlib.import_module(name).travels_on_a_gpu()  # the import goes backward, too
+        path = Path(__file__).parents[1] / file
+        sys.path.insert(0, str(path.parent))
+        # The import goes backward, too.
+        importlib.import_module(path.name).travels_on_a_gpu()
 
     on_device(check)
 

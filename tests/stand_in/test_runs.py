@@ -17,7 +17,9 @@ from parity.saving_cells import saving_cells
 
 from loongplug.verify.recording import FINAL, gradients_of, read_recording
 from loongplug.verify.runs import record
-from stand_in.runs import OVERLAP, SECONDS, recorded
+from stand_in.runs import OVERLAP, SECONDS, recorded, train, trained
+from stand_in.waits import between_microbatches
+from stand_in.waits_table import virtual
 
 ALL_OFFLOADS = (
     "qwen3_vl_tiny-full-hetero-dp-e2t1p2v1d1x1-plain-recompute-both-tied-all-away-all-three"
@@ -79,6 +81,22 @@ def agree(cell: Cell, matrix: Matrix, folder: Path) -> None:
 )
 def test_a_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:
     agree(cell, matrix, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["qwen3_vl_tiny", pytest.param("qwen2_5_vl_tiny", marks=pytest.mark.sweep)]
+)
+def test_stages_wait_for_shapes_where_deepstack_features_travel_and_else_not(
+    model: str, matrix: Matrix
+) -> None:
+    cell = virtual(model)
+    flags = [*matrix.base(cell), *cell.flags(), "--train-iters", "1"]
+    for rank in train(trained, flags, ranks=cell.ranks):
+        known, shapes, others = between_microbatches(rank)
+        assert not others
+        assert 0 < known <= 14
+        assert (shapes > 0) == (model == "qwen3_vl_tiny")
 
 
 @pytest.mark.slow

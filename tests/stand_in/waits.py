@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -23,6 +23,17 @@ IN_A_MICROBATCH = ("forward", "backward", "overlapped forward and backward")
 PHASES = ("phase 1", "phase 3")
 # Megatron's dispatcher has to know on the host how many tokens each expert gets.
 NEEDED = "token_dispatcher.py:_maybe_dtoh_and_synchronize"
+# Megatron's stages tell each other the shape of what comes, where ``variable_seq_lengths`` asks.
+SHAPES = "p2p_communication.py:_communicate_shapes"
+# Between microbatches, once or a few times a step: what the gradients and their norm say, and
+# which figures all ranks have.
+OF_A_STEP = (
+    *("platform/finite.py:is_finite", "platform/finite.py:take_broken"),
+    *("training/soundness.py:_look", "optimizer_per_module.py:_told_to_all"),
+    *("clip_grads.py:get_grad_norm_fp32", "optimizer/optimizer.py:has_grad_norm_group"),
+    "common_utils.py:logical_and_across_model_parallel_group",
+    "common_utils.py:reduce_max_stat_across_model_parallel_group",
+)
 RECORDER = "loongplug/verify/"
 
 
@@ -68,6 +79,14 @@ def not_needed(waits: Iterable[Wait]) -> list[Wait]:
         and not wait.line.endswith(NEEDED)
         and not wait.line.startswith(RECORDER)
     ]
+
+
+def between_microbatches(waits: Mapping[Wait, int]) -> tuple[int, int, list[Wait]]:
+    """How many a step has by :data:`OF_A_STEP`, how many by :data:`SHAPES`, and the others."""
+    rest = {wait: count for wait, count in waits.items() if wait.part == STEP}
+    known = sum(count for wait, count in rest.items() if wait.line.endswith(OF_A_STEP))
+    shapes = sum(count for wait, count in rest.items() if wait.line.endswith(SHAPES))
+    return known, shapes, [wait for wait in rest if not wait.line.endswith((*OF_A_STEP, SHAPES))]
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -16,7 +16,7 @@ from parity.matrix import Matrix
 from parity.placement_cells import placed
 
 from stand_in.runs import OVERLAP, train, trained
-from stand_in.waits import IN_A_MICROBATCH, PHASES, STEP, Wait
+from stand_in.waits import IN_A_MICROBATCH, PHASES, Wait, between_microbatches
 
 OFFLOADS = (
     *("--full-hetero-dp-cpu-offload", "--offload-encoder-activations", "--offload-encoder-state"),
@@ -36,7 +36,8 @@ def modes() -> dict[str, tuple[Cell, tuple[str, ...]]]:
         ),
         "heterogeneous DP, TP2": (Cell(model=qwen2_5, mode="encoder-hetero-dp", tp=2), ()),
         "full separation, PP2": (full, ()),
-        "full separation, PP2, VPP2": (Cell(model=qwen3, mode="full-hetero-dp", pp=2, vpp=2), ()),
+        "full separation, PP2, VPP2, deepstack layers on two stages": (virtual(qwen3), ()),
+        "full separation, PP2, VPP2, no deepstack layers": (virtual(qwen2_5), ()),
         "full separation, PP2, all offloads": (full, OFFLOADS),
         "packing, TP2": (Cell(model=qwen3, encoder_tp=2, tp=2), ("--packing",)),
         "experts, TP2, EP2": (
@@ -52,20 +53,30 @@ def modes() -> dict[str, tuple[Cell, tuple[str, ...]]]:
     }
 
 
+def virtual(model: str) -> Cell:
+    """Full separation over two stages of two chunks."""
+    return Cell(model=model, mode="full-hetero-dp", pp=2, vpp=2)
+
+
 def waits_of(cell: Cell, more: tuple[str, ...], matrix: Matrix) -> Counter[Wait]:
-    """Of one step on the rank that has most of them inside microbatches."""
+    """Of one step on the rank that has most of them, inside microbatches before all."""
     flags = [*matrix.base(cell), *cell.flags(), *more, "--train-iters", "1"]
     with redirect_stdout(io.StringIO()):
         found = train(trained, flags, ranks=cell.ranks)
-    return max(map(Counter, found), key=lambda each: _in(each, IN_A_MICROBATCH))
+    return max(
+        map(Counter, found),
+        key=lambda each: (_in(each, IN_A_MICROBATCH), sum(between_microbatches(each)[:2])),
+    )
 
 
 def row(name: str, cell: Cell, waits: Counter[Wait]) -> str:
     """One line of the table."""
     inside = _in(waits, IN_A_MICROBATCH) / cell.microbatches
+    known, shapes, others = between_microbatches(waits)
+    assert not others, others
     named = {f"{wait.kind} in {wait.line}" for wait in waits if wait.part in IN_A_MICROBATCH}
     return (
-        f"| {name} | {inside:g} | {_in(waits, PHASES)} | {_in(waits, (STEP,))} |"
+        f"| {name} | {inside:g} | {_in(waits, PHASES)} | {shapes} | {known} |"
         f" {'; '.join(sorted(named)) or 'none'} |"
     )
 
@@ -76,8 +87,9 @@ def _in(waits: Counter[Wait], parts: tuple[str, ...]) -> int:
 
 def main() -> None:
     """Run every mode; a line goes out as soon as it is known."""
-    print("| mode | in a microbatch | phases 1 and 3 | rest of a step | in a microbatch, where |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| mode | in a microbatch | phases 1 and 3 | shapes | rest of a step |", end="")
+    print(" in a microbatch, where |")
+    print("| --- | --- | --- | --- | --- | --- |")
     with TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         for name, (cell, more) in modes().items():

@@ -83,3 +83,6 @@ def test_experts_are_grouped_where_transformer_engine_is(
     apply_defaults(args, given=given, backend="nccl")
     assert args.moe_grouped_gemm == args.moe_permute_fusion == grouped
     assert args.disable_jit_fuser  # rows vary without packing
+    args.packing = True
+    apply_defaults(args, given=given, backend="nccl")
+    assert not args.disable_jit_fuser

@@ -309,6 +309,15 @@ def test_texts_with_dynamic_rope_are_not_longer_than_its_plain_part(prepared: Ru
     assert found[0].startswith(said)
 
 
+def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> None:
+    (found,) = violated_rules(prepared[0], changed(prepared[1], ["image_encoder.joined_rows=0"]))
+    assert found == (
+        "model.image_encoder.joined_rows is 0: a pass through an encoder has at least one unit, "
+        "however small the budget; give 1, with which each unit is encoded by itself, or more, or "
+        "leave it out [joined-rows]"
+    )
+
+
 @pytest.mark.parametrize("rule", QWEN2_5_OVERRIDES)
 def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
     prepared: Run, qwen2_5: Any, rule: str

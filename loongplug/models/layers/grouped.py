@@ -15,7 +15,7 @@ from loongplug.models.layers.linear import (
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
 )
-from loongplug.platform.torch_kernels import CAPABILITY, GROUPED_ALIGNMENT
+from loongplug.platform.torch_kernels import CAPABILITY, GROUPED_ALIGNMENT, grouped_product
 from loongplug.platform.transfers import to_device
 
 # What data parallelism hangs in front of every module waits for its weights, and takes no input.
@@ -64,7 +64,7 @@ def kernel_takes(experts: Sequence[MLP], tokens: Tensor) -> bool:
             and all(size % GROUPED_ALIGNMENT == 0 for size in weight.shape)
             for weight in (linear.weight for linear in _linears(experts[:1]))
         )
-        and hasattr(F, "grouped_mm")
+        and grouped_product() is not None
         and torch.cuda.get_device_capability(tokens.device) >= CAPABILITY
     )
 

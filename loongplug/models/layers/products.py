@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loongplug.platform.active import is_host
+from loongplug.platform.torch_kernels import onednn_product
 
+_KERNEL = onednn_product()
 # Multiplications, of 70 us by MKL: ten products pay for the first of their shape.
 _LARGE = 1 << 22
 
@@ -42,16 +44,14 @@ def _is_large(rows: Tensor, matrix: Tensor) -> bool:
         and rows.numel() * matrix.size(1) >= _LARGE
         and is_host()
         and not rows.is_meta
-        and torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
+        and _KERNEL is not None
     )
 
 
 def _onednn(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """[m, k] by [n, k], and [n], to [m, n]."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        _dense(rows), _dense(matrix), bias, "none", [], ""
-    )
+    assert _KERNEL is not None, "no product is large without it"
+    product: Tensor = _KERNEL(_dense(rows), _dense(matrix), bias, "none", [], "")
     return product
 
 

@@ -13,7 +13,7 @@ from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.rules.rule import first_of, rule
 
 # Numbers of an architecture that may be 0 or less, or that another rule looks at.
-_OF_OTHER_RULES = ("lr_mult", "feature_layer", "rank_offset")
+_OF_OTHER_RULES = ("lr_mult", "feature_layer", "rank_offset", "joined_rows")
 
 
 @rule(reason="no such module can be built", cure="correct the YAML")
@@ -24,6 +24,20 @@ def positive_sizes(args: Namespace, model: Any) -> str | None:
         for module, architecture in model.modules().items()
         for name, value in vars(architecture).items()
         if type(value) in (int, float) and value <= 0 and name not in _OF_OTHER_RULES
+    ]
+    return ", ".join(wrong) or None
+
+
+@rule(
+    reason="a pass through an encoder has at least one unit, however small the budget",
+    cure="give 1, with which each unit is encoded by itself, or more, or leave it out",
+)
+def joined_rows(args: Namespace, model: Any) -> str | None:
+    """an encoder's `joined_rows` below 1"""
+    wrong = [
+        f"model.{model.keys[name]}.joined_rows is {rows}"
+        for name in model.encoders
+        if (rows := model.encoder(name).joined_rows) < 1
     ]
     return ", ".join(wrong) or None
 

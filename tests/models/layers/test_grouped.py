@@ -221,6 +221,9 @@ def test_what_the_kernel_takes(monkeypatch):
     assert not kernel_takes([mlp_with(ffn=24)], on_gpu(torch.float32))
     assert not kernel_takes([mlp_with(ffn=24, dtype=torch.float32)], on_gpu())
     assert not kernel_takes([mlp_with(ffn=24)], torch.zeros(3, HIDDEN, dtype=torch.bfloat16))
+    with monkeypatch.context() as patched:
+        patched.setattr(grouped, "grouped_product", lambda: None)  # a torch without it
+        assert not kernel_takes([mlp_with(ffn=24)], on_gpu())
     capability[0] = (7, 5)
     assert not kernel_takes([mlp_with(ffn=24)], on_gpu())
 

@@ -113,5 +113,8 @@ def test_others_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert products.mm(empty, weight.t()).shape == (0, OUT)
     assert products.linear(x.to("meta"), weight.to("meta"), None).is_meta
+    with monkeypatch.context() as patched:
+        patched.setattr(products, "_KERNEL", None)  # a torch without oneDNN
+        assert torch.equal(products.linear(x, weight, None), F.linear(x, weight))
     monkeypatch.setattr(import_module(products.__name__), "is_host", lambda: False)
     assert torch.equal(products.linear(x, weight, None), F.linear(x, weight))

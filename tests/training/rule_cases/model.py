@@ -8,9 +8,12 @@ OVERRIDES: OverrideCases = {
             (1, ["image_encoder.patch_size=0"]),
             (1, ["foundation.layernorm_epsilon=0"]),
             (1, ["image_projector.layernorm_epsilon=0"]),
-            (1, ["image_encoder.joined_rows=0"]),
         ],
         [],
+    ),
+    "joined-rows": (
+        [(1, ["image_encoder.joined_rows=0"]), (1, ["image_encoder.joined_rows=-1"])],
+        [(1, ["image_encoder.joined_rows=1"])],
     ),
     "query-groups": (
         [(1, ["foundation.num_query_groups=3"])],
