@@ -83,7 +83,8 @@ def _in_its_own_storage(tensor: Tensor) -> Tensor:
         return tensor
     begin = tensor.storage_offset() * tensor.itemsize
     piece = tensor.untyped_storage()[begin : begin + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype).set_(piece, 0, tensor.shape, tensor.stride())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(piece, 0, tensor.shape, tensor.stride())
 
 
 def _first_reason(caught: BaseException) -> BaseException:

@@ -38,6 +38,7 @@ case "$1 $2" in
 esac
 """,
     "scancel": """#!/bin/bash
+if [[ -e "$FAKE_SLURM/busy" ]]; then rm "$FAKE_SLURM/busy"; exit 1; fi
 [[ "$*" == "--signal=TERM $SLURM_JOB_ID" ]] && kill -TERM $(cat "$FAKE_SLURM/tasks")
 """,
 }

@@ -78,18 +78,39 @@ def test_a_failed_node_fails_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_a_warning_is_given_again_where_slurm_is_busy(tmp_path: Path) -> None:
+    """Lost, it would leave the job to be killed at its limit, without a checkpoint."""
+    script, busy = tmp_path / "run.sh", tmp_path / "busy"
+    script.write_text(
+        "#!/bin/bash\ntrap 'exit 0' TERM; echo started; while :; do sleep 0.05; done\n"
+    )
+    script.chmod(0o755)
+    busy.touch()
+    with job(tmp_path, SCRIPT=os.path.relpath(script, ROOT)) as running:
+        for node in range(NODES):
+            wait_for_line(running, "started", node=node)
+        running.warn()
+        assert running.end() == 0
+        assert running.requeued
+    assert not busy.exists()
+
+
+@pytest.mark.quick
 def test_a_warning_before_the_run_has_a_number_is_passed_on(tmp_path: Path) -> None:
     """The shell has forked, but does not know the run's number yet."""
-    here, run, stop = tmp_path / "here", tmp_path / "run.sh", tmp_path / "stop.sh"
-    run.write_text("#!/bin/bash\ntrap 'exit 7' TERM; while :; do sleep 0.05; done\n")
+    here, ready, go = tmp_path / "here", tmp_path / "ready", tmp_path / "go"
+    run, stop = tmp_path / "run.sh", tmp_path / "stop.sh"
+    run.write_text(f"#!/bin/bash\ntrap 'exit 7' TERM; : > {ready}; while :; do sleep 0.05; done\n")
     run.chmod(0o755)
-    stop.write_text(f"trap '[[ $BASH_COMMAND != run=* ]] || {{ : > {here}; sleep 1; }}' DEBUG\n")
+    waits = f": > {here}; until [[ -e {go} ]]; do sleep 0.05; done"
+    stop.write_text(f"trap 'if [[ $BASH_COMMAND == run=* ]]; then {waits}; fi' DEBUG\n")
     node = ROOT / "scripts" / "launch" / "slurm_node.sh"
     environment = {**os.environ, "SLURM_NODEID": "0", "BASH_ENV": str(stop)}
     process = subprocess.Popen(["bash", node, run], env=environment, start_new_session=True)
     try:
-        eventually(here.exists)
+        eventually(lambda: here.exists() and ready.exists())
         process.terminate()
+        go.touch()
         assert process.wait(timeout=20) == 7
     finally:
         with suppress(ProcessLookupError):
