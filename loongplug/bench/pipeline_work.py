@@ -22,7 +22,7 @@ from loongplug.partition.clock import StageTime
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
-_TICKS: Final = 1_000_000  # of a step's longest time; plans want integers
+_TICKS: Final = 1_000_000  # of a stage's or encoder's longest time; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
@@ -175,6 +175,7 @@ def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
         group=len(case.stages),
         of_passes=PassCosts(trains=backward > 0, joined=forward * case.pieces * case.microbatches),
         assigned=in_turn,
+        joined_rows=None,
     )
 
 
@@ -202,9 +203,9 @@ def streamed_time(case: Case) -> float:
         stages={rank: layout.coordinates(rank).pp for rank in layout.ranks},
     )
     media = media_of(case)
-    step, before = planner.step(media), planner.separated(media)
-    plan = streamed(step, before=before)
-    return (time_of(step, plan) if plan.streamed else before) * case.tick
+    step, otherwise = planner.step(media), planner.separated_time(media)
+    plan = streamed(step, otherwise=otherwise)
+    return (time_of(step, plan) if plan.streamed else otherwise) * case.tick
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:

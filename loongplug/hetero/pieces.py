@@ -1,4 +1,4 @@
-"""A microbatch's media in pieces that several encoder replicas can share. Pure.
+"""Media of a microbatch in pieces that several encoder replicas share, and units in passes. Pure.
 
 A piece is a run of neighbouring media, so that its features are neighbouring rows, too. A medium is
 never split.
@@ -46,6 +46,27 @@ def runs(costs: Sequence[int], largest: int) -> list[range]:
         held += cost
     if costs:
         found.append(range(start, len(costs)))
+    return found
+
+
+def in_passes(rows: Sequence[int], *, joined_rows: int) -> list[range]:
+    """A replica's units, with so many ``rows`` of input each, by the pass that they go in.
+
+    So it is where a step does not stream. A pass has at most ``joined_rows``, or one unit. A unit
+    without rows goes with any other.
+
+    >>> in_passes([60, 0, 60, 40], joined_rows=100)
+    [range(0, 2), range(2, 4)]
+    """
+    found: list[range] = []
+    taken = 0  # rows of the last pass
+    for number, each in enumerate(rows):
+        if found and (0 in (each, taken) or taken + each <= joined_rows):
+            found[-1] = range(found[-1].start, number + 1)
+            taken += each
+        else:
+            found.append(range(number, number + 1))
+            taken = each
     return found
 
 

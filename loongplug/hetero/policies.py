@@ -39,6 +39,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
+from loongplug.hetero.pieces import in_passes
 from loongplug.hetero.stream import Stream, activations_away
 
 
@@ -92,24 +93,13 @@ class EncoderStep:
         return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
 
     def passes(self) -> list[tuple[int, ...]]:
-        """Those of all units that this rank encodes, by the pass that they go in.
-
-        A unit without rows goes with any other.
-        """
+        """Those of all units that this rank encodes, by the pass that they go in."""
         mine = self.mine(self.units)
         if not self.rows:
             return [(unit,) for unit in mine]
-        found: list[tuple[int, ...]] = []
-        taken = 0  # rows of the last pass
-        for unit in mine:
-            rows = self.rows[unit]
-            if found and (0 in (rows, taken) or taken + rows <= self.joined_rows):
-                found[-1] = (*found[-1], unit)
-                taken += rows
-            else:
-                found.append((unit,))
-                taken = rows
-        return found
+        rows = [self.rows[unit] for unit in mine]
+        passes = in_passes(rows, joined_rows=self.joined_rows)
+        return [tuple(mine[each.start : each.stop]) for each in passes]
 
 
 Policy = Callable[[EncoderStep], StepPlan]

@@ -31,8 +31,10 @@ class StreamedCosts:
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
     microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
-    text. ``of_passes`` is of passes through the encoder. ``assigned`` says what each of so many
-    replicas encodes of a step's units where it does not stream.
+    text. ``of_passes`` is of passes through the encoder.
+
+    Where a step does not stream, ``assigned`` says what each of so many replicas encodes of its
+    units; a pass has up to ``joined_rows`` of input, with None one unit.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]
@@ -42,6 +44,7 @@ class StreamedCosts:
     group: int
     of_passes: PassCosts
     assigned: Callable[[Units, int], Sequence[tuple[Share, ...]]]
+    joined_rows: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,8 @@ class Piece:
 class StreamedStep:
     """The ``pieces`` of a step, in order, and what each replica does with its own, by replica.
 
-    ``shares`` say the same of each unit: all that a replica has of it is one. ``passes`` are those
-    of each stage; ``trains``: pieces have a backward.
+    ``shares``: who encodes what of each unit; one share for each replica that has media of it.
+    ``passes`` are those of each stage; ``trains``: pieces have a backward.
     """
 
     pieces: tuple[Piece, ...]

@@ -9,14 +9,16 @@ one time by the clock. In a run one may be through earlier, which keeps nobody w
 for a part of what the lane waits for, in the lane's order.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count, zip_longest
+from math import prod
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pieces import cut
+from loongplug.hetero.pieces import cut, in_passes
 from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderPlan,
@@ -35,13 +37,13 @@ from loongplug.hetero.streamed_pieces import (
     streamed_step,
 )
 from loongplug.hetero.streaming import streamed, time_of
-from loongplug.hetero.streaming_blocks import at_the_ends
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.
 _PIECES, _EACH = 4, 2
 # Steps whose plans are kept: who loads media is ahead of who encodes them.
 _KEPT = 32
 
+_Held = tuple[Name, int]  # a piece, and its rows of input
 _OfStep = tuple[tuple[tuple[Grid, ...], ...], ...]  # by encoder, units
 
 
@@ -67,11 +69,18 @@ class _Encoder:
         found = self.costs.of_passes
         return replace(found, joined=found.joined // self.of_a_lane)
 
+    def separated_passes(self, held: Sequence[_Held]) -> list[list[Name]]:
+        """Of what a replica holds of a step that does not stream."""
+        if self.costs.joined_rows is None:
+            return [[name] for name, _ in held]
+        runs = in_passes([rows for _, rows in held], joined_rows=self.costs.joined_rows)
+        return [[name for name, _ in held[each.start : each.stop]] for each in runs]
+
     def cut(self, grids: Sequence[Grid], *, microbatches: int) -> tuple[range, ...]:
         """The media of a unit, of a step of so many, in pieces of about one cost."""
-        count = max(_PIECES, -(-_EACH * len(self.lanes) // microbatches))
+        pieces = max(_PIECES, -(-_EACH * len(self.lanes) // microbatches))
         of_media = [self.costs.of_media([grid]) for grid in grids]
-        return cut([each.forward + each.backward for each in of_media], count)
+        return cut([each.forward + each.backward for each in of_media], pieces)
 
 
 class StepPlanner:
@@ -119,36 +128,50 @@ class StepPlanner:
         """What a plan is made of, by lane; pieces of a microbatch come encoder by encoder."""
         return self._step(units, self._cuts(units))
 
-    def separated(self, units: Mapping[str, Units]) -> int:
-        """What the step takes by the clock where it does not stream."""
-        encoders = self._encoders
+    def separated_time(self, units: Mapping[str, Units]) -> int:
+        """When the step ends by the clock where it does not stream.
+
+        Of encoders with several replicas in a lane, these count as if they had equal parts.
+        """
         shares = {
             name: each.costs.assigned(units[name], len(each.lanes))
-            for name, each in encoders.items()
+            for name, each in self._encoders.items()
         }
         media = {
             name: [
                 [range(len(grids)) if each.media is None else each.media for each in of_unit]
                 for grids, of_unit in zip(units[name], shares[name], strict=True)
             ]
-            for name in encoders
+            for name in self._encoders
         }
         step = self._step(units, media)
-        lanes = [
-            encoders[name].lanes[each.encoder_replica]
-            for of_units in zip(*shares.values(), strict=True)
-            for name, of_unit in zip(encoders, of_units, strict=True)
-            for each in of_unit
-        ]
-        owned: list[list[Name]] = [[] for _ in self._stages]
-        for lane, share in zip(lanes, step.names, strict=True):
-            owned[lane].append(share)
-        return time_of(step, EncoderPlan(work=at_the_ends(step, owned), streamed=False))
+        held: defaultdict[tuple[str, int], list[_Held]] = defaultdict(list)
+        for unit in range(len(step.pieces)):
+            number = count()
+            for name, of_units in shares.items():
+                for share, own in zip(of_units[unit], media[name][unit], strict=True):
+                    rows = sum(prod(units[name][unit][medium]) for medium in own)
+                    held[name, share.encoder_replica].append(((unit, next(number)), rows))
+        work: list[list[EncoderWork]] = [[] for _ in self._stages]
+        for name, encoder in self._encoders.items():
+            for lane, stage in enumerate(self._stages):
+                of_replicas = (
+                    encoder.separated_passes(held[name, replica])
+                    for replica, at in enumerate(encoder.lanes)
+                    if at == lane
+                )
+                for of_lane in zip_longest(*of_replicas, fillvalue=()):
+                    pieces = tuple(sorted(chain(*of_lane)))
+                    work[lane].append(EncoderWork(0, True, pieces))
+                    if encoder.costs.of_passes.trains:
+                        work[lane].append(EncoderWork(len(step.passes[stage]), False, pieces))
+        ordered = tuple(tuple(sorted(each, key=lambda one: one.before)) for each in work)
+        return time_of(step, EncoderPlan(work=ordered, streamed=False))
 
     def _planned(self, units: Mapping[str, Units]) -> dict[str, StreamedStep] | None:
         cuts = self._cuts(units)
         step = self._step(units, cuts)
-        plan = streamed(step, before=self.separated(units))
+        plan = streamed(step, otherwise=self.separated_time(units))
         if not plan.streamed:
             return None
         return {
@@ -169,23 +192,24 @@ class StepPlanner:
         }
 
     def _step(
-        self, units: Mapping[str, Units], cuts: Mapping[str, Sequence[Sequence[Sequence[int]]]]
+        self, units: Mapping[str, Units], media: Mapping[str, Sequence[Sequence[Sequence[int]]]]
     ) -> Step:
+        """Each of a unit's ``media``, by their numbers, is a piece."""
         encoders = [*self._encoders.items()]
-        count = len(next(iter(cuts.values())))
+        microbatches = len(next(iter(media.values())))
         numbered = [
             [
-                (kind, each.cost([units[name][number][medium] for medium in media]))
+                (kind, each.cost([units[name][number][medium] for medium in own]))
                 for kind, (name, each) in enumerate(encoders)
-                for media in cuts[name][number]
+                for own in media[name][number]
             ]
-            for number in range(count)
+            for number in range(microbatches)
         ]
         costs = encoders[0][1].costs
         return Step(
             pieces=tuple(tuple(cost for _, cost in pieces) for pieces in numbered),
             replicas=self._stages,
-            passes=self._passes(costs, microbatches=count),
+            passes=self._passes(costs, microbatches=microbatches),
             forward=costs.forward,
             backward=costs.backward,
             encoders=tuple(each.of_passes for _, each in encoders),

@@ -67,16 +67,16 @@ _JOINING = (
 )
 
 
-def streamed(step: Step, *, before: int | None = None) -> EncoderPlan:
+def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
     """The fastest plan found: :func:`separated`'s where none is faster by the clock.
 
-    With ``before``, that is what the step takes where it does not stream. It does not, either,
-    where there is one stage, whose pipeline never waits.
+    ``otherwise``: when the step ends where it does not stream; a plan must end earlier. Without,
+    that is :func:`separated`'s end. One stage never streams, for its pipeline never waits.
     """
     best = separated(step)
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    fastest, tails = time_of(step, best) if before is None else before, tails_of(step)
+    fastest, tails = time_of(step, best) if otherwise is None else otherwise, tails_of(step)
     for plan in (blocks(step, fill=fill) for fill in (0, 2, 4)):
         times = simulate(step, plan)
         if times is not None and times.step < fastest:
@@ -114,7 +114,7 @@ def separated(step: Step) -> EncoderPlan:
 
 
 def time_of(step: Step, plan: EncoderPlan) -> int:
-    """By the clock; nobody waits for ever."""
+    """When a step ends by the clock."""
     times = simulate(step, plan)
     assert times is not None, "ranks wait for one another"
     return times.step

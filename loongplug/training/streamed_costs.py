@@ -112,6 +112,7 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
             joined=round(joined / media.tp / media.speed),
         ),
         assigned=partial(_assigned, args, encoder),
+        joined_rows=None if args.offload_encoder_activations and trains else encoder.joined_rows,
     )
 
 

@@ -49,6 +49,7 @@ def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> OneEncoder:
         group=stages,
         of_passes=PassCosts(each=each, joined=100 * joined),
         assigned=in_turn,
+        joined_rows=None,
     )
     return OneEncoder(costs, stages=range(stages))
 
@@ -132,7 +133,7 @@ def test_never_more_than_where_it_is_separated(
     found = planner(stages, each=each, joined=64).plan(units)
     assume(found is not None)
     assert found is not None
-    whole = PAYLOAD * sum(each.tokens for each in found.pieces)
+    whole = PAYLOAD * sum(piece.tokens for piece in found.pieces)
     ledger = followed(found, 0)
     assert not +ledger.live, ledger.live
     for kind in (FEATURES, FEATURE_GRADIENTS):

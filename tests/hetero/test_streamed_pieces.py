@@ -71,6 +71,7 @@ def planner(
         group=stages,
         of_passes=PassCosts(trains=trains, each=each, joined=joined),
         assigned=in_turn,
+        joined_rows=None,
     )
     return OneEncoder(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
 

@@ -16,9 +16,13 @@ from streamed_steps import busiest
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
+from loongplug.hetero import policies
 from loongplug.hetero.balance import Balance, EncoderMacs
 from loongplug.hetero.operations import (
+    BEGIN,
+    Encode,
     EncodePieces,
+    Kept,
     Operation,
     PiecesBackward,
     ReceiveFeatures,
@@ -64,7 +68,9 @@ class Encoder:
     trains: bool = True
     each: PieceCost = FREE
     chunks: int = 1
-    balanced: bool = False  # where the step does not stream
+    attention: bool = False
+    balanced: bool = False  # this and the next where the step does not stream
+    joined_rows: int | None = 200
 
     @property
     def edge(self) -> Edge:
@@ -78,8 +84,10 @@ class Encoder:
     @property
     def costs(self) -> StreamedCosts:
         def of_media(grids: Sequence[Grid]) -> PieceCost:
-            rows = sum(map(prod, grids)) * self.row // self.tp
-            return PieceCost(rows, 2 * rows)
+            rows = [prod(grid) for grid in grids or ([(1, 4, 4)] if self.attention else [])]
+            pairs = sum(each**2 for each in rows) // 16 if self.attention else 0
+            work = (sum(map(prod, grids)) * self.row + pairs) // self.tp
+            return PieceCost(work, 2 * work)
 
         places = self.stages * self.chunks
         return StreamedCosts(
@@ -90,6 +98,7 @@ class Encoder:
             group=self.stages,
             of_passes=PassCosts(trains=self.trains, each=self.each, joined=2000),
             assigned=self.assigned,
+            joined_rows=self.joined_rows,
         )
 
     def assigned(self, units: Sequence[Sequence[Grid]], replicas: int) -> list[tuple[Share, ...]]:
@@ -269,7 +278,9 @@ def cases(draw: st.DrawFn) -> tuple[Encoders, dict[str, Media]]:
             trains=draw(st.booleans()),
             each=draw(st.sampled_from([FREE, PieceCost(100, 200)])),
             chunks=chunks,
+            attention=draw(st.booleans()),
             balanced=draw(st.booleans()),
+            joined_rows=draw(st.sampled_from([None, 1, 40, 200, 2000])),
         )
         for name in draw(st.sampled_from([NAMES, NAMES[:1]]))
     }
@@ -307,41 +318,62 @@ def test_none_is_slower_than_what_runs_would_do_instead(
     """By the clock, where media are assigned with balance or without."""
     encoders, media = case
     plans = planner(encoders)
-    step, before = plans.step(media), plans.separated(media)
-    plan = plan_of(step, before=before)
+    step, otherwise = plans.step(media), plans.separated_time(media)
+    plan = plan_of(step, otherwise=otherwise)
     assert (plans.plan(media) is not None) == plan.streamed
     if plan.streamed:
         times = simulate(step, plan)
         assert times is not None
-        assert busiest(step) <= times.step < before
+        assert busiest(step) <= times.step < otherwise
     if len({each.tp for each in encoders.values()}) == 1:
-        assert before == phases(
+        assert otherwise == phases(
             encoders, media, decoder=replace(step, pieces=((),) * len(step.pieces), kinds=())
         )
 
 
 def phases(encoders: Encoders, media: Mapping[str, Media], *, decoder: Step) -> int:
-    """One behind the other: the slowest replica's forwards, the decoder, and the same backward."""
+    """One behind the other: the slowest replica's forwards, the decoder, and the same backward.
+
+    Replicas have the passes of their steps' plans.
+    """
     alone = simulate(decoder, separated(decoder))
     assert alone is not None
     of_replicas = [[0, 0] for _ in decoder.replicas]
     for name, encoder in encoders.items():
-        passes: list[list[PieceCost]] = [[] for _ in decoder.replicas]
-        shares = encoder.assigned(media[name], len(passes))
-        for grids, of_unit in zip(media[name], shares, strict=True):
-            for each in of_unit:
-                held = grids if each.media is None else [grids[n] for n in each.media]
-                forward, backward = encoder.costs.of_media(held)
-                own = passes[each.encoder_replica]
-                if own and own[-1].forward + forward <= 2000:
-                    own[-1] = PieceCost(own[-1].forward + forward, own[-1].backward + backward)
-                else:
-                    own.append(PieceCost(forward, backward))
-        for found, of_replica in zip(of_replicas, passes, strict=True):
-            found[0] += sum(each.forward + encoder.each.forward for each in of_replica)
+        shares = encoder.assigned(media[name], len(of_replicas))
+        for replica, found in enumerate(of_replicas):
+            held = [
+                grids if each.media is None else [grids[n] for n in each.media]
+                for grids, of_unit in zip(media[name], shares, strict=True)
+                for each in of_unit
+                if each.encoder_replica == replica
+            ]
+            costs = [encoder.costs.of_media(grids) for grids in held]
+            passes = as_planned([sum(map(prod, grids)) for grids in held], encoder)
+            found[0] += sum(each.forward for each in costs) + passes * encoder.each.forward
             if encoder.trains:
-                found[1] += sum(each.backward + encoder.each.backward for each in of_replica)
+                found[1] += sum(each.backward for each in costs) + passes * encoder.each.backward
     return alone.step + sum(max(way) for way in zip(*of_replicas, strict=True))
+
+
+def as_planned(rows: list[int], encoder: Encoder) -> int:
+    """How many passes a run's plan makes of a replica's units with so many rows."""
+    away = encoder.joined_rows is None
+    plan = policies.separated(
+        EncoderStep(
+            encoder_replicas=((0,),) * len(rows),
+            replicas=1,
+            replica=0,
+            consumes=False,
+            training=True,
+            trains=True,
+            last_stage=False,
+            on_host=frozenset({Kept.ACTIVATIONS} if away else ()),
+            rows=tuple(rows),
+            joined_rows=encoder.joined_rows or 200,
+        )
+    )
+    return sum(isinstance(each, Encode) and each.unit is not None for each in plan[BEGIN])
 
 
 def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, Media]]:

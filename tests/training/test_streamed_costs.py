@@ -96,6 +96,19 @@ def test_a_step_that_does_not_stream_is_assigned_as_the_flags_say(
     assert owners[1] != owners[3]
 
 
+def test_units_share_passes_unless_their_activations_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step does not stream."""
+    rows = "+model.image_encoder.joined_rows=96"
+    plain, _, _ = counted(tmp_path, rows, ranks=2, monkeypatch=monkeypatch)
+    assert plain.joined_rows == 96
+    moved, _, _ = counted(
+        tmp_path, rows, "--offload-encoder-activations", ranks=2, monkeypatch=monkeypatch
+    )
+    assert moved.joined_rows is None
+
+
 def test_an_uneven_split_is_that_of_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
