@@ -122,7 +122,7 @@ def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None
         st.lists(st.sampled_from([GRID, (1, 2, 2), (1, 32, 32), (8, 8, 8)]), max_size=6),
         min_size=1,
         max_size=12,
-    ),
+    ).filter(any),
     each=st.sampled_from([FREE, PieceCost(100, 200)]),
 )
 @settings(deadline=None)
