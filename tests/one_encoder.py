@@ -12,7 +12,7 @@ _NAME = "eyes"
 
 def in_turn(units: Units, replicas: int) -> list[tuple[Share, ...]]:
     """Who encodes a step's units where it does not stream, without balance."""
-    return Assignment(replicas=replicas).of(range(len(units)), units, step=len(units))
+    return Assignment(replicas=replicas).of_step(units)
 
 
 class OneEncoder:

@@ -236,7 +236,7 @@ def _in_turn(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tupl
     if side.steps and not case.apart:
         assert side.place.edge is not None, "it lies where the decoder lies"
         replicas = len(side.place.edge.replicas)
-    return in_turn(range(case.microbatches), replicas)
+    return in_turn(media_of(case)[encoder.name], replicas)
 
 
 def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.data.source import Assignment
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
 from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StreamedCosts
+from loongplug.hetero.streamed_pieces import StreamedCosts, Units
 from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.hetero.streaming import streamed, time_of
 from loongplug.models.entries import Entry, Role, checked
@@ -179,9 +180,9 @@ def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
     )
 
 
-def in_turn(units: Sequence[object], replicas: int) -> list[tuple[Share, ...]]:
+def in_turn(units: Units, replicas: int) -> list[tuple[Share, ...]]:
     """Which of an encoder's replicas encodes each unit of a step: each in turn."""
-    return [(Share(encoder_replica=number % replicas),) for number in range(len(units))]
+    return Assignment(replicas=replicas).of_step(units)
 
 
 def streamed_time(case: Case) -> float:

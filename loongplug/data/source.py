@@ -107,6 +107,10 @@ class Assignment:
         assert len(of_last) == len(together), "costs are compared"
         return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
 
+    def of_step(self, media: Sequence[Sequence[Grid]]) -> list[tuple[Share, ...]]:
+        """The same of all microbatches of a step."""
+        return self.of(range(len(media)), media, step=len(media))
+
     def _compared(self, step: int) -> range:
         """Those whose costs are compared."""
         if self.by_cost is None:

@@ -119,8 +119,7 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
 def _assigned(
     args: Namespace, encoder: EncoderArchitecture, units: Units, replicas: int
 ) -> list[tuple[Share, ...]]:
-    assignment = assignment_of(args, encoder, replicas=replicas)
-    return assignment.of(range(len(units)), units, step=len(units))
+    return assignment_of(args, encoder, replicas=replicas).of_step(units)
 
 
 def _layers_by_place(args: Namespace) -> list[int]:

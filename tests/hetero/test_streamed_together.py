@@ -108,7 +108,7 @@ class Encoder:
         assignment = Assignment(
             replicas=replicas, by_cost=balance.assign, whole_steps=self.balanced
         )
-        return assignment.of(range(len(units)), units, step=len(units))
+        return assignment.of_step(units)
 
 
 Encoders = Mapping[str, Encoder]
