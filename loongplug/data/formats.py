@@ -5,7 +5,8 @@ which one it is in.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from loongplug.data.conversation import (
@@ -14,6 +15,7 @@ from loongplug.data.conversation import (
     ImagePart,
     Message,
     Part,
+    Remark,
     VideoPart,
 )
 from loongplug.data.media_files import InlineFile
@@ -22,11 +24,10 @@ from loongplug.data.schemas import (
     AnyRow,
     AudioPartRow,
     AudioUrlPart,
-    ChatTurn,
     ImagePartRow,
     ImageUrlPart,
-    MessageRow,
     MessagesRow,
+    Spoken,
     TextPart,
     TextRow,
     Url,
@@ -42,15 +43,33 @@ PLAIN_ROLE = "text"  # of the one message of a row without roles
 # With the line break that is written between a marker and the text.
 _MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER}|{AUDIO_MARKER})\n?")
 _ROLES = {"human": "user", "gpt": "assistant"}
+_LONGEST_PATH = 4096  # of Linux
+# What files of images and sounds begin with, in base64.
+_BASE64 = re.compile(
+    r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|SUkqA|TU0AK|SUQz|T2dnUw|ZkxhQw)[\w+/\s]{24,}={0,2}\s*",
+    re.ASCII,
+)
 _REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
 
-def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
+def parse_conversation(
+    row: dict[str, Any], *, where: str, ignored: Collection[str] = ()
+) -> Conversation:
     """Check a row against the schema of its format; ValueError with ``where`` and the cure.
 
-    Keys beside those of the schema are allowed and left alone: people keep ids and tags there.
+    ``ignored``: keys that may be anywhere in it without a use.
     """
-    checked = validate_row(row, where=where)
+    checked, unused = validate_row(row, where=where, ignored=ignored)
+    conversation = _conversation(checked, where=where)
+    texts = (part for said in conversation.messages for part in said.parts if isinstance(part, str))
+    marks = {mark for text in texts for mark in _MARKER.findall(text)}
+    remarks: list[Remark] = [("key", key) for key in unused]
+    remarks += [("mark", mark) for mark in marks]
+    left_out = not _is_trained(checked, "assistant", where=where)
+    return replace(conversation, remarks=tuple(sorted(remarks)), left_out=left_out)
+
+
+def _conversation(checked: AnyRow, *, where: str) -> Conversation:
     media_beside = bool(checked.all_images or checked.all_videos or checked.all_audios)
     if isinstance(checked, MessagesRow) and not media_beside:
         messages = tuple(
@@ -87,12 +106,12 @@ def _says_something(message: Message) -> bool:
     return any(not isinstance(part, str) or part.strip() for part in message.parts)
 
 
-def _is_trained(said: MessageRow | ChatTurn, role: str, *, where: str) -> bool:
-    """What a turn's ``loss`` and ``weight`` say; without either, an answer is trained on."""
+def _is_trained(said: Spoken, role: str, *, where: str) -> bool:
+    """What ``loss`` and ``weight`` of a turn or a row say; without either, it is trained on."""
     given = {said.loss, None if said.weight is None else bool(said.weight)} - {None}
     if len(given) > 1:
         raise ValueError(
-            f"{where}: a turn has loss {said.loss} and weight {said.weight}: give one of the two."
+            f"{where}: loss is {said.loss} and weight {said.weight}: give one of the two."
         )
     if True in given and role != "assistant":
         raise ValueError(
@@ -254,6 +273,12 @@ def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:
 def _local(path: str | Url, *, where: str) -> str:
     """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
     text = path.url if isinstance(path, Url) else path
+    if len(text) > _LONGEST_PATH or _BASE64.fullmatch(text):
+        raise ValueError(
+            f"{where}: {text[:20]}... of {len(text):,} characters is not the path of a file: if it"
+            " is the file itself in base64, write data:image/png;base64, in front of it (or"
+            " image/jpeg, audio/wav, as it is)."
+        )
     text = text.removeprefix("file://")
     if _REMOTE.match(text):
         raise ValueError(

@@ -1,17 +1,22 @@
 """The shapes that rows of JSONL files may have, checked by pydantic."""
 
 import reprlib
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -20,6 +25,30 @@ from loongplug.data.media_files import InlineFile
 _MOST_ERRORS = 3  # of one row in one message
 
 LEAST_FPS = 1e-3  # of a video: slower ones have times beyond what positions can count
+
+# What keys mean that LoongPlug does not use. Nothing: they are no matter of training, and may stand
+# anywhere. The others are refused; so are all that are not here, but in turns and parts alone.
+_MEANINGS = {
+    key: meaning
+    for keys, meaning in {
+        "id uuid message_id parent_id turn_id name timestamp created created_at time date detail"
+        " lang language model source metadata finish_reason cache_control": "",
+        "rejected rejected_response rejected_messages rejected_images rejected_videos"
+        " rejected_audios chosen": "another answer to compare with: LoongPlug trains on one",
+        "tools functions tool_calls function_call": "tools: LoongPlug does not put them into the"
+        " text",
+        "objects": "boxes or points of objects: LoongPlug does not write them into the text",
+        "img imgs image_path image_paths image_url image_urls video_path video_paths video_url"
+        " video_urls audio_path audio_paths audio_url audio_urls": "media: LoongPlug takes them"
+        " from images, videos and audios",
+        "mask masks loss_mask loss_scale train_mask weights sample_weight train_on_inputs": "a"
+        " mask: LoongPlug takes it from loss and weight of a turn",
+        "system system_prompt": "what the system says: LoongPlug takes it from system beside turns",
+        "documents chat_template chat_template_kwargs enable_thinking reasoning_content": "what the"
+        " chat template is given: LoongPlug gives it the messages alone",
+    }.items()
+    for key in keys.split()
+}
 
 
 def _encodable(text: str) -> str:
@@ -50,17 +79,62 @@ def _string_or(other: str) -> Discriminator:
     return Discriminator(lambda value: "string" if isinstance(value, str) else other)
 
 
+def _path_or_bytes(value: Any) -> Any:
+    """Of what ``datasets`` writes of an image or a sound: its bytes, else its path."""
+    if not isinstance(value, dict) or not value.keys() <= {"bytes", "path"}:
+        return value
+    return value.get("path") if value.get("bytes") is None else value["bytes"]
+
+
 # The name of an image or a sound, or itself where rows can hold bytes.
 File = Annotated[
     Annotated[Name, Tag("string")] | Annotated[InlineFile, Tag("bytes")],
     Discriminator(lambda value: "bytes" if isinstance(value, InlineFile) else "string"),
+    BeforeValidator(_path_or_bytes),
 ]
 
 
-class _Schema(BaseModel):
-    """Keys beside those of the schema are left alone: people keep ids and tags there."""
+@dataclass(frozen=True)
+class _Keys:
+    """Keys of a row that its schema does not have: those that may be there, and were."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    ignored: Collection[str]
+    unused: set[str] = field(default_factory=set)
+
+
+class _Schema(BaseModel):
+    """A place in a row, or the row, whose keys are used, refused by name, or counted as unused."""
+
+    model_config = ConfigDict(strict=True)
+    is_row: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _used(cls, value: Any, info: ValidationInfo) -> Any:
+        """The value without what is not used; the one place that decides on it."""
+        if not isinstance(value, dict) or info.context is None:  # None: made by ourselves
+            return value
+        fields, used = _fields(cls), {}
+        for key, each in value.items():
+            if key in fields:
+                if fields[key] or not _is_empty(each):
+                    used[key] = each
+            elif not _is_empty(each):
+                known = f"LoongPlug knows {', '.join(fields)} there"
+                meaning = _MEANINGS.get(key, "" if cls.is_row else known)
+                if meaning and key not in info.context.ignored:
+                    reason = meaning if cls.is_row else known
+                    shown = key.encode(errors="backslashreplace").decode()
+                    raise PydanticCustomError("key", "{reason}", {"key": shown, "reason": reason})
+                info.context.unused.add(key)
+        return used
+
+
+@cache
+def _fields(schema: type[_Schema]) -> dict[str, bool]:
+    """The keys that the schema uses, and whether each has to be there."""
+    fields = schema.model_fields
+    return {field.alias or name: field.is_required() for name, field in fields.items()}
 
 
 class TextPart(_Schema):
@@ -85,10 +159,9 @@ UrlOrString = Annotated[
 Source = Annotated[
     Annotated[Name, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
 ]
-Files = Annotated[
-    Annotated[File, Tag("one")] | Annotated[list[File], Tag("list")],
-    Discriminator(lambda value: "one" if isinstance(value, str | InlineFile) else "list"),
-]
+_ONE_OR_LIST = Discriminator(lambda value: "list" if isinstance(value, list) else "one")
+Files = Annotated[Annotated[File, Tag("one")] | Annotated[list[File], Tag("list")], _ONE_OR_LIST]
+Videos = Annotated[Annotated[Name, Tag("one")] | Annotated[list[Source], Tag("list")], _ONE_OR_LIST]
 
 
 class ImageUrlPart(_Schema):
@@ -135,72 +208,56 @@ AnyPart = Annotated[
 Parts = Annotated[list[AnyPart], Field(min_length=1)]
 
 
-class _Spoken(_Schema):
-    """Of an answer, ``loss`` (ms-swift) or ``weight`` (OpenAI) say whether it is trained on."""
+class Spoken(_Schema):
+    """``loss`` (ms-swift) or ``weight`` (OpenAI) say whether it is trained on."""
 
     loss: bool | None = None
     weight: Literal[0, 1] | None = None
 
 
-class MessageRow(_Spoken):
+class MessageRow(Spoken):
     role: Literal["system", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
     ]
 
 
-class ChatTurn(_Spoken):
+class ChatTurn(Spoken):
     speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
     value: Text
 
 
-class _WithMedia(_Schema):
+class _Row(Spoken):
     """Media beside the text, which has a marker for each; ``fps`` is that of all videos."""
 
+    is_row: ClassVar[bool] = True
+    image: Files | None = None
     images: list[File] | None = None
+    video: Videos | None = None
     videos: list[Source] | None = None
+    audio: Files | None = None
     audios: list[File] | None = None
     fps: Rate | None = None
 
     @property
     def all_images(self) -> list[str | InlineFile]:
         """In the order of their markers, as are videos and sounds."""
-        return list(self.images or ())
+        return [*_as_list(self.image), *(self.images or ())]
 
     @property
     def all_videos(self) -> list[str | list[str]]:
-        return list(self.videos or ())
+        return [*_as_list(self.video), *(self.videos or ())]
 
     @property
     def all_audios(self) -> list[str | InlineFile]:
-        return list(self.audios or ())
+        return [*_as_list(self.audio), *(self.audios or ())]
 
 
-class _WithMedium(_WithMedia):
-    """One image, video or sound under a key of its own, as LLaVA has it."""
-
-    image: Files | None = None
-    video: Name | None = None
-    audio: Files | None = None
-
-    @property
-    def all_images(self) -> list[str | InlineFile]:
-        return _as_list(self.image) + super().all_images
-
-    @property
-    def all_audios(self) -> list[str | InlineFile]:
-        return _as_list(self.audio) + super().all_audios
-
-    @property
-    def all_videos(self) -> list[str | list[str]]:
-        return [*([self.video] if self.video else []), *super().all_videos]
-
-
-def _as_list(files: str | InlineFile | list[str | InlineFile] | None) -> list[str | InlineFile]:
+def _as_list(files: Any) -> list[Any]:
     return files if isinstance(files, list) else [files] if files else []
 
 
-class MessagesRow(_WithMedia):
+class MessagesRow(_Row):
     messages: Annotated[list[MessageRow], Field(min_length=1)]
     system: Text | None = None
 
@@ -211,35 +268,16 @@ class MessagesRow(_WithMedia):
         return [*first, *self.messages]
 
 
-class ConversationsRow(_WithMedium):
+class ConversationsRow(_Row):
     conversations: Annotated[list[ChatTurn], Field(min_length=1)]
     system: Text | None = None
 
 
-class TextRow(_WithMedium):
+class TextRow(_Row):
     text: Text
 
 
 AnyRow = MessagesRow | ConversationsRow | TextRow
-
-# Keys that other programs use. Without them, training would differ from what the row means.
-_PREFERENCE = "another answer to compare with, and LoongPlug trains on one answer to a question"
-_TOOLS = "tools, which LoongPlug does not put into the text"
-_REFUSED = {
-    **dict.fromkeys(
-        ("rejected_response", "rejected_messages", "rejected", "chosen", "rejected_images"),
-        _PREFERENCE,
-    ),
-    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _TOOLS),
-    "objects": "boxes or points of objects, which LoongPlug does not write into the text",
-}
-_BESIDE_MESSAGES = {**_REFUSED, "audio": "a sound, which stands under 'audios' beside messages"}
-_IN_TURNS = {
-    **_REFUSED,
-    **dict.fromkeys(("audio", "audios"), "sound, which stands among a turn's parts or beside all"),
-}
-_OTHER_PATHS = ("url", "path", "image_url", "video_url", "audio_url", "base64")
-_TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
 
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
     ("messages", MessagesRow, '{"messages": [{"role": "user", "content": "..."}, ...]}'),
@@ -253,12 +291,14 @@ _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
 )
 
 
-def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
-    """The row in the format whose key it has: messages, conversations or text.
+def validate_row(
+    row: dict[str, Any], *, where: str, ignored: Collection[str] = ()
+) -> tuple[AnyRow, set[str]]:
+    """The row in the format whose key it has, messages, conversations or text; its unused keys.
 
-    Raises ValueError with ``where``, the place in the row, what is there and what was expected.
+    Those that are ``ignored`` may be anywhere. Raises ValueError with ``where``, the place in the
+    row, what is there and what was expected.
     """
-    _refuse_other_meanings(row, where=where)
     # Tables that hold several formats write null for those that a row is not in.
     keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None]
     if len(keys) > 1:
@@ -270,9 +310,10 @@ def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
         if key not in (keys or row):
             continue
         try:
-            return schema.model_validate(row)
+            keys_beside = _Keys(ignored)
+            return schema.model_validate(row, context=keys_beside), keys_beside.unused
         except ValidationError as error:
-            details = error.errors(include_url=False, include_context=False)
+            details = error.errors(include_url=False)
             found = "; ".join(_describe(detail, row) for detail in details[:_MOST_ERRORS])
             more = f"; and {len(details) - _MOST_ERRORS} more" * (len(details) > _MOST_ERRORS)
             raise ValueError(f"{where}: {found}{more}. A row looks like {example}.") from error
@@ -280,49 +321,11 @@ def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
     raise ValueError(f"{where}: unknown schema with keys {sorted(row)}: expected {known}.")
 
 
-def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
-    """ValueError for what a row means elsewhere and cannot mean here."""
-    said = [turn for key in ("messages", "conversations") for turn in _dicts(row.get(key))]
-    for number, place in enumerate([row, *said]):
-        of_turn = f" of message {number}" if number else ""
-        refused = _IN_TURNS if number else _BESIDE_MESSAGES if place.get("messages") else _REFUSED
-        # Nearly all have none of them, which one look tells.
-        for key in () if refused.keys().isdisjoint(place) else refused:
-            if not _is_empty(place.get(key)):
-                raise ValueError(
-                    f"{where}: the key {key!r}{of_turn} has {refused[key]}: write what is meant"
-                    " into the messages and drop the key, or drop the row."
-                )
-        for key in ("role", "from") if number else ():
-            if place.get(key) in _TOOL_ROLES:
-                raise ValueError(
-                    f"{where}: the {key} {place[key]!r}{of_turn} is of tools, which LoongPlug does"
-                    " not train on: write the turn as the user's or the assistant's text, or drop"
-                    " the row."
-                )
-
-        for part in _dicts(place.get("content")) if number else ():
-            kind = part.get("type")
-            if kind not in ("image", "video", "audio") or part.get(kind) is not None:
-                continue
-            if others := [key for key in _OTHER_PATHS if part.get(key) is not None]:
-                raise ValueError(
-                    f"{where}: a part of type {kind}{of_turn} has its path under {others[0]!r}:"
-                    f" write it under {kind!r}."
-                )
-
-
 def _is_empty(value: Any) -> bool:
     """Whether a key says nothing: tables have each key in each row, some of them as JSON."""
     if isinstance(value, dict):
         return all(map(_is_empty, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_empty, value))
-    return not value or value in ("[]", "{}")
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return value is None or value in ("", [], "[]", "{}")
 
 
 def _describe(detail: Any, row: dict[str, Any]) -> str:
@@ -330,6 +333,13 @@ def _describe(detail: Any, row: dict[str, Any]) -> str:
     if detail["type"] == "missing":
         _, path, _ = _place(location[:-1], row)
         return f"{path}.{location[-1]} is missing".removeprefix(".")
+    if detail["type"] == "key":
+        key = detail["ctx"]["key"]
+        place = _place((*location, key), row)[1].removesuffix(f".{key}").removeprefix(".")
+        return (
+            f"{place or 'the row'} has the key {key!r:.80} ({detail['msg']}): write what is meant"
+            " as LoongPlug knows it, drop the key, or name it in --ignore-keys"
+        )
     _, path, value = _place(location, row)
     reason = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{path.removeprefix('.')} is {reprlib.repr(value)}, but {reason}"

@@ -38,7 +38,7 @@ def test_parts_and_strings_and_other_keys() -> None:
             },
         ],
         "id": 7,
-        "image": 3,
+        "image_id": 3,
     }
     conversation = parse_conversation(row, where="rows.jsonl:1")
     assert [message.role for message in conversation.messages] == ["system", "user"]
@@ -140,7 +140,10 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"conversation": [], "id": 1}, r"unknown schema with keys \['conversation', 'id'\]: .*"),
         ({"messages": []}, r"messages is \[\], but list should have at least 1 item"),
         ({"messages": "hello"}, "messages is 'hello', but input should be a valid list"),
-        ({"messages": [{"from": "human", "value": "x"}]}, r"messages\[0\]\.role is missing"),
+        (
+            {"messages": [{"from": "human", "value": "x"}]},
+            r"messages\[0\] has the key 'from' \(LoongPlug knows loss, weight, role, content there",
+        ),
         ({"messages": [USER, "x"]}, r"messages\[1\] is 'x', but"),
         (
             {"messages": [USER, {"role": "gpt", "content": "x"}]},
@@ -157,12 +160,12 @@ def with_part(**part: Any) -> dict[str, Any]:
         ),
         (
             with_part(type="audio", audio_url="a.wav"),
-            "part of type audio of message 1 has its path under 'audio_url': write it under",
+            r"content\[0\] has the key 'audio_url' \(LoongPlug knows type, audio there",
         ),
         (with_part(type="audio", audio="data:audio/wav,x"), "is not a file that can be read"),
         (
             {"messages": [USER | {"audio": {"id": "7"}}]},
-            "the key 'audio' of message 1 has sound, which stands among a turn's parts",
+            r"messages\[0\] has the key 'audio' \(LoongPlug knows",
         ),
         (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
         (
@@ -170,12 +173,16 @@ def with_part(**part: Any) -> dict[str, Any]:
             "part of type image has no path, and the row has no images beside",
         ),
         (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
-        (with_part(type="image", image=""), "the path of an image, a video or a sound is empty"),
+        (with_part(type="image", image=""), "part of type image has no path"),
+        (
+            with_part(type="image_url", image_url=""),
+            "path of an image, a video or a sound is empty",
+        ),
         (
             with_part(type="video", fps=2),
             "part of type video has no path, and the row has no videos beside",
         ),
-        (with_part(type="video", video=[], fps=2), r"\.video is \[\], but .* at least 1 item"),
+        (with_part(type="video", video=[], fps=2), "part of type video has no path"),
         (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),
         (with_part(type="video", video=["a.png"]), 'as frames has no "fps": give how many'),
         (with_part(type="video", video=["a.png"], fps=0), "fps is 0, but .* or equal to 0.001"),
@@ -198,7 +205,7 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"conversations": [HUMAN, {"from": "gpt", "value": ""}]}, "message 2, .* is empty"),
         (
             {"conversations": [HUMAN, {"from": "tool", "value": "x"}]},
-            "the from 'tool' of message 2 is of tools",
+            r"conversations\[1\]\.from is 'tool', but",
         ),
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\]\.value is missing"),
         ({"conversations": [HUMAN], "image": "a"}, "0 <image> markers in the text for 1 images"),
@@ -298,7 +305,7 @@ def test_turns_say_whether_they_are_trained_on() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([USER, ANSWER | {"loss": False, "weight": 1}], "loss False and weight 1: give one"),
+        ([USER, ANSWER | {"loss": False, "weight": 1}], "loss is False and weight 1: give one"),
         ([USER | {"loss": True}, ANSWER], "turn of the user asks to be trained on"),
         ([USER, ANSWER | {"weight": 0.5}], "weight is 0.5, but"),
         ([USER, ANSWER | {"loss": "no"}], "loss is 'no', but"),
@@ -309,6 +316,9 @@ def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -
         parse_conversation({"messages": row}, where="r:1")
 
 
+NOTHING = (None, "", "[]", [], {}, {"ref": [], "bbox": []})  # as tables write it
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -316,16 +326,21 @@ def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -
         ("rejected_messages", [ANSWER]),
         ("tool_calls", [{"name": "add"}]),
         ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
-        ("audio", "a.wav"),
         ("tools", [{"name": "search"}]),
+        ("image_path", "a.png"),
+        ("loss_mask", [0, 1]),
+        ("system_prompt", "Be brief."),
+        ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
 def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value: Any) -> None:
     row = {"messages": [USER, ANSWER]}
-    for nothing in (None, "", "[]", False, [], {"ref": [], "bbox": []}):  # as tables write it
-        parse_conversation(row | {key: nothing}, where="r:1")
-    with pytest.raises(ValueError, match=f"r:1: the key '{key}' has .* drop"):
+    for nothing in NOTHING:
+        assert not parse_conversation(row | {key: nothing}, where="r:1").remarks
+    with pytest.raises(ValueError, match=rf"r:1: the row has the key '{key}' \(.*--ignore-keys"):
         parse_conversation(row | {key: value}, where="r:1")
+    kept = parse_conversation(row | {key: value}, where="r:1", ignored=(key,))
+    assert kept.remarks == (("key", key),)
 
 
 @pytest.mark.parametrize("images", [[], ["a.png"]])
@@ -340,8 +355,8 @@ def test_what_the_system_says_beside_messages_comes_first(images: list[str]) -> 
 
 def test_turns_of_tools_are_refused() -> None:
     for said, name in (
-        ({"role": "tool", "content": "4"}, "the role 'tool' of message 2"),
-        (ANSWER | {"tool_calls": [{"name": "add"}]}, "the key 'tool_calls' of message 2"),
+        ({"role": "tool", "content": "4"}, r"messages\[1\]\.role is 'tool', but"),
+        (ANSWER | {"tool_calls": [{"name": "add"}]}, r"messages\[1\] has the key 'tool_calls'"),
     ):
         with pytest.raises(ValueError, match=name):
             parse_conversation({"messages": [USER, said]}, where="r:1")
@@ -382,5 +397,5 @@ def test_a_part_s_rate_is_of_its_video() -> None:
 def test_a_path_under_another_key_is_not_passed_over() -> None:
     content = [{"type": "image", "url": "b.png"}, {"type": "image"}]
     row = {"messages": [{"role": "user", "content": content}], "images": ["a.png", "b.png"]}
-    with pytest.raises(ValueError, match="type image of message 1 has its path under 'url'"):
+    with pytest.raises(ValueError, match=r"content\[0\] has the key 'url'"):
         parse_conversation(row, where="r:1")
