@@ -10,6 +10,7 @@ from loongplug.commands.options import (
     HANDS_ON,
     ConfineMedia,
     Device,
+    IgnoreKeys,
     Json,
     MaxPixels,
     MaxRowMib,
@@ -94,6 +95,7 @@ def doctor(
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     model: Annotated[
         Path,
         typer.Option(help="A folder that --save-hf (Hugging Face), --save or --save-lora wrote."),
@@ -115,6 +117,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Answer only the first N questions.")] = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    ignore_keys: IgnoreKeys = "",
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     video_min_pixels: VideoMinPixels = None,
@@ -151,19 +154,12 @@ def evaluate(
             run(
                 folder,
                 file_named(data),
-                access=RowAccess(
-                    media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-                ),
+                access=RowAccess.of(context.params),
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
                 limit=limit,
                 special_tokens_in_text=special_tokens_in_text,
-                pixel_limits=PixelLimits(
-                    min_pixels=min_pixels,
-                    max_pixels=max_pixels,
-                    video_min_pixels=video_min_pixels,
-                    video_max_pixels=video_max_pixels,
-                ),
+                pixel_limits=PixelLimits.of(context.params),
                 device=device,
                 metric=metric,
                 tolerance=tolerance,

@@ -8,6 +8,8 @@ import typer
 from loongplug.commands.options import (
     ConfineMedia,
     Files,
+    IgnoreKeys,
+    LiteralMarkers,
     MaxPixels,
     MaxRowMib,
     MediaRoot,
@@ -30,6 +32,7 @@ data = typer.Typer(help="Check training data, index them, look at samples.", no_
 
 @data.command("check")
 def data_check(
+    context: typer.Context,
     files: Files,
     tokenizer_model: TokenizerModel,
     seq_length: Annotated[int, typer.Option(help="The longest sample, in tokens.")],
@@ -43,6 +46,8 @@ def data_check(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    ignore_keys: IgnoreKeys = "",
+    literal_markers: LiteralMarkers = False,
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
@@ -57,17 +62,11 @@ def data_check(
             tokenizer_model=tokenizer_model,
             seq_length=seq_length,
             training_phase=phase_named(training_phase),
-            access=RowAccess(
-                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-            ),
+            access=RowAccess.of(context.params),
             video_fps=video_fps,
-            pixel_limits=PixelLimits(
-                min_pixels=min_pixels,
-                max_pixels=max_pixels,
-                video_min_pixels=video_min_pixels,
-                video_max_pixels=video_max_pixels,
-            ),
+            pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
+            literal_markers=literal_markers,
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
@@ -75,6 +74,7 @@ def data_check(
 
 @data.command("index")
 def data_index(
+    context: typer.Context,
     files: Files,
     tokenizer_model: TokenizerModel,
     training_phase: Phase = "sft",
@@ -87,6 +87,7 @@ def data_index(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    ignore_keys: IgnoreKeys = "",
     processes: Processes = None,
 ) -> None:
     """Keep how long each row's sample is, so that with --packing each rank reads only its own.
@@ -101,16 +102,9 @@ def data_index(
             files,
             tokenizer_model=tokenizer_model,
             training_phase=phase_named(training_phase),
-            access=RowAccess(
-                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-            ),
+            access=RowAccess.of(context.params),
             video_fps=video_fps,
-            pixel_limits=PixelLimits(
-                min_pixels=min_pixels,
-                max_pixels=max_pixels,
-                video_min_pixels=video_min_pixels,
-                video_max_pixels=video_max_pixels,
-            ),
+            pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
             processes=processes,
         )
@@ -118,6 +112,7 @@ def data_index(
 
 @data.command("inspect")
 def data_inspect(
+    context: typer.Context,
     files: Files,
     tokenizer_model: TokenizerModel,
     training_phase: Phase = "sft",
@@ -130,6 +125,8 @@ def data_inspect(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    ignore_keys: IgnoreKeys = "",
+    literal_markers: LiteralMarkers = False,
     samples: Annotated[
         int, typer.Option(help="How many to show, spread evenly over the file.")
     ] = 3,
@@ -146,17 +143,11 @@ def data_inspect(
             files,
             tokenizer_model=tokenizer_model,
             training_phase=phase_named(training_phase),
-            access=RowAccess(
-                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-            ),
+            access=RowAccess.of(context.params),
             video_fps=video_fps,
-            pixel_limits=PixelLimits(
-                min_pixels=min_pixels,
-                max_pixels=max_pixels,
-                video_min_pixels=video_min_pixels,
-                video_max_pixels=video_max_pixels,
-            ),
+            pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
+            literal_markers=literal_markers,
             samples=samples,
             plots=plots,
             processes=processes,

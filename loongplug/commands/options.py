@@ -66,6 +66,8 @@ SpecialTokensInText = Annotated[
         help="Read special tokens in the text of rows as special tokens.",
     ),
 ]
+IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys that need not be used.")]
+LiteralMarkers = Annotated[bool, typer.Option("--literal-markers", help="<image> may be text.")]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
 ]

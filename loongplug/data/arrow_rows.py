@@ -48,7 +48,7 @@ class ArrowRows:
         """ValueError where pyarrow is missing, and for what cannot be read."""
         _require_pyarrow(path)
         self.path = path
-        self._access = access
+        self.access = access
         self.files, parquet = _files(path)  # those that the rows are of, in their order
         self._names = self.files if copy_of is None else [copy_of]
         self._media_root = access.media_of(copy_of or self.files[0])
@@ -89,7 +89,7 @@ class ArrowRows:
                 batch.validate(full=True)
                 self._checked[number] = True
             row = batch.slice(index - int(self._firsts[number]), 1)
-            self._access.require_size(row.nbytes, where=self.where(index))
+            self.access.require_size(row.nbytes, where=self.where(index))
             (values,) = row.to_pylist()
         except _arrow_errors() as error:
             raise ValueError(f"{self.where(index)}: the row cannot be read ({error}).") from error

@@ -1,6 +1,7 @@
 """Samples that cannot be used: what is wrong with them, and what becomes of them in training."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +9,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from loongplug.data.object_store import StoreError
+from loongplug.data.remarks import Remarks
 
 # row: no JSON, or no known schema. media: a file is missing, or its header says that it cannot be
 # used. text: the chat template, its image tokens. length: longer than a sequence. pixels: the
-# header is right, but what follows is damaged.
-BadKind = Literal["row", "media", "text", "length", "pixels"]
+# header is right, but what follows is damaged. masked: the row's own loss or weight leaves it out,
+# which is no fault and ends no run.
+BadKind = Literal["row", "media", "text", "length", "pixels", "masked"]
 BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
 BadSamplePolicy = Literal["skip", "fatal"]
 BAD_SAMPLE_POLICIES: tuple[BadSamplePolicy, ...] = get_args(BadSamplePolicy)
+
+_MOST = 500  # characters of a message about one row
+_LONG_WORD = re.compile(r"(?<=\s)(\S{40})\S{20,}(\S{30})")
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +33,14 @@ class BadSample:
 
     kind: BadKind
     message: str
+
+    def __post_init__(self) -> None:
+        """Bound the message, which may quote the row: its long words, then its middle go."""
+        if len(self.message) > _MOST:
+            short = _LONG_WORD.sub(r"\1...\2", self.message)
+            if len(short) > _MOST:
+                short = f"{short[: _MOST - 205]} ... {short[-200:]}"
+            object.__setattr__(self, "message", short)
 
 
 class BadSampleError(ValueError):
@@ -55,15 +69,17 @@ class BadSamples:
     Bad pixels are met, and logged, by the one that loads them.
     """
 
-    def __init__(self, policy: BadSamplePolicy = "fatal") -> None:
+    def __init__(self, policy: BadSamplePolicy = "fatal", remarks: Remarks | None = None) -> None:
         self.skips = policy == "skip"
         self.speaks = True
         self.counts: Counter[BadKind] = Counter()
+        self.remarks = remarks or Remarks()  # on samples that are used
 
     def meet(self, sample: BadSample) -> None:
         """Count and log a sample that is to be left out; BadSampleError where none may be."""
-        if not self.skips:
+        masked = sample.kind == "masked"
+        if not self.skips and not masked:
             raise BadSampleError(sample)
         self.counts[sample.kind] += 1
-        if self.speaks or sample.kind == "pixels":
+        if (self.speaks and not masked) or sample.kind == "pixels":
             _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)

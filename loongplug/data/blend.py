@@ -141,6 +141,11 @@ class Blend:
     def __len__(self) -> int:
         return len(self._row)
 
+    @property
+    def access(self) -> RowAccess:
+        """That of each source."""
+        return self.sources[0].access
+
     def read(self, index: int) -> dict[str, Any]:
         """The row; ValueError with its place when it is not a JSON object."""
         source, row = self._find(index)

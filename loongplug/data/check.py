@@ -23,6 +23,7 @@ from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.remarks import MASKED, Remark, Remarks
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
@@ -36,10 +37,12 @@ _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
 class CheckedRow:
     """What is wrong with a row, and how many tokens it has, None where that cannot be said."""
 
+    where: str
     findings: tuple[BadSample, ...] = ()
     tokens: int | None = None
     visual_tokens: int = 0
     audio_tokens: int = 0
+    remarks: tuple[Remark, ...] = ()
 
 
 class RowChecker:
@@ -63,16 +66,20 @@ class RowChecker:
         """Decodes the row's media, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
-            conversation = parse_conversation(rows.read(index), where=where)
+            conversation = parse_conversation(
+                rows.read(index), where=where, ignored=rows.access.ignored
+            )
         except ValueError as error:
-            return CheckedRow((BadSample("row", str(error)),))
+            return CheckedRow(where, (BadSample("row", str(error)),))
+        if MASKED in conversation.remarks:
+            return CheckedRow(where, remarks=conversation.remarks)
         findings: list[BadSample] = []
         opened: list[Medium] = []
         grids: list[Grid] = []
         try:
             media = conversation.media(rows.media_root(index))
         except ValueError as error:  # a part that its sample does not have
-            return CheckedRow((BadSample("media", str(error)),))
+            return CheckedRow(where, (BadSample("media", str(error)),))
         for named in media:
             try:
                 medium = open_medium(named, self._processor, videos=self._videos, where=where)
@@ -88,7 +95,7 @@ class RowChecker:
             opened.append(medium)
             grids.append(grid)
         if findings:
-            return CheckedRow(tuple(findings))
+            return CheckedRow(where, tuple(findings))
         try:
             tokens = tokenize_sample(
                 conversation,
@@ -99,13 +106,15 @@ class RowChecker:
                 phase=self._phase,
             )
         except BadSampleError as error:
-            return CheckedRow((error.sample,))
+            return CheckedRow(where, (error.sample,))
         visual, audio = tokens_of_media(tokens.ids, self._processor)
         try:
             require_length(len(tokens.ids), where=where, seq_length=self._seq_length)
         except BadSampleError as error:
             findings = [error.sample]
-        return CheckedRow(tuple(findings), len(tokens.ids), visual, audio)
+        return CheckedRow(
+            where, tuple(findings), len(tokens.ids), visual, audio, conversation.remarks
+        )
 
 
 def _fault(medium: Medium) -> str | None:
@@ -135,14 +144,15 @@ def check(
     access: RowAccess = ANY_ROW,
     video_fps: float | None,
     special_tokens_in_text: bool = False,
+    literal_markers: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None,
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
 
     ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
-    standard output, a line each, in the order of the rows; the progress and the sum to standard
-    error.
+    standard output, a line each, in the order of the rows; the progress, the sum and remarks on
+    rows to standard error.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the files or the options.
@@ -169,12 +179,13 @@ def check(
         source = int(np.searchsorted(ends, row, side="right"))
         return checker.check(sources[source], row - int(ends[source]) + len(sources[source]))
 
-    total, bad = int(ends[-1]), 0
+    total, bad, remarks = int(ends[-1]), 0, Remarks(literal_markers=literal_markers)
     kinds: Counter[str] = Counter()
     lengths: list[tuple[int, int, int]] = []
     for row in map_rows(
         check_row, total, processes=processes, console=console, title="checking rows"
     ):
+        remarks.add(row.remarks, where=row.where)
         bad += bool(row.findings)
         kinds.update(finding.kind for finding in row.findings)
         if row.tokens is not None:
@@ -183,13 +194,10 @@ def check(
             # Names of files may be bytes that are no text, which could not be printed.
             print(finding.message.encode(errors="backslashreplace").decode(), flush=True)
     seconds = time.monotonic() - started
-    found = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    console.print(
-        f"{total} rows in {seconds:.1f} s: "
-        + (f"{bad} cannot be used ({found})." if bad else "all can be used."),
-        highlight=False,
-        soft_wrap=True,
-    )
+    faults = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    said = f"{bad} cannot be used ({faults})." if bad else "all can be used."
+    for line in (f"{total} rows in {seconds:.1f} s: {said}", *remarks.news()):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if lengths:
         tokens, visual, audio = zip(*lengths, strict=True)
         console.print(length_table(tokens, visual, audio))

@@ -1,9 +1,9 @@
 """What a row says, whatever format it was written in: messages of text, images, videos, sounds."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from loongplug.data.media_files import InlineFile, MediaFile, MediaRoot, media_named
+from loongplug.data.remarks import Remark
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class AudioPart:
 
     name: str | InlineFile
 
-
-# What is to be said of a row that can be used: a key in it that has no use, or a medium's mark that
-# is text since no medium takes its place.
-Remark = tuple[Literal["key", "mark"], str]
 
 Part = str | ImagePart | VideoPart | AudioPart  # a piece of a message; a string is its text
 
@@ -130,13 +126,11 @@ class Conversation:
     """A row: its messages and where it stands (``path:line``).
 
     ``plain`` rows are text without roles, in one message; no chat template is applied to them.
-    Rows that are ``left_out`` say so themselves, by ``loss`` or ``weight``.
     """
 
     messages: tuple[Message, ...]
     where: str
     plain: bool = False
-    left_out: bool = False
     remarks: tuple[Remark, ...] = ()
 
     def media(self, root: MediaRoot) -> tuple[Named, ...]:

@@ -20,6 +20,7 @@ from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.object_store import StoreError
 from loongplug.data.positions import Grid, mrope_position_ids, plain_position_ids
 from loongplug.data.processor import Processor
+from loongplug.data.remarks import MASKED, Remark
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
@@ -40,6 +41,7 @@ class Sample:
     grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
     bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
+    remarks: tuple[Remark, ...] = ()
 
     @classmethod
     def blank(cls, bad: BadSample | None = None) -> "Sample":
@@ -157,6 +159,7 @@ class ChatDataset:
             media=made.media,
             grids=made.grids,
             where=where,
+            remarks=made.remarks,
         )
 
     def positions(
@@ -191,6 +194,7 @@ class TokenizedRow:
     tokens: Tokens
     media: tuple[Medium, ...]  # in the order of their tokens
     grids: tuple[Grid, ...]  # of each medium
+    remarks: tuple[Remark, ...]
 
 
 def tokenize_row(
@@ -199,7 +203,11 @@ def tokenize_row(
     """What training would make of a row; BadSampleError for one that cannot be used."""
     where = rows.where(index)
     with bad_as("row"):
-        conversation = parse_conversation(rows.read(index), where=where)
+        conversation = parse_conversation(
+            rows.read(index), where=where, ignored=rows.access.ignored
+        )
+    if MASKED in conversation.remarks:
+        raise BadSampleError(BadSample("masked", f"{where}: left out by its loss or weight."))
     with bad_as("media"):
         media = tuple(
             open_medium(medium, processor, videos=videos, where=where)
@@ -210,7 +218,7 @@ def tokenize_row(
     tokens = tokenize_sample(
         conversation, processor, media=media, grids=grids, videos=videos, phase=phase
     )
-    return TokenizedRow(tokens, media, grids)
+    return TokenizedRow(tokens, media, grids, conversation.remarks)
 
 
 def tokenize_sample(

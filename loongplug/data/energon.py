@@ -75,7 +75,7 @@ class EnergonRows:
         """
         self.folder = folder
         self.split = split
-        self._access = access
+        self.access = access
         shards, excluded = _shards(folder, split=split)
         self.shards = tuple(folder / name for name, _ in shards)
         for shard in self.shards:
@@ -124,7 +124,7 @@ class EnergonRows:
                 " they say: prepare the dataset again without them."
             )
         part = _row_part(sample)
-        self._access.require_size(part.size, where=where)
+        self.access.require_size(part.size, where=where)
         with open_media_file(part) as file:
             content = file.read()
         try:

@@ -15,15 +15,16 @@ from loongplug.data.conversation import (
     ImagePart,
     Message,
     Part,
-    Remark,
     VideoPart,
 )
 from loongplug.data.media_files import InlineFile
+from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
     AnyPart,
     AnyRow,
     AudioPartRow,
     AudioUrlPart,
+    ConversationsRow,
     ImagePartRow,
     ImageUrlPart,
     MessagesRow,
@@ -38,6 +39,7 @@ from loongplug.data.schemas import (
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
 AUDIO_MARKER = "<audio>"
+_KINDS = {IMAGE_MARKER: "image", VIDEO_MARKER: "video", AUDIO_MARKER: "audio"}
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
 # With the line break that is written between a marker and the text.
@@ -62,29 +64,15 @@ def parse_conversation(
     checked, unused = validate_row(row, where=where, ignored=ignored)
     conversation = _conversation(checked, where=where)
     texts = (part for said in conversation.messages for part in said.parts if isinstance(part, str))
-    marks = {mark for text in texts for mark in _MARKER.findall(text)}
-    remarks: list[Remark] = [("key", key) for key in unused]
-    remarks += [("mark", mark) for mark in marks]
-    left_out = not _is_trained(checked, "assistant", where=where)
-    return replace(conversation, remarks=tuple(sorted(remarks)), left_out=left_out)
+    remarks = {("mark", mark) for text in texts for mark in _MARKER.findall(text)}
+    remarks |= {("key", key) for key in unused}
+    if not _is_trained(checked, "assistant", where=where):
+        remarks = {MASKED}
+    return replace(conversation, remarks=tuple(sorted(remarks)))
 
 
 def _conversation(checked: AnyRow, *, where: str) -> Conversation:
-    media_beside = bool(checked.all_images or checked.all_videos or checked.all_audios)
-    if isinstance(checked, MessagesRow) and not media_beside:
-        messages = tuple(
-            Message(
-                each.role,
-                tuple(_parts(each.content, None, where=where)),
-                _is_trained(each, each.role, where=where),
-            )
-            for each in checked.turns
-        )
-    elif isinstance(checked, TextRow) and not media_beside:
-        # What looks like a marker may well be a web page's.
-        messages = (Message(PLAIN_ROLE, (checked.text,)),)
-    else:
-        messages = _with_media(checked, where=where)
+    messages = _messages(checked, where=where)
     if isinstance(checked, TextRow):
         if not _says_something(messages[0]):
             raise ValueError(f"{where}: the text is empty: drop the row.")
@@ -150,27 +138,30 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
             yield _video(source, fps=part.fps, where=where)
 
 
-def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
-    """The messages with the row's media in the places of their markers."""
+def _messages(row: AnyRow, *, where: str) -> tuple[Message, ...]:
+    """The messages, with media that stand beside them in the places of their markers.
+
+    Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
+    """
     turns = list(_turns(row, where=where))
-    for marker, count, kind in (
-        (IMAGE_MARKER, len(row.all_images), "images"),
-        (VIDEO_MARKER, len(row.all_videos), "videos"),
-        (AUDIO_MARKER, len(row.all_audios), "audios"),
-    ):
-        if (written := sum(_places(content, marker) for _, content, _ in turns)) != count:
-            raise ValueError(
-                f"{where}: {written} {marker} markers in the text for {count} {kind} of the"
-                f" row: write one {marker} where each belongs, in a list of parts"
-                f' {{"type": "{kind[:-1]}"}}.'
-            )
-    beside = _Beside(row, where=where)
+    media = {marker: row.media(kind) for marker, kind in _KINDS.items()}
+    beside = None
+    if any(media.values()) or isinstance(row, ConversationsRow):
+        beside = _Beside(media, fps=row.fps, where=where)
+        for marker, kind in _KINDS.items():
+            written = sum(_places(content, marker) for _, content, _ in turns)
+            if written != len(media[marker]):
+                raise ValueError(
+                    f"{where}: {written} {marker} markers in the text for {len(media[marker])}"
+                    f" {kind}s of the row: write one {marker} where each belongs, in a list of"
+                    f' parts {{"type": "{kind}"}}.'
+                )
     return tuple(
         Message(
             role,
             tuple(
                 _fill(content, beside)
-                if isinstance(content, str)
+                if isinstance(content, str) and beside is not None
                 else _parts(content, beside, where=where)
             ),
             trained,
@@ -180,10 +171,7 @@ def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
 
 
 def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[str, str | list[AnyPart], bool]]:
-    """Of each message of a row that has media, or may have, beside its text: who says what.
-
-    With whether it is trained on.
-    """
+    """Of each message who says what, and whether it is trained on."""
     if isinstance(row, TextRow):
         yield PLAIN_ROLE, row.text, True
     elif isinstance(row, MessagesRow):
@@ -216,13 +204,9 @@ def _stands_for(part: AnyPart) -> str:
 class _Beside:
     """The media of a row beside its messages, to be taken in their order."""
 
-    def __init__(self, row: AnyRow, *, where: str) -> None:
-        self._left: dict[str, Iterator[Any]] = {
-            IMAGE_MARKER: iter(row.all_images),
-            VIDEO_MARKER: iter(row.all_videos),
-            AUDIO_MARKER: iter(row.all_audios),
-        }
-        self._fps = row.fps
+    def __init__(self, media: dict[str, list[Any]], *, fps: float | None, where: str) -> None:
+        self._left = {marker: iter(each) for marker, each in media.items()}
+        self._fps = fps
         self._where = where
 
     def take(self, marker: str, *, fps: float | None = None) -> Part:

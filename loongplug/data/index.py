@@ -16,6 +16,7 @@ from loongplug.data.lengths import length_table, tokens_of_media
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.remarks import MASKED, Remark
 from loongplug.data.row_sizes import RowSizes
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -32,6 +33,7 @@ class MeasuredRow:
     visual: int = 0  # tokens of images and videos
     audio: int = 0  # tokens of sounds
     bad: BadSample | None = None
+    remarks: tuple[Remark, ...] = ()
 
 
 def index(
@@ -85,7 +87,8 @@ def index(
         if settings.made_of(source) != made_of:
             raise ValueError(f"{path_of(source)} changed while it was read: index it again.")
         place = keep_sizes(source, sizes, made_of=made_of)
-        rows, seconds = len(source), time.monotonic() - started
+        rows = len(source) - sizes.remarks.found.get(MASKED, (0, ""))[0]
+        seconds = time.monotonic() - started
         _say(place, lengths, rows=rows, seconds=seconds, console=console)
         kept.append(place)
     return kept
@@ -100,17 +103,19 @@ def _measure(
         try:
             made = tokenize_row(source, row, processor, videos=videos, phase=phase)
         except BadSampleError as error:
+            if error.sample.kind == "masked":
+                return MeasuredRow(remarks=(MASKED,))
             return MeasuredRow(bad=error.sample)
         visual, audio = tokens_of_media(made.tokens.ids, processor)
-        return MeasuredRow(len(made.tokens.ids), made.grids, visual, audio)
+        return MeasuredRow(len(made.tokens.ids), made.grids, visual, audio, remarks=made.remarks)
 
     return measure
 
 
 def _printed(
     rows: Iterable[MeasuredRow], lengths: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, tuple[Grid, ...]]]:
-    """Tokens and grids of the rows; prints what is wrong with one.
+) -> Iterator[tuple[int, tuple[Grid, ...], tuple[Remark, ...]]]:
+    """Tokens, grids and remarks of the rows; prints what is wrong with one.
 
     Puts into ``lengths`` the tokens of each that can be used: all, of pictures, of sounds.
     """
@@ -118,9 +123,9 @@ def _printed(
         if row.bad is not None:
             # Names of files may be bytes that are no text, which could not be printed.
             print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
-        else:
+        elif row.tokens:  # else the row is left out
             lengths.append((row.tokens, row.visual, row.audio))
-        yield row.tokens, row.grids
+        yield row.tokens, row.grids, row.remarks
 
 
 def _say(
@@ -131,7 +136,7 @@ def _say(
     seconds: float,
     console: Console,
 ) -> None:
-    """What the file has."""
+    """What the file has, beside rows that leave themselves out."""
     bad = rows - len(lengths)
     console.print(
         f"{place}: {rows} rows in {seconds:.1f} s, "

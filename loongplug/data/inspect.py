@@ -18,6 +18,7 @@ from loongplug.data.media import token_count
 from loongplug.data.media_files import MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.remarks import Remarks
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.token_ids import among
@@ -38,6 +39,7 @@ def inspect(
     access: RowAccess = ANY_ROW,
     video_fps: float | None,
     special_tokens_in_text: bool = False,
+    literal_markers: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     samples: int,
     plots: Path | None,
@@ -67,13 +69,18 @@ def inspect(
         video_fps=video_fps,
         cache_bytes=0,
     )
+    remarks = Remarks(literal_markers=literal_markers)
     for index in np.linspace(0, len(dataset) - 1, min(samples, len(dataset))).round().astype(int):
         try:
-            for line in describe(dataset[int(index)], processor):
+            sample = dataset[int(index)]
+            remarks.add(sample.remarks, where=sample.where)
+            for line in describe(sample, processor):
                 console.print(line)
         except ValueError as error:
             console.print(escape(str(error)), style="red")
         console.print()
+    for line in remarks.news():
+        console.print(f"Of the rows shown: {line}", markup=False)
     if plots is None:
         return
 

@@ -35,7 +35,7 @@ class JsonlIndex:
     ) -> None:
         self.path = Path(path)
         self._name = str(path)
-        self._access = access
+        self.access = access
         self._shown = copy_of or self.path
         self._media_root = access.media_of(self._shown)
         if not self.path.is_file():
@@ -84,7 +84,7 @@ class JsonlIndex:
             last = index + 1 == len(offsets)
             end = os.fstat(file).st_size if last else int(offsets[index + 1])
             # Blank lines may follow, so what is up to the next row may be larger than the row.
-            most = min(end - start, self._access.max_row_mib * 2**20 + 1)
+            most = min(end - start, self.access.max_row_mib * 2**20 + 1)
             found = os.pread(file, most, start)
             # The system may give less than was asked for; nothing is the file's end.
             while (more := most - len(found)) > 0:
@@ -94,11 +94,11 @@ class JsonlIndex:
         finally:
             os.close(file)
         if self._array:  # an object, and what stands between it and the next
-            self._access.require_size(end - start, where=self.where(index))
+            self.access.require_size(end - start, where=self.where(index))
             return found.rstrip(b" \t\r\n,]")
         line, newline, _ = found.partition(b"\n")
         if not newline:
-            self._access.require_size(end - start, where=self.where(index))
+            self.access.require_size(end - start, where=self.where(index))
         return line
 
 

@@ -19,6 +19,7 @@ from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.kept_files import places
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.remarks import Remark
 from loongplug.data.row_sizes import RowSizes, read_sizes, write_sizes
 from loongplug.data.rows import ANY_ROW, MAX_ROW_MIB, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -48,6 +49,7 @@ class LengthSettings:
                 "special_tokens_in_text": self.special_tokens_in_text,
                 "max_row_mib": self.access.max_row_mib,
                 "confine_media": self.access.confine_media,
+                "ignore_keys": self.access.ignored,
                 **self.pixel_limits.given(),
             },
         }
@@ -68,6 +70,7 @@ class LengthSettings:
             if value is not None:
                 words += [f"--{name.replace('_', '-')}", str(value)]
         words += ["--confine-media"] * self.access.confine_media
+        words += ["--ignore-keys", self.access.ignore_keys] if self.access.ignored else []
         words += ["--special-tokens-in-text"] * self.special_tokens_in_text
         return shlex.join(words)
 
@@ -91,6 +94,24 @@ def sample_lengths(
         return None
     lengths = rows.spread(tokens) if isinstance(rows, Blend) else tokens[0]
     return np.where(lengths > seq_length, 0, lengths)
+
+
+def indexed_remarks(rows: Rows, settings: LengthSettings) -> list[tuple[Remark, int, str]]:
+    """Remarks on rows, how many rows and where the first stands, by the files' indexes.
+
+    None, unless each file has an index that fits.
+    """
+    sources = sources_of(rows)
+    try:
+        found = [kept_sizes(source, settings) for source in sources]
+    except ValueError:  # which ends a run that needs it
+        return []
+    return [
+        (remark, count, source.where(int(row)))
+        for source, sizes in zip(sources, found, strict=True)
+        if sizes is not None and None not in found
+        for remark, (count, row) in sizes.remarks.found.items()
+    ]
 
 
 def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:

@@ -1,8 +1,8 @@
 """How large images and videos are made before they are cut into patches."""
 
-from argparse import Namespace
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,9 @@ class PixelLimits:
     video_max_pixels: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> "PixelLimits":
-        """Those of the command line."""
-        return cls(
-            min_pixels=args.min_pixels,
-            max_pixels=args.max_pixels,
-            video_min_pixels=args.video_min_pixels,
-            video_max_pixels=args.video_max_pixels,
-        )
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Those of a command line's options."""
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
 
     @property
     def of_videos(self) -> bool:

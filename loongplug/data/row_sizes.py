@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from loongplug.data.kept_files import put_whole
 from loongplug.data.positions import Grid
+from loongplug.data.remarks import Remark, Remarks
 
 # The file: these words of 64 bits, the note as JSON, then the arrays of numbers of 32 bits. The
 # checksum is that of all behind the header.
 _HEADER = ("magic", "version", "rows", "media", "note_bytes", "checksum")
 _HEADER_BYTES = 8 * len(_HEADER)
 _MAGIC = int.from_bytes(b"loonglen", "little")
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class RowSizes:
     tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
     media: NDArray[np.int32]  # [rows]: how many media each has
     grids: NDArray[np.int32]  # [media of all rows, 3], in the order of the rows
+    remarks: Remarks  # where the first stands is the row's number
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, Sequence[Grid]]]) -> Self:
-        """Of each row's tokens and grids, taken one after the other."""
-        tokens, media, grids = array("i"), array("i"), array("i")
-        for length, each in rows:
+    def of(cls, rows: Iterable[tuple[int, Sequence[Grid], Sequence[Remark]]]) -> Self:
+        """Of each row's tokens, grids and remarks, taken one after the other."""
+        tokens, media, grids, remarks = array("i"), array("i"), array("i"), Remarks()
+        for length, each, said in rows:
+            remarks.add(said, where=str(len(tokens)))
             tokens.append(length)
             media.append(len(each))
             for grid in each:
@@ -43,12 +46,13 @@ class RowSizes:
             np.array(tokens, dtype=np.int32),
             np.array(media, dtype=np.int32),
             np.array(grids, dtype=np.int32).reshape(-1, 3),
+            remarks,
         )
 
 
 def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:
     """Put the file in its place at once, with a ``note`` on what it was made of, as plain data."""
-    text = json.dumps(note).encode()
+    text = json.dumps([note, list(sizes.remarks.found.items())]).encode()
     text += b" " * (-len(text) % 8)
     content = b"".join((text, sizes.tokens.tobytes(), sizes.media.tobytes(), sizes.grids.tobytes()))
     rows, media = len(sizes.tokens), len(sizes.grids)
@@ -82,8 +86,11 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
     if checksum != zlib.crc32(content[_HEADER_BYTES:]):
         raise ValueError("is damaged")
     try:
-        note = json.loads(content[_HEADER_BYTES:numbers].tobytes())
-    except (ValueError, RecursionError) as error:
+        note, found = json.loads(content[_HEADER_BYTES:numbers].tobytes())
+        remarks = Remarks()
+        for (kind, name), (count, row) in found:
+            remarks.add([(kind, name)], where=row, rows=count)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError("is damaged") from error
     tokens, of_rows, grids, _ = np.split(content[numbers:].view(np.int32), np.cumsum(counts))
-    return note, RowSizes(tokens, of_rows, grids.reshape(-1, 3))
+    return note, RowSizes(tokens, of_rows, grids.reshape(-1, 3), remarks)

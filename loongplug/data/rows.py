@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from loongplug.data.media_files import ConfinedFolder, MediaRoot, RemoteFolder
 from loongplug.data.object_store import RemoteFile, is_remote
@@ -18,12 +19,24 @@ class RowAccess:
 
     Relative paths in rows start at ``media_root``, by default the folder of the rows' file; with
     ``confine_media``, no medium is opened that lies elsewhere. Of a row above ``max_row_mib`` no
-    more is read, and it is refused.
+    more is read, and it is refused. ``ignore_keys``, with commas between them, may be anywhere in a
+    row without a use.
     """
 
     media_root: str | Path | None = None
     confine_media: bool = False
     max_row_mib: int = MAX_ROW_MIB
+    ignore_keys: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """That of a command line's options."""
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
+
+    @property
+    def ignored(self) -> list[str]:
+        """The keys of ``ignore_keys``, in one order."""
+        return sorted({key.strip() for key in self.ignore_keys.split(",")} - {""})
 
     def media_of(self, file: Path | RemoteFile) -> MediaRoot:
         """What relative paths in the rows of this file start at."""

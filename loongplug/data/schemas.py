@@ -2,8 +2,6 @@
 
 import reprlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -94,14 +92,6 @@ File = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """Keys of a row that its schema does not have: those that may be there, and were."""
-
-    ignored: Collection[str]
-    unused: set[str] = field(default_factory=set)
-
-
 class _Schema(BaseModel):
     """A place in a row, or the row, whose keys are used, refused by name, or counted as unused."""
 
@@ -114,27 +104,21 @@ class _Schema(BaseModel):
         """The value without what is not used; the one place that decides on it."""
         if not isinstance(value, dict) or info.context is None:  # None: made by ourselves
             return value
-        fields, used = _fields(cls), {}
+        fields = {each.alias or name: each for name, each in cls.model_fields.items()}
+        (ignored, unused), used = info.context, {}
         for key, each in value.items():
             if key in fields:
-                if fields[key] or not _is_empty(each):
+                if fields[key].is_required() or not _is_empty(each):
                     used[key] = each
             elif not _is_empty(each):
                 known = f"LoongPlug knows {', '.join(fields)} there"
                 meaning = _MEANINGS.get(key, "" if cls.is_row else known)
-                if meaning and key not in info.context.ignored:
+                if meaning and key not in ignored:
                     reason = meaning if cls.is_row else known
                     shown = key.encode(errors="backslashreplace").decode()
                     raise PydanticCustomError("key", "{reason}", {"key": shown, "reason": reason})
-                info.context.unused.add(key)
+                unused.add(key)
         return used
-
-
-@cache
-def _fields(schema: type[_Schema]) -> dict[str, bool]:
-    """The keys that the schema uses, and whether each has to be there."""
-    fields = schema.model_fields
-    return {field.alias or name: field.is_required() for name, field in fields.items()}
 
 
 class TextPart(_Schema):
@@ -239,22 +223,10 @@ class _Row(Spoken):
     audios: list[File] | None = None
     fps: Rate | None = None
 
-    @property
-    def all_images(self) -> list[str | InlineFile]:
-        """In the order of their markers, as are videos and sounds."""
-        return [*_as_list(self.image), *(self.images or ())]
-
-    @property
-    def all_videos(self) -> list[str | list[str]]:
-        return [*_as_list(self.video), *(self.videos or ())]
-
-    @property
-    def all_audios(self) -> list[str | InlineFile]:
-        return [*_as_list(self.audio), *(self.audios or ())]
-
-
-def _as_list(files: Any) -> list[Any]:
-    return files if isinstance(files, list) else [files] if files else []
+    def media(self, kind: str) -> list[Any]:
+        """Images, videos or sounds, in the order of their markers."""
+        one, more = getattr(self, kind), getattr(self, f"{kind}s") or []
+        return [*(one if isinstance(one, list) else [one] if one else []), *more]
 
 
 class MessagesRow(_Row):
@@ -310,8 +282,8 @@ def validate_row(
         if key not in (keys or row):
             continue
         try:
-            keys_beside = _Keys(ignored)
-            return schema.model_validate(row, context=keys_beside), keys_beside.unused
+            unused: set[str] = set()
+            return schema.model_validate(row, context=(ignored, unused)), unused
         except ValidationError as error:
             details = error.errors(include_url=False)
             found = "; ".join(_describe(detail, row) for detail in details[:_MOST_ERRORS])

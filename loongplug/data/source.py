@@ -308,6 +308,7 @@ class LocalSource:
         assert planned.number == number, (planned.number, number)
         self.consumed_samples += self._each
         for sample in planned.samples:
+            self._bad_samples.remarks.add(sample.remarks, where=sample.where)
             if sample.bad is not None:
                 self._bad_samples.meet(sample.bad)
         return planned

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.bad_samples import bad_as
 from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
@@ -54,37 +55,40 @@ def questions_of(
     """As :func:`read_questions`, of rows that are open."""
     questions: list[Question] = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
-        row, where = rows.read(index), rows.where(index)
-        conversation = parse_conversation(row, where=where)
-        *asked, last = conversation.messages
-        if last.role != "assistant":
-            raise ValueError(
-                f"{where}: the last message is the {last.role}'s: end the row with the assistant's "
-                "right answer, which is compared with the model's."
-            )
-        prompt = Conversation(messages=tuple(asked), where=where)
-        media = tuple(
-            open_medium(medium, processor, videos=videos, where=where)
-            for medium in prompt.media(rows.media_root(index))
-        )
-        placeholders = [
-            placeholder(
-                medium,
-                medium_grid(medium, processor, videos=videos, where=where),
-                processor,
-                videos=videos,
-            )
-            for medium in media
-        ]
-        task = next((row[key] for key in _TASK_KEYS if key in row), None)
-        questions.append(
-            Question(
-                input_ids=tokenize_prompt(prompt, processor, placeholders=placeholders),
-                media=media,
-                answer=last.text,
-                text=asked[-1].text if asked else "",
-                task=None if task is None else str(task),
-                where=where,
-            )
-        )
+        with bad_as("row"):
+            questions.append(_question(rows, index, processor, videos=videos))
     return questions
+
+
+def _question(rows: Rows, index: int, processor: Processor, *, videos: VideoProcessor) -> Question:
+    row, where = rows.read(index), rows.where(index)
+    conversation = parse_conversation(row, where=where, ignored=rows.access.ignored)
+    *asked, last = conversation.messages
+    if last.role != "assistant":
+        raise ValueError(
+            f"{where}: the last message is the {last.role}'s: end the row with the assistant's "
+            "right answer, which is compared with the model's."
+        )
+    prompt = Conversation(messages=tuple(asked), where=where)
+    media = tuple(
+        open_medium(medium, processor, videos=videos, where=where)
+        for medium in prompt.media(rows.media_root(index))
+    )
+    placeholders = [
+        placeholder(
+            medium,
+            medium_grid(medium, processor, videos=videos, where=where),
+            processor,
+            videos=videos,
+        )
+        for medium in media
+    ]
+    task = next((row[key] for key in _TASK_KEYS if key in row), None)
+    return Question(
+        input_ids=tokenize_prompt(prompt, processor, placeholders=placeholders),
+        media=media,
+        answer=last.text,
+        text=asked[-1].text if asked else "",
+        task=None if task is None else str(task),
+        where=where,
+    )

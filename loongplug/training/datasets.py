@@ -18,7 +18,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import sample_lengths
+from loongplug.data.length_index import indexed_remarks, sample_lengths
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
@@ -28,6 +28,7 @@ from loongplug.data.processor import (
     load_processor,
     require_fit,
 )
+from loongplug.data.remarks import Remarks
 from loongplug.data.step_sizes import StepSizes
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
@@ -104,7 +105,8 @@ class DatasetProvider:
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
             # Absent without it, as in the notes of runs before there was such a flag.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
-            **PixelLimits.of(args).given(),
+            **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
+            **PixelLimits.of(vars(args)).given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
         self.questions = (
@@ -124,7 +126,10 @@ class DatasetProvider:
 
         self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
-        self.bad_samples = BadSamples(args.bad_sample)  # met in training
+        remarks = Remarks(literal_markers=args.literal_markers)
+        for remark, count, where in indexed_remarks(train.rows, length_settings(args, model)):
+            remarks.add([remark], where=where, rows=count)
+        self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
 
     @property
     def indexed(self) -> dict[str, str]:
@@ -284,7 +289,7 @@ class DatasetProvider:
             ),
             audio_sizes=None if hears is None else hears.sizes,
             special_tokens_in_text=args.special_tokens_in_text,
-            pixel_limits=PixelLimits.of(args),
+            pixel_limits=PixelLimits.of(vars(args)),
         )
         patches = () if sees is None else _PATCH_SIZES
         require_fit(

@@ -230,6 +230,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
+    value("--ignore-keys", "KEY,...", "keys that rows may have anywhere without a use", default="")
+    switch("--literal-markers", "<image> and the like in rows without media are meant as text")
     value(
         "--epochs",
         "N",

@@ -206,6 +206,7 @@ class TrainingProgress:
     sink: PlainLines | RichBar | None
     on_report: Callable[[StepReport], None] | None = None  # called on every rank
     met: Mapping[BadKind, int] = field(default_factory=dict)  # bad samples of this rank so far
+    news: Callable[[], list[str]] = list  # remarks on rows that this rank met
     memory: Callable[[], int] = int  # the most bytes that this rank has held
     peak_tflops: float | None = None  # of this rank's device
 
@@ -331,6 +332,8 @@ class TrainingProgress:
         self._last_time = now
         self.reports.append(report)
         if self.sink is not None:
+            for line in self.news():
+                self.sink.say(line)
             self.sink.report(report)
         if self.on_report is not None:
             self.on_report(report)
@@ -341,7 +344,8 @@ class TrainingProgress:
             return
         if self.bad_samples:
             kinds = ", ".join(f"{kind} {count}" for kind, count in self.bad_samples.items())
-            self.sink.say(f"bad samples left out: {sum(self.bad_samples.values())} ({kinds})")
+            what = "bad samples" if self.bad_samples.keys() - {"masked"} else "samples"
+            self.sink.say(f"{what} left out: {sum(self.bad_samples.values())} ({kinds})")
         self.sink.close()
 
 

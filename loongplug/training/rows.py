@@ -25,7 +25,7 @@ def rows_of(args: Namespace, files: Sequence[str], *, flag: str, split: str) -> 
     Raises:
         ValueError: a file is missing or malformed.
     """
-    return open_rows(files, flag=flag, seed=args.seed, split=split, access=_access(args))
+    return open_rows(files, flag=flag, seed=args.seed, split=split, access=RowAccess.of(vars(args)))
 
 
 def length_settings(args: Namespace, model: Any) -> LengthSettings:
@@ -36,12 +36,6 @@ def length_settings(args: Namespace, model: Any) -> LengthSettings:
         timestamps=model.video_style().timestamps,
         video_fps=args.video_fps,
         special_tokens_in_text=args.special_tokens_in_text,
-        pixel_limits=PixelLimits.of(args),
-        access=_access(args),
-    )
-
-
-def _access(args: Namespace) -> RowAccess:
-    return RowAccess(
-        media_root=args.media_root, confine_media=args.confine_media, max_row_mib=args.max_row_mib
+        pixel_limits=PixelLimits.of(vars(args)),
+        access=RowAccess.of(vars(args)),
     )

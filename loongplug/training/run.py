@@ -161,6 +161,9 @@ def _run(
     if datasets.indexed and args.rank == 0:
         which = " and ".join(datasets.indexed)
         print(f"Packs of {which} data are planned from their index of lengths.", flush=True)
+    if args.rank == 0:
+        for line in datasets.bad_samples.remarks.news():
+            print(f"Training data have {line}.", flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
@@ -283,6 +286,7 @@ def _pretrain(
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=noted,
             met=datasets.bad_samples.counts,
+            news=datasets.bad_samples.remarks.news,
             memory=current_platform().peak_memory_bytes,
             peak_tflops=_peak_tflops(),
         ),
