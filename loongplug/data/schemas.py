@@ -222,6 +222,8 @@ class _Row(Spoken):
     audio: Files | None = None
     audios: list[File] | None = None
     fps: Rate | None = None
+    task: Any = None  # which `loongplug eval` reads, as it does
+    kind: Any = None  # where there is no task
 
     def media(self, kind: str) -> list[Any]:
         """Images, videos or sounds, in the order of their markers."""

@@ -1,5 +1,6 @@
 """Going on in the data: other data are refused, other layouts and workers see the same samples."""
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -104,7 +105,9 @@ def seen_and_made(rank: int, *, flags: list[str]) -> tuple[list[list[int]], int]
 def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, demo, tmp_path, capfd):
     """Over an epoch; a run resumes with it where one without it was stopped."""
     data = tmp_path / "rows.jsonl"
-    data.write_text((demo / "train.jsonl").read_text())
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    masked = json.dumps(json.loads(rows[0]) | {"loss": False})
+    data.write_text("".join(f'{{"origin": "demo", {row[1:]}\n' for row in (*rows, masked)))
     flags = [*flags, "--train-data-path", str(data), "--media-root", str(demo)]
     flags += ["--packing", "--packing-look-ahead", "8", "--micro-batch-size", "1"]
     flags += ["--use-distributed-optimizer"]
@@ -118,9 +121,14 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     index([str(data)], **options, access=RowAccess(media_root=demo))
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
-    capfd.readouterr()
+    keys = "keys without a use (rows that have them): 'origin'"
+    assert capfd.readouterr().out.count(keys) == 1  # as rows are met
     whole = train()
-    assert "Packs of training data are planned from their index" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "Packs of training data are planned from their index" in said
+    assert f"Training data have {keys} ({len(rows)})." in said
+    assert "Training data have 1 rows left out by loss or weight" in said
+    assert said.count(keys) == 1
     rest = train("--load", str(tmp_path / "run"))
     for rank in range(2):
         assert without[rank][0] + rest[rank][0] == whole[rank][0]

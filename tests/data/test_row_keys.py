@@ -1,0 +1,351 @@
+"""Keys of rows: each is used, refused by name, or counted and named once."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
+from loongplug.data.conversation import AudioPart, ImagePart, VideoPart
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.formats import parse_conversation
+from loongplug.data.index import index
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.length_index import LengthSettings, indexed_remarks, kept_sizes
+from loongplug.data.processor import Processor
+from loongplug.data.remarks import MASKED, Remarks
+from loongplug.data.rows import RowAccess
+from loongplug.data.schemas import (
+    _MEANINGS,
+    AudioPartRow,
+    AudioUrlPart,
+    ChatTurn,
+    ConversationsRow,
+    ImagePartRow,
+    ImageUrlPart,
+    MessageRow,
+    MessagesRow,
+    TextPart,
+    TextRow,
+    Url,
+    VideoPartRow,
+    VideoUrlPart,
+)
+
+Row = Callable[..., dict[str, Any]]
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def message(**part: Any) -> dict[str, Any]:
+    said = [{"type": "text", "text": "x"}, part]
+    return {"messages": [{"role": "user", "content": said}, {**ANSWER}]}
+
+
+# Of each place where keys may be: a row, the way to the place, and a value for each of its keys.
+FILES = {
+    "image": "i.png",
+    "images": ["j.png"],
+    "video": "v.mp4",
+    "videos": [["0.png", "1.png"]],
+    "audio": "a.wav",
+    "audios": ["b.wav"],
+    "fps": 2.0,
+}
+MARKERS = "<image><image><video><video><audio><audio>"
+MASKS = {"loss": False, "weight": 0}
+BESIDE = {**FILES, **MASKS, "task": "read", "kind": "scan"}
+PLACES: dict[type, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+    MessagesRow: (
+        {"messages": [USER | {"content": MARKERS}, ANSWER]},
+        (),
+        {"messages": [USER | {"content": f"{MARKERS}!"}], "system": "Be brief.", **BESIDE},
+    ),
+    ConversationsRow: (
+        {"conversations": [{"from": "human", "value": MARKERS}, {"from": "gpt", "value": "y"}]},
+        (),
+        {
+            "conversations": [{"from": "human", "value": f"{MARKERS}!"}],
+            "system": "Be brief.",
+            **BESIDE,
+        },
+    ),
+    TextRow: ({"text": MARKERS}, (), {"text": f"{MARKERS}!", **BESIDE}),
+    MessageRow: (
+        {"messages": [USER, {**ANSWER}]},
+        ("messages", 1),
+        {"role": "user", "content": "no", **MASKS},
+    ),
+    ChatTurn: (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+        ("conversations", 1),
+        {"from": "human", "value": "no", **MASKS},
+    ),
+    TextPart: (message(type="text", text="y"), ("messages", 0, "content", 1), {"text": "no"}),
+    ImagePartRow: (message(type="image", image="i"), ("messages", 0, "content", 1), {"image": "j"}),
+    ImageUrlPart: (
+        message(type="image_url", image_url="i"),
+        ("messages", 0, "content", 1),
+        {"image_url": "j"},
+    ),
+    VideoPartRow: (
+        message(type="video", video="v"),
+        ("messages", 0, "content", 1),
+        {"video": "w", "fps": 3.0},
+    ),
+    VideoUrlPart: (
+        message(type="video_url", video_url="v"),
+        ("messages", 0, "content", 1),
+        {"video_url": "w", "fps": 3.0},
+    ),
+    AudioPartRow: (message(type="audio", audio="a"), ("messages", 0, "content", 1), {"audio": "b"}),
+    AudioUrlPart: (
+        message(type="audio_url", audio_url="a"),
+        ("messages", 0, "content", 1),
+        {"audio_url": "b"},
+    ),
+    Url: (
+        message(type="image_url", image_url={"url": "u"}),
+        ("messages", 0, "content", 1, "image_url"),
+        {"url": "w"},
+    ),
+}
+WITHOUT_MEANING = ("id", "name", "timestamp", "detail")
+
+
+def keys_of(schema: Any) -> set[str]:
+    return {field.alias or name for name, field in schema.model_fields.items()}
+
+
+def with_keys(schema: type, **keys: Any) -> dict[str, Any]:
+    row, way, _ = PLACES[schema]
+    row = json.loads(json.dumps(row))
+    place = row
+    for step in way:
+        place = place[step]
+    place |= keys
+    return row
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("schema", PLACES)
+def test_every_key_of_every_format_is_used_and_documented(schema: type) -> None:
+    """With another value of it, the row says something else; and the page's table has it."""
+    beside = FILES if schema in (MessagesRow, ConversationsRow, TextRow) else {}
+    before = parse_conversation(with_keys(schema, **beside), where="r:1")
+    assert not before.remarks
+    examples = PLACES[schema][2]
+    table = DOCS.read_text().split("## Keys of a row")[1].split("\n## ")[0]
+    assert keys_of(schema) - {"type"} == examples.keys()
+    assert keys_of(schema) <= set(re.findall(r"`(\w+)`", table))
+    for key in beside:  # each has its marker
+        row = with_keys(schema, **{name: each for name, each in beside.items() if name != key})
+        with pytest.raises(ValueError, match=r"2 <\w+> markers in the text for 1|no \"fps\""):
+            parse_conversation(row, where="r:1")
+    for key in examples.keys() - beside.keys() - {"task", "kind"}:  # which are of `loongplug eval`
+        row = with_keys(schema, **{**beside, key: examples[key]})
+        assert parse_conversation(row, where="r:1") != before, key
+
+
+@pytest.mark.quick
+@settings(max_examples=50)
+@given(
+    schema=st.sampled_from([s for s in PLACES if not PLACES[s][0].keys() & keys_of(s)]),
+    key=st.one_of(
+        st.sampled_from(["loss", "weight", "mask", "path", "url", "tools", "parts", "image", "0"]),
+        st.text(min_size=1, max_size=20),
+    ),
+    value=st.one_of(st.booleans(), st.integers(), st.just("x")),
+)
+def test_any_unknown_key_of_a_turn_or_part_is_refused_by_name(
+    schema: type, key: str, value: Any
+) -> None:
+    _, way, _ = PLACES[schema]
+    row = with_keys(schema, **{key: value})
+    assume(key not in keys_of(schema) and _MEANINGS.get(key) != "")
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way)[1:]
+    shown = key.encode(errors="backslashreplace").decode()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse_conversation(row, where="r:1")
+    assert str(caught.value).startswith(f"r:1: {path} has the key {shown!r:.80} (LoongPlug knows ")
+    ignoring = parse_conversation(row, where="r:1", ignored=[key])
+    assert ignoring.remarks == (("key", key),)
+    for nothing in (None, "", [], {}):
+        assert parse_conversation(with_keys(schema, **{key: nothing}), where="r:1").remarks == ()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("schema", PLACES)
+def test_keys_without_meaning_are_counted_anywhere(schema: type) -> None:
+    row = with_keys(schema, **dict.fromkeys(WITHOUT_MEANING, "x"))
+    if schema in (MessagesRow, ConversationsRow, TextRow):
+        row |= FILES | {"anything": 3}
+    expected = {("key", key) for key in WITHOUT_MEANING} | {("key", "anything")} & {
+        ("key", key) for key in row
+    }
+    assert set(parse_conversation(row, where="r:1").remarks) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("beside", ["messages", "text"])
+def test_one_medium_or_a_list_stands_beside_messages_and_text(beside: str) -> None:
+    text = "<image>What?<video><audio>"
+    row: dict[str, Any] = {"text": text}
+    if beside == "messages":
+        row = {"messages": [USER | {"content": text}, ANSWER]}
+    dictionary = {"path": "i.png", "bytes": None}  # as datasets writes an image
+    for image in ("i.png", ["i.png"], dictionary, [dictionary]):
+        whole = row | {"image": image, "video": "v.mp4", "audio": ["a.wav"]}
+        said = parse_conversation(whole, where="r:1").messages[0].parts
+        assert said == (
+            ImagePart("i.png"),
+            "What?",
+            VideoPart("v.mp4", None),
+            AudioPart("a.wav"),
+        )
+    with pytest.raises(ValueError, match="1 <video> markers in the text for 2 videos"):
+        parse_conversation(whole | {"video": ["v.mp4", "w.mp4"]}, where="r:1")
+    part = {"type": "image", "image": dictionary}
+    row = {"messages": [USER | {"content": [part]}, ANSWER]}
+    assert parse_conversation(row, where="r:1").messages[0].parts == (ImagePart("i.png"),)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("head", [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"RIFF", b"nothing"])
+def test_base64_is_recognised_and_not_repeated(head: bytes) -> None:
+    text = base64.b64encode(head + bytes(range(256)) * 300).decode()
+    for row in (
+        {"messages": [USER | {"content": "<image>"}], "images": [text]},
+        message(type="image", image={"bytes": text, "path": "a.png"}),
+        message(type="image_url", image_url={"url": text}),
+    ):
+        with pytest.raises(ValueError, match="write data:image/png;base64, in front") as caught:
+            parse_conversation(row, where="r:1")
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.quick
+def test_no_message_about_a_row_is_long() -> None:
+    name = "x" * 3000
+    short = BadSample("media", f"/data/r.jsonl:1: no file at /media/{name}.png: mend it.").message
+    assert short.startswith("/data/r.jsonl:1: no file at /media/xxx")
+    assert short.endswith("x.png: mend it.")
+    assert len(short) < 200
+    words = BadSample("row", f"r:1: {'word ' * 1000}: mend it.").message
+    assert len(words) <= 500
+    assert words.endswith(": mend it.")
+
+
+@pytest.mark.quick
+def test_remarks_are_told_once_and_bounded() -> None:
+    remarks = Remarks()
+    for number in range(3):
+        remarks.add([("key", "id"), ("mark", "<image>")], where=f"r:{number}")
+    remarks.add([MASKED], where="r:9")
+    keys, mark, masked = remarks.news()
+    assert keys == "keys without a use (rows that have them): 'id' (3)"
+    assert mark.startswith("<image> as text in 3 rows, the first at r:0: ")
+    assert masked == "1 rows left out by loss or weight, the first at r:9"
+    remarks.add([("key", "id"), MASKED], where="r:10")
+    assert remarks.news() == []
+    remarks.add([("key", f"k{number}") for number in range(5000)], where="r:11")
+    (line,) = remarks.news()
+    assert len(line) < 500
+    assert len(remarks.found) < 1100
+    meant = Remarks(literal_markers=True)
+    meant.add([("mark", "<image>")], where="r:1")
+    assert meant.news() == []
+
+
+def run_data(*words: Any) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["data", *map(str, words), "--processes", "1"])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
+    processor: Processor, processor_folder: Path, write_rows: Callable[..., Path], row: Row
+) -> None:
+    """By data check, data inspect, the index, and what a run is told; none is a bad row."""
+    tagged = row("<image>Read", "1") | {"images": [], "source": "web"}
+    path = write_rows(
+        row("Read", "1"),
+        row("Read", "1") | {"loss": False, "image": ["gone.png"]}
+        if False
+        else row("Read", "1") | {"loss": False},
+        tagged,
+        row("Read", "1") | {"weight": 0},
+        row("Read", "1") | {"weight": 1},
+        tagged,
+    )
+    options = ("--tokenizer-model", processor_folder)
+    keys = "keys without a use (rows that have them): 'source' (2)"
+    mark = f"<image> as text in 2 rows, the first at {path}:3: "
+    left_out = f"2 rows left out by loss or weight, the first at {path}:2"
+    code, printed, said = run_data("check", path, *options, "--seq-length", 40)
+    assert (code, printed) == (0, "")
+    assert "6 rows in" in said
+    assert all(each in said for each in ("all can be used", keys, mark, left_out))
+    _, _, said = run_data("check", path, *options, "--seq-length", 40, "--literal-markers")
+    assert mark not in said
+    assert keys in said
+    code, printed, _ = run_data("inspect", path, *options, "--samples", 6)
+    assert code == 0
+    assert keys in printed
+    assert mark in printed
+    assert f"{path}:2: left out by its loss or weight" in printed
+
+    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
+    assert indexed_remarks(JsonlIndex(path), decides) == []
+    code, printed, said = run_data("index", path, *options)
+    assert (code, printed) == (0, "")
+    assert "4 rows in" in said
+    assert "all of which can be used" in said
+    sizes = kept_sizes(JsonlIndex(path), decides)
+    assert sizes is not None
+    assert (sizes.tokens > 0).tolist() == [True, False, True, False, True, True]
+    assert indexed_remarks(JsonlIndex(path), decides) == [
+        (MASKED, 2, f"{path}:2"),
+        (("key", "source"), 2, f"{path}:3"),
+        (("mark", "<image>"), 2, f"{path}:3"),
+    ]
+    dataset = ChatDataset(path, processor=processor, seq_length=40, training_phase="sft")
+    samples = dataset.text_parts(range(6))
+    assert [len(sample) for sample in samples] == sizes.tokens.tolist()
+    bad = BadSamples("fatal")
+    for sample in samples:
+        if sample.bad is not None:
+            bad.meet(sample.bad)
+    assert bad.counts == {"masked": 2}
+    with pytest.raises(BadSampleError):
+        bad.meet(BadSample("row", "r:1: no row"))
+
+
+def test_ignored_keys_are_of_the_index_and_its_command(
+    processor: Processor, processor_folder: Path, write_rows: Callable[..., Path], row: Row
+) -> None:
+    made = row("Read", "1")
+    made["messages"][1]["score"] = 0.5
+    path = write_rows(made)
+    options = ("--tokenizer-model", processor_folder)
+    code, printed, _ = run_data("check", path, *options, "--seq-length", 40)
+    assert code == 1
+    assert printed.startswith(f"{path}:1: messages[1] has the key 'score' (LoongPlug knows ")
+    access = RowAccess(ignore_keys="x, score")
+    code, printed, said = run_data(
+        "check", path, *options, "--seq-length", 40, "--ignore-keys", access.ignore_keys
+    )
+    assert (code, printed) == (0, "")
+    assert "'score' (1)" in said
+    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
+    index([str(path)], tokenizer_model=processor_folder, training_phase="sft", access=access)
+    with pytest.raises(ValueError, match=r"ignore_keys was .*score.*, is"):
+        kept_sizes(JsonlIndex(path), decides)
