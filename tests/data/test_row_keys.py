@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
 from loongplug.data.conversation import AudioPart, ImagePart, VideoPart
 from loongplug.data.dataset import ChatDataset
@@ -20,6 +21,7 @@ from loongplug.data.formats import parse_conversation
 from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.length_index import LengthSettings, indexed_remarks, kept_sizes
+from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED, Remarks
 from loongplug.data.rows import RowAccess
@@ -349,3 +351,20 @@ def test_ignored_keys_are_of_the_index_and_its_command(
     index([str(path)], tokenizer_model=processor_folder, training_phase="sft", access=access)
     with pytest.raises(ValueError, match=r"ignore_keys was .*score.*, is"):
         kept_sizes(JsonlIndex(path), decides)
+
+
+@pytest.mark.quick
+def test_one_image_stands_beside_messages_in_parquet(
+    tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'loongplug[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    content = (tmp_path / write_image("i.png", height=32, width=32)).read_bytes()
+    turns = [USER | {"content": "<image>What?"}, ANSWER]
+    images = ({"bytes": None, "path": "i.png"}, {"bytes": content, "path": "else.png"})
+    table = pyarrow.Table.from_pylist([{"messages": turns, "image": image} for image in images])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = ArrowRows(tmp_path / "rows.parquet")
+    for row, image in enumerate(("i.png", InlineFile("file", content))):
+        said = parse_conversation(rows.read(row), where="r:1").messages[0].parts
+        assert said == (ImagePart(image), "What?")
