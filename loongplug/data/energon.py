@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.media_files import TarMember, open_media_file
-from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 _META = ".nv-meta"
@@ -208,8 +207,6 @@ def _shards(folder: Path, *, split: str | None) -> tuple[list[tuple[str, int]], 
             f"{folder} is read by megatron-energon, which is not installed ({error}): pip install"
             " 'loongplug[energon]'."
         ) from error
-    for file in (folder / _META).glob("*.yaml"):
-        require_bounded_yaml(file)
     path = EPath(str(folder.absolute()))
     if not check_dataset_info_present(path):
         raise ValueError(

@@ -14,20 +14,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout, read_architecture
-from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.models.hf_config import (
     CONFIG_JSON,
     family_of_folder,
@@ -313,7 +308,6 @@ class _Composition:
         """The composed plain data, with interpolations resolved."""
         file = self._file
         try:
-            require_bounded_yaml(file)
             if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
                 raise ValueError(
                     f"{self._shown[file]}: hydra is not a key of a model file; remove it"
@@ -323,7 +317,11 @@ class _Composition:
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except MissingConfigException as error:
             raise ValueError(_missing_file(file, error)) from error
-        except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
+        # RecursionError: of lists within each other by the thousand, or within themselves.
+        except (
+            *(HydraException, OmegaConfBaseException, YAMLError),
+            *(UnicodeError, OSError, RecursionError),
+        ) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{self._shown[file]} does not compose: {reason}") from error
         assert isinstance(data, dict)
@@ -369,16 +367,6 @@ def _quoted(folder: Path) -> str:
     return f"'file://{escaped}'"
 
 
-class _BoundedFiles(FileConfigSource):
-    """Hydra's files, each looked through before it is built: also those that a file mounts."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path) / self._normalize_file_name(config_path)
-        if file.exists():
-            require_bounded_yaml(file)
-        return super().load_config(config_path)
-
-
 @contextmanager
 def _hydra(folder: Path) -> Iterator[None]:
     """Hydra on the files of ``folder``, in quiet.
@@ -386,13 +374,9 @@ def _hydra(folder: Path) -> Iterator[None]:
     The plugin that comes with megatron-energon's storage client tells of each composition, on two
     ways, that it is not configured. Nothing here asks it for anything.
     """
-    Plugins.instance()  # registers what reads files
-    sources = SourcesRegistry.instance().types
-    files = sources["file"]
     plugin = logging.getLogger("multistorageclient.contrib.hydra")
     before = plugin.disabled
     plugin.disabled = True
-    sources["file"] = _BoundedFiles
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="provider=msc-universal")
@@ -400,7 +384,6 @@ def _hydra(folder: Path) -> Iterator[None]:
                 yield
     finally:
         plugin.disabled = before
-        sources["file"] = files
 
 
 def _missing_file(file: Path, error: MissingConfigException) -> str:

@@ -320,7 +320,7 @@ def test_bad_names_suggest(tmp_path: Path) -> None:
     assert "does not compose" in problem(config_file=write(tmp_path, "5\n"))
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\x80\xff\x00")
-    assert f"{file} is not text in UTF-8 (byte 0): give a YAML file" in problem(config_file=file)
+    assert f"{file} does not compose: " in problem(config_file=file)
 
 
 @pytest.mark.quick
@@ -406,35 +406,23 @@ def test_configs_are_frozen() -> None:
         config.foundation.num_layers = 3
 
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (LAUGHS, "has more than 100,000 values, its aliases counted"),
-        ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 lists and mappings"),
-        ("a: &a [*a]\n", "has an alias *a with no anchor before it, or within its own"),
-        ("a: " + "x" * 2**20, "has more than 1,048,576 bytes"),
-        (b"\x89PNG\r\n\x1a\n\0\xff\xfe", "is not text in UTF-8 (byte 0): give a YAML file"),
-    ],
-    ids=["laughs", "nested", "itself", "large", "binary"],
+    "content",
+    [b"a: " + b"[" * 5000 + b"]" * 5000, b"a: &a [*a]\n"],
+    ids=["nested", "within-itself"],
 )
 @pytest.mark.parametrize("mounted", [False, True])
-def test_yaml_is_bounded_also_where_it_is_mounted(
-    tmp_path: Path, *, content: str | bytes, message: str, mounted: bool
+def test_what_no_reader_of_yaml_can_build_is_one_sentence(
+    tmp_path: Path, *, content: bytes, mounted: bool
 ) -> None:
     evil = tmp_path / "evil.yaml"
-    evil.write_bytes(content if isinstance(content, bytes) else content.encode())
+    evil.write_bytes(content)
     mounting = f"# @package model\ndefaults:\n  - /qwen3_vl/{TINY}@_here_\n  - /evil@foundation\n"
     file = write(tmp_path, mounting) if mounted else evil
-    assert problem(config_file=file).startswith(f"{evil} {message}")
+    assert problem(config_file=file).startswith(f"{file} does not compose: ")
 
 
-def test_aliases_within_the_bounds_are_as_ever(tmp_path: Path) -> None:
+def test_aliases_stand_for_what_they_name(tmp_path: Path) -> None:
     text = (
         f"# @package model\ndefaults:\n  - /qwen3_vl/{TINY}@_here_\n  - _self_\n"
         "image_encoder:\n  deepstack_layers: &taps [0, 1]\n  num_layers: &n 3\n"
