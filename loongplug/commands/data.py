@@ -12,6 +12,7 @@ from loongplug.commands.options import (
     MaxRowMib,
     MediaRoot,
     MinPixels,
+    MultiTurnRule,
     Phase,
     Processes,
     SpecialTokensInText,
@@ -43,6 +44,7 @@ def data_check(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    multi_turn: MultiTurnRule = "last",
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
@@ -68,6 +70,7 @@ def data_check(
                 video_max_pixels=video_max_pixels,
             ),
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
@@ -87,6 +90,7 @@ def data_index(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    multi_turn: MultiTurnRule = "split",
     processes: Processes = None,
 ) -> None:
     """Keep how long each row's sample is, so that with --packing each rank reads only its own.
@@ -112,6 +116,7 @@ def data_index(
                 video_max_pixels=video_max_pixels,
             ),
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
             processes=processes,
         )
 
@@ -130,6 +135,8 @@ def data_inspect(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    multi_turn: MultiTurnRule = "last",
+    train_template_thought: Annotated[bool, typer.Option(help="As in training.")] = False,
     samples: Annotated[
         int, typer.Option(help="How many to show, spread evenly over the file.")
     ] = 3,
@@ -157,6 +164,8 @@ def data_inspect(
                 video_max_pixels=video_max_pixels,
             ),
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
+            train_template_thought=train_template_thought,
             samples=samples,
             plots=plots,
             processes=processes,

@@ -66,6 +66,10 @@ SpecialTokensInText = Annotated[
         help="Read special tokens in the text of rows as special tokens.",
     ),
 ]
+MultiTurnRule = Annotated[
+    Literal["split", "last"],
+    typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
+]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
 ]

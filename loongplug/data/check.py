@@ -22,7 +22,7 @@ from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
@@ -135,6 +135,7 @@ def check(
     access: RowAccess = ANY_ROW,
     video_fps: float | None,
     special_tokens_in_text: bool = False,
+    multi_turn: MultiTurn = "last",
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None,
 ) -> int:
@@ -157,6 +158,7 @@ def check(
         load_processor(
             tokenizer_model,
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
             pixel_limits=pixel_limits,
         ),
         seq_length=seq_length,

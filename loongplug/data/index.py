@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from loongplug.data.length_index import LengthSettings, keep_sizes, path_of
 from loongplug.data.lengths import length_table, tokens_of_media
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.row_sizes import RowSizes
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -29,6 +30,7 @@ class MeasuredRow:
 
     tokens: int = 0
     grids: tuple[Grid, ...] = ()
+    answers: int = 0  # that are trained on
     visual: int = 0  # tokens of images and videos
     audio: int = 0  # tokens of sounds
     bad: BadSample | None = None
@@ -42,6 +44,7 @@ def index(
     access: RowAccess = ANY_ROW,
     video_fps: float | None = None,
     special_tokens_in_text: bool = False,
+    multi_turn: MultiTurn = "split",
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None = None,
 ) -> list[Path]:
@@ -58,7 +61,10 @@ def index(
     paths = parse_blend(data, flag="FILES").paths
     sources = [open_source(path, split="train", access=access) for path in dict.fromkeys(paths)]
     processor = load_processor(
-        tokenizer_model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+        tokenizer_model,
+        special_tokens_in_text=special_tokens_in_text,
+        multi_turn=multi_turn,
+        pixel_limits=pixel_limits,
     )
     videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
     settings = LengthSettings(
@@ -67,6 +73,7 @@ def index(
         timestamps=videos.style.timestamps,
         video_fps=video_fps,
         special_tokens_in_text=special_tokens_in_text,
+        multi_turn=multi_turn,
         pixel_limits=pixel_limits,
         access=access,
     )
@@ -102,15 +109,16 @@ def _measure(
         except BadSampleError as error:
             return MeasuredRow(bad=error.sample)
         visual, audio = tokens_of_media(made.tokens.ids, processor)
-        return MeasuredRow(len(made.tokens.ids), made.grids, visual, audio)
+        grids = tuple(chain(*made.grids))
+        return MeasuredRow(len(made.tokens.ids), grids, made.tokens.answers, visual, audio)
 
     return measure
 
 
 def _printed(
     rows: Iterable[MeasuredRow], lengths: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, tuple[Grid, ...]]]:
-    """Tokens and grids of the rows; prints what is wrong with one.
+) -> Iterator[tuple[int, tuple[Grid, ...], int]]:
+    """Tokens, grids and answers of the rows; prints what is wrong with one.
 
     Puts into ``lengths`` the tokens of each that can be used: all, of pictures, of sounds.
     """
@@ -120,7 +128,7 @@ def _printed(
             print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
         else:
             lengths.append((row.tokens, row.visual, row.audio))
-        yield row.tokens, row.grids
+        yield row.tokens, row.grids, row.answers
 
 
 def _say(

@@ -19,6 +19,7 @@ from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.kept_files import places
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.processor import MultiTurn
 from loongplug.data.row_sizes import RowSizes, read_sizes, write_sizes
 from loongplug.data.rows import ANY_ROW, MAX_ROW_MIB, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -33,6 +34,7 @@ class LengthSettings:
     timestamps: bool  # how the model's family tells the time in videos
     video_fps: float | None = None
     special_tokens_in_text: bool = False
+    multi_turn: MultiTurn = "split"
     pixel_limits: PixelLimits = FOLDERS_LIMITS
     access: RowAccess = ANY_ROW
 
@@ -46,6 +48,7 @@ class LengthSettings:
                 "video_timestamps": self.timestamps,
                 "video_fps": self.video_fps,
                 "special_tokens_in_text": self.special_tokens_in_text,
+                "multi_turn": self.multi_turn,
                 "max_row_mib": self.access.max_row_mib,
                 "confine_media": self.access.confine_media,
                 **self.pixel_limits.given(),
@@ -69,6 +72,7 @@ class LengthSettings:
                 words += [f"--{name.replace('_', '-')}", str(value)]
         words += ["--confine-media"] * self.access.confine_media
         words += ["--special-tokens-in-text"] * self.special_tokens_in_text
+        words += ["--multi-turn", "last"] * (self.multi_turn == "last")
         return shlex.join(words)
 
 
@@ -91,6 +95,12 @@ def sample_lengths(
         return None
     lengths = rows.spread(tokens) if isinstance(rows, Blend) else tokens[0]
     return np.where(lengths > seq_length, 0, lengths)
+
+
+def trained_answers(rows: Rows, settings: LengthSettings, *, seq_length: int) -> int:
+    """How many answers of the rows are trained on, by their indexes; of no file twice."""
+    found = filter(None, [kept_sizes(source, settings) for source in sources_of(rows)])
+    return sum(int(each.answers[each.tokens <= seq_length].sum()) for each in found)
 
 
 def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:

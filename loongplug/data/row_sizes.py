@@ -19,7 +19,7 @@ from loongplug.data.positions import Grid
 _HEADER = ("magic", "version", "rows", "media", "note_bytes", "checksum")
 _HEADER_BYTES = 8 * len(_HEADER)
 _MAGIC = int.from_bytes(b"loonglen", "little")
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,23 @@ class RowSizes:
 
     tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
     media: NDArray[np.int32]  # [rows]: how many media each has
+    answers: NDArray[np.int32]  # [rows]: how many are trained on
     grids: NDArray[np.int32]  # [media of all rows, 3], in the order of the rows
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, Sequence[Grid]]]) -> Self:
-        """Of each row's tokens and grids, taken one after the other."""
-        tokens, media, grids = array("i"), array("i"), array("i")
-        for length, each in rows:
+    def of(cls, rows: Iterable[tuple[int, Sequence[Grid], int]]) -> Self:
+        """Of each row's tokens, grids and answers, taken one after the other."""
+        tokens, media, answers, grids = array("i"), array("i"), array("i"), array("i")
+        for length, each, count in rows:
             tokens.append(length)
+            answers.append(count)
             media.append(len(each))
             for grid in each:
                 grids.extend(grid)
         return cls(
             np.array(tokens, dtype=np.int32),
             np.array(media, dtype=np.int32),
+            np.array(answers, dtype=np.int32),
             np.array(grids, dtype=np.int32).reshape(-1, 3),
         )
 
@@ -50,7 +53,8 @@ def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:
     """Put the file in its place at once, with a ``note`` on what it was made of, as plain data."""
     text = json.dumps(note).encode()
     text += b" " * (-len(text) % 8)
-    content = b"".join((text, sizes.tokens.tobytes(), sizes.media.tobytes(), sizes.grids.tobytes()))
+    arrays = (sizes.tokens, sizes.media, sizes.answers, sizes.grids)
+    content = b"".join((text, *(each.tobytes() for each in arrays)))
     rows, media = len(sizes.tokens), len(sizes.grids)
     header = (_MAGIC, _VERSION, rows, media, len(text), zlib.crc32(content))
     assert len(header) == len(_HEADER)
@@ -76,7 +80,7 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
     if version != _VERSION:
         raise ValueError("is of another version of LoongPlug")
     numbers = _HEADER_BYTES + note_bytes
-    counts = (rows, rows, 3 * media)
+    counts = (rows, rows, rows, 3 * media)
     if min(rows, media, note_bytes) < 0 or len(content) != numbers + 4 * sum(counts):
         raise ValueError("is cut off")
     if checksum != zlib.crc32(content[_HEADER_BYTES:]):
@@ -85,5 +89,7 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
         note = json.loads(content[_HEADER_BYTES:numbers].tobytes())
     except (ValueError, RecursionError) as error:
         raise ValueError("is damaged") from error
-    tokens, of_rows, grids, _ = np.split(content[numbers:].view(np.int32), np.cumsum(counts))
-    return note, RowSizes(tokens, of_rows, grids.reshape(-1, 3))
+    tokens, of_rows, answers, grids, _ = np.split(
+        content[numbers:].view(np.int32), np.cumsum(counts)
+    )
+    return note, RowSizes(tokens, of_rows, answers, grids.reshape(-1, 3))

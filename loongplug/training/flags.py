@@ -230,6 +230,16 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
+    group.add_argument(
+        "--multi-turn",
+        choices=("split", "last"),
+        help="of turns that the chat template renders differently later: split (default with"
+        " --packing) trains each answer as it is served; last: those behind the last question",
+    )
+    switch(
+        "--train-template-thought",
+        "train the thought without content that the chat template puts before an answer",
+    )
     value(
         "--epochs",
         "N",

@@ -36,6 +36,7 @@ def length_settings(args: Namespace, model: Any) -> LengthSettings:
         timestamps=model.video_style().timestamps,
         video_fps=args.video_fps,
         special_tokens_in_text=args.special_tokens_in_text,
+        multi_turn=args.multi_turn,
         pixel_limits=PixelLimits.of(args),
         access=_access(args),
     )

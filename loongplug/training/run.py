@@ -161,6 +161,8 @@ def _run(
     if datasets.indexed and args.rank == 0:
         which = " and ".join(datasets.indexed)
         print(f"Packs of {which} data are planned from their index of lengths.", flush=True)
+    if datasets.turns and args.rank == 0:
+        print(f"{datasets.turns}.", flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
