@@ -171,8 +171,7 @@ def load_processor(
     them, all is as the folder says. A folder with a feature extractor alone is for sounds and text.
     Images or sounds that the model's family has no token for are left out. With
     ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
-    else they are text. ``multi_turn`` and ``train_template_thought`` are as of the flags.
-    ``pixel_limits`` stand above the folder's.
+    else they are text. ``pixel_limits`` stand above the folder's; the rest is as of the flags.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind

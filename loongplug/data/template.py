@@ -96,10 +96,9 @@ def tokenize_conversation(
     is tokenized apart from what comes before it, as it is when the model generates it. None gives
     the prompt for the assistant's next answer, of which nothing is trained on.
 
-    An answer is trained on as it is served, behind the prompt that asks for it. Where no rendering
-    shows all of them so, ``processor.multi_turn`` says whether there are as few as do (split), or
-    one of the whole row, with the answers behind the last question (last). A thought without
-    content that the template puts before an answer counts with ``processor.trains_thoughts``.
+    An answer is trained on as it is served: behind the prompt that asks for it. Where one rendering
+    does not show all so, ``processor.multi_turn`` says what is made. A thought without content that
+    the template puts before an answer is trained on with ``processor.trains_thoughts``.
 
     Special tokens come from the template and the placeholders alone, unless ``processor`` allows
     them in the row's text.
@@ -348,8 +347,7 @@ def _cut(
 def _differs(where: str) -> ValueError:
     return ValueError(
         f"{where}: the chat template renders earlier messages differently once later ones follow,"
-        " so the answers cannot be told apart: use a template that only appends, or, where"
-        " thoughts differ alone, --training-phase sft with --packing."
+        " so the answers cannot be told apart: use a template that only appends, or --packing."
     )
 
 

@@ -33,7 +33,6 @@ from loongplug.data.loader import collate
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.template import Tokens, habits_of, tokenize_conversation, tokenize_prompt
 from loongplug.data.text_stream import ResumePoint
-from loongplug.data.token_ids import among
 
 pytestmark = pytest.mark.quick
 
@@ -209,7 +208,9 @@ def trained_runs(tokens: Tokens) -> list[tuple[list[int], int]]:
     """Each run of trained tokens: all of its rendering up to its end, and where it begins."""
     runs = []
     ends = np.cumsum(tokens.lengths)[:-1]
-    for ids, trained in zip(np.split(tokens.ids, ends), np.split(tokens.trained, ends), strict=True):
+    for ids, trained in zip(
+        np.split(tokens.ids, ends), np.split(tokens.trained, ends), strict=True
+    ):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
         runs += [(ids[:end].tolist(), int(start)) for start, end in edges.reshape(-1, 2)]
     return runs
@@ -266,10 +267,28 @@ def test_each_answer_is_trained_on_as_it_is_served(
         assert body.removeprefix(dropped) == each.body.removeprefix(dropped)
 
 
+def test_pretraining_finds_the_answers_that_it_leaves_out(
+    thinkers: dict[tuple[bool, bool], Processor],
+) -> None:
+    said = ("user", True), ("assistant", False), ("user", True), ("assistant", True)
+    messages = tuple(Message(role, (f"3{at}",), trained) for at, (role, trained) in enumerate(said))
+    row = Conversation(messages=messages, where="")
+    for processor in thinkers.values():
+        tokens = tokenize_conversation(row, processor, phase="pretrain", placeholders=[])
+        assert processor.tokenizer.decode(tokens.ids) == render(messages, processor)
+        assert processor.tokenizer.decode(tokens.ids[~tokens.trained]) == f"31{END}"
+
+
 CHAT = [
-    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "0"}]},
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "0"}],
+    },
     {"role": "assistant", "content": "31"},
-    {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "b.png"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "b.png"}],
+    },
     {"role": "assistant", "content": "<think>3</think>13"},
     {"role": "user", "content": "2"},
     {"role": "assistant", "content": "1"},
