@@ -337,7 +337,7 @@ def _cut(
         counts = answer in trained
         segments += [
             _Segment(text[done:start], others),
-            _Segment(text[start:said], counts and processor.trains_thoughts),
+            _Segment(text[start:said], counts and (others or processor.trains_thoughts)),
             _Segment(text[said:end], counts, answer.ends),
         ]
         done = end
