@@ -14,6 +14,7 @@ from loongplug.commands.options import (
     MaxRowMib,
     MediaRoot,
     MinPixels,
+    MultiTurnRule,
     Phase,
     Processes,
     SpecialTokensInText,
@@ -48,6 +49,7 @@ def data_check(
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
     literal_markers: LiteralMarkers = False,
+    multi_turn: MultiTurnRule = "last",
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
@@ -67,6 +69,7 @@ def data_check(
             pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
             literal_markers=literal_markers,
+            multi_turn=multi_turn,
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
@@ -88,6 +91,7 @@ def data_index(
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
+    multi_turn: MultiTurnRule = "split",
     processes: Processes = None,
 ) -> None:
     """Keep how long each row's sample is, so that with --packing each rank reads only its own.
@@ -106,6 +110,7 @@ def data_index(
             video_fps=video_fps,
             pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
             processes=processes,
         )
 
@@ -127,6 +132,8 @@ def data_inspect(
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
     literal_markers: LiteralMarkers = False,
+    multi_turn: MultiTurnRule = "last",
+    train_template_thought: Annotated[bool, typer.Option(help="As in training.")] = False,
     samples: Annotated[
         int, typer.Option(help="How many to show, spread evenly over the file.")
     ] = 3,
@@ -148,6 +155,8 @@ def data_inspect(
             pixel_limits=PixelLimits.of(context.params),
             special_tokens_in_text=special_tokens_in_text,
             literal_markers=literal_markers,
+            multi_turn=multi_turn,
+            train_template_thought=train_template_thought,
             samples=samples,
             plots=plots,
             processes=processes,

@@ -68,6 +68,10 @@ SpecialTokensInText = Annotated[
 ]
 IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys that need not be used.")]
 LiteralMarkers = Annotated[bool, typer.Option("--literal-markers", help="<image> may be text.")]
+MultiTurnRule = Annotated[
+    Literal["split", "last"],
+    typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
+]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
 ]

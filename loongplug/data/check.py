@@ -22,7 +22,7 @@ from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.remarks import MASKED, Remark, Remarks
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -145,6 +145,7 @@ def check(
     video_fps: float | None,
     special_tokens_in_text: bool = False,
     literal_markers: bool = False,
+    multi_turn: MultiTurn = "last",
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None,
 ) -> int:
@@ -167,6 +168,7 @@ def check(
         load_processor(
             tokenizer_model,
             special_tokens_in_text=special_tokens_in_text,
+            multi_turn=multi_turn,
             pixel_limits=pixel_limits,
         ),
         seq_length=seq_length,

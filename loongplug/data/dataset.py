@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,9 @@ from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 class Sample:
     """One row, tokenized and not padded; its media are named, not loaded.
 
-    ``labels[t]`` is the token that follows ``input_ids[t]``, and ``loss_mask[t]`` is 1 where
-    that token counts. Nothing follows the last token: its label is itself, its mask 0.
+    Its renderings, mostly one, follow each other; each has its own positions and all media that it
+    shows. ``labels[t]`` is the token that follows ``input_ids[t]``, and ``loss_mask[t]`` is 1 where
+    that token counts. Nothing follows a rendering's last token: its label is itself, its mask 0.
     """
 
     input_ids: NDArray[np.int64]  # [n]
@@ -40,6 +41,7 @@ class Sample:
     media: tuple[Medium, ...]  # in the order of their tokens
     grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
+    lengths: tuple[int, ...] = ()  # tokens of each rendering; none: there is one
     bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
     remarks: tuple[Remark, ...] = ()
 
@@ -149,17 +151,22 @@ class ChatDataset:
         made = tokenize_row(
             self.rows, index, self.processor, videos=self.videos, phase=self.training_phase
         )
-        where, ids = self.rows.where(index), made.tokens.ids
-        require_length(len(ids), where=where, seq_length=self.seq_length)
+        where, tokens = self.rows.where(index), made.tokens
+        require_length(len(tokens.ids), where=where, seq_length=self.seq_length)
+        ends = np.cumsum(tokens.lengths)
+        labels, mask = np.roll(tokens.ids, -1), np.roll(tokens.trained, -1)
+        labels[ends - 1], mask[ends - 1] = tokens.ids[ends - 1], False
+        parts = zip(np.split(tokens.ids, ends[:-1]), made.media, made.grids, strict=True)
         return Sample(
-            input_ids=ids,
-            labels=_followed(ids, last=ids[-1], dtype=np.int64),
-            loss_mask=_followed(made.tokens.trained, last=0, dtype=np.float32),
-            position_ids=self.positions(ids, made.media, made.grids),
-            media=made.media,
-            grids=made.grids,
+            input_ids=tokens.ids,
+            labels=labels,
+            loss_mask=mask.astype(np.float32),
+            position_ids=np.concatenate([self.positions(*part) for part in parts], axis=-1),
+            media=tuple(chain(*made.media)),
+            grids=tuple(chain(*made.grids)),
             where=where,
             remarks=made.remarks,
+            lengths=tokens.lengths,
         )
 
     def positions(
@@ -192,8 +199,8 @@ class TokenizedRow:
     """A row's tokens, however many, and its media, of which headers were read."""
 
     tokens: Tokens
-    media: tuple[Medium, ...]  # in the order of their tokens
-    grids: tuple[Grid, ...]  # of each medium
+    media: tuple[tuple[Medium, ...], ...]  # of each rendering, in the order of their tokens
+    grids: tuple[tuple[Grid, ...], ...]  # of each medium
     remarks: tuple[Remark, ...]
 
 
@@ -218,7 +225,12 @@ def tokenize_row(
     tokens = tokenize_sample(
         conversation, processor, media=media, grids=grids, videos=videos, phase=phase
     )
-    return TokenizedRow(tokens, media, grids, conversation.remarks)
+    return TokenizedRow(
+        tokens,
+        tuple(media[:shown] for shown in tokens.media),
+        tuple(grids[:shown] for shown in tokens.media),
+        conversation.remarks,
+    )
 
 
 def tokenize_sample(
@@ -251,13 +263,3 @@ def require_length(tokens: int, *, where: str, seq_length: int) -> None:
                 f"{where}: the sample has {tokens} tokens, but --seq-length is {seq_length}: raise"
                 " it, or shorten or drop the sample."
             )
-
-
-def _followed[Kind: np.generic](
-    values: NDArray[Any], *, last: Any, dtype: type[Kind]
-) -> NDArray[Kind]:
-    """At each place the value that follows [n], and ``last`` behind the last."""
-    shifted = np.empty(len(values), dtype=dtype)
-    shifted[:-1] = values[1:]
-    shifted[-1] = last
-    return shifted

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from loongplug.data.length_index import LengthSettings, keep_sizes, path_of
 from loongplug.data.lengths import length_table, tokens_of_media
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.remarks import MASKED, Remark
 from loongplug.data.row_sizes import RowSizes
 from loongplug.data.rows import ANY_ROW, RowAccess
@@ -30,6 +31,7 @@ class MeasuredRow:
 
     tokens: int = 0
     grids: tuple[Grid, ...] = ()
+    answers: int = 0  # that are trained on
     visual: int = 0  # tokens of images and videos
     audio: int = 0  # tokens of sounds
     bad: BadSample | None = None
@@ -44,6 +46,7 @@ def index(
     access: RowAccess = ANY_ROW,
     video_fps: float | None = None,
     special_tokens_in_text: bool = False,
+    multi_turn: MultiTurn = "split",
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None = None,
 ) -> list[Path]:
@@ -60,7 +63,10 @@ def index(
     paths = parse_blend(data, flag="FILES").paths
     sources = [open_source(path, split="train", access=access) for path in dict.fromkeys(paths)]
     processor = load_processor(
-        tokenizer_model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+        tokenizer_model,
+        special_tokens_in_text=special_tokens_in_text,
+        multi_turn=multi_turn,
+        pixel_limits=pixel_limits,
     )
     videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
     settings = LengthSettings(
@@ -69,6 +75,7 @@ def index(
         timestamps=videos.style.timestamps,
         video_fps=video_fps,
         special_tokens_in_text=special_tokens_in_text,
+        multi_turn=multi_turn,
         pixel_limits=pixel_limits,
         access=access,
     )
@@ -107,15 +114,18 @@ def _measure(
                 return MeasuredRow(remarks=(MASKED,))
             return MeasuredRow(bad=error.sample)
         visual, audio = tokens_of_media(made.tokens.ids, processor)
-        return MeasuredRow(len(made.tokens.ids), made.grids, visual, audio, remarks=made.remarks)
+        grids, answers = tuple(chain(*made.grids)), made.tokens.answers
+        return MeasuredRow(
+            len(made.tokens.ids), grids, answers, visual, audio, remarks=made.remarks
+        )
 
     return measure
 
 
 def _printed(
     rows: Iterable[MeasuredRow], lengths: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, tuple[Grid, ...], tuple[Remark, ...]]]:
-    """Tokens, grids and remarks of the rows; prints what is wrong with one.
+) -> Iterator[tuple[int, tuple[Grid, ...], int, tuple[Remark, ...]]]:
+    """Tokens, grids, answers and remarks of the rows; prints what is wrong with one.
 
     Puts into ``lengths`` the tokens of each that can be used: all, of pictures, of sounds.
     """
@@ -125,7 +135,7 @@ def _printed(
             print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
         elif row.tokens:  # else the row is left out
             lengths.append((row.tokens, row.visual, row.audio))
-        yield row.tokens, row.grids, row.remarks
+        yield row.tokens, row.grids, row.answers, row.remarks
 
 
 def _say(

@@ -17,7 +17,7 @@ from loongplug.data.images import image_size
 from loongplug.data.media import token_count
 from loongplug.data.media_files import MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.remarks import Remarks
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -40,6 +40,8 @@ def inspect(
     video_fps: float | None,
     special_tokens_in_text: bool = False,
     literal_markers: bool = False,
+    multi_turn: MultiTurn = "last",
+    train_template_thought: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
     samples: int,
     plots: Path | None,
@@ -58,7 +60,11 @@ def inspect(
         require_matplotlib()  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
     processor = load_processor(
-        tokenizer_model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+        tokenizer_model,
+        special_tokens_in_text=special_tokens_in_text,
+        multi_turn=multi_turn,
+        train_template_thought=train_template_thought,
+        pixel_limits=pixel_limits,
     )
     dataset = ChatDataset(
         open_rows(data, flag="--data", seed=0, access=access),
@@ -128,8 +134,11 @@ def describe(sample: Sample, processor: Processor) -> Iterator[str]:
     for medium, grid in zip(sample.media, sample.grids, strict=True):
         tokens = token_count(medium, grid, processor)
         yield f"  {escape(_describe_medium(medium, where=sample.where))}: {tokens} tokens"
-    changes = np.flatnonzero(np.diff(trained)) + 1
+    starts = np.cumsum(sample.lengths)[:-1]  # of renderings
+    changes = np.union1d(np.flatnonzero(np.diff(trained)) + 1, starts)
     for run in np.split(np.arange(len(trained)), changes):
+        if run[0] in starts:
+            yield "  and in another rendering, with its media again:"
         text = escape(_text(sample.input_ids[run], processor))
         mark, style = ("+", "green") if trained[run[0]] else (" ", "dim")
         yield f"{mark} {len(run):5d}  [{style}]{text}[/{style}]"

@@ -19,6 +19,7 @@ from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.kept_files import places
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.processor import MultiTurn
 from loongplug.data.remarks import Remark
 from loongplug.data.row_sizes import RowSizes, read_sizes, write_sizes
 from loongplug.data.rows import ANY_ROW, MAX_ROW_MIB, RowAccess
@@ -34,6 +35,7 @@ class LengthSettings:
     timestamps: bool  # how the model's family tells the time in videos
     video_fps: float | None = None
     special_tokens_in_text: bool = False
+    multi_turn: MultiTurn = "split"
     pixel_limits: PixelLimits = FOLDERS_LIMITS
     access: RowAccess = ANY_ROW
 
@@ -47,6 +49,7 @@ class LengthSettings:
                 "video_timestamps": self.timestamps,
                 "video_fps": self.video_fps,
                 "special_tokens_in_text": self.special_tokens_in_text,
+                "multi_turn": self.multi_turn,
                 "max_row_mib": self.access.max_row_mib,
                 "confine_media": self.access.confine_media,
                 "ignore_keys": self.access.ignored,
@@ -72,6 +75,7 @@ class LengthSettings:
         words += ["--confine-media"] * self.access.confine_media
         words += ["--ignore-keys", self.access.ignore_keys] if self.access.ignored else []
         words += ["--special-tokens-in-text"] * self.special_tokens_in_text
+        words += ["--multi-turn", "last"] * (self.multi_turn == "last")
         return shlex.join(words)
 
 
@@ -112,6 +116,12 @@ def indexed_remarks(rows: Rows, settings: LengthSettings) -> list[tuple[Remark, 
         if sizes is not None and None not in found
         for remark, (count, row) in sizes.remarks.found.items()
     ]
+
+
+def trained_answers(rows: Rows, settings: LengthSettings, *, seq_length: int) -> int:
+    """How many answers of the rows are trained on, by their indexes; of no file twice."""
+    found = filter(None, [kept_sizes(source, settings) for source in sources_of(rows)])
+    return sum(int(each.answers[each.tokens <= seq_length].sum()) for each in found)
 
 
 def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:

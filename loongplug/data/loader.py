@@ -219,7 +219,9 @@ def collate(
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
 
-    segments = tuple(filter(None, map(len, samples))) if packed else None
+    lengths = [length for sample in samples for length in sample.lengths or (len(sample),)]
+    assert packed or len(lengths) == len(samples), "a rule asks for packing"
+    segments = tuple(filter(None, lengths)) if packed else None
     own = None if parts is None else parts.of(seq_length, segments=segments)
     assert own is None or own.split.length == seq_length, (own, seq_length)
     held = None if own is None else own.part.places
@@ -245,7 +247,6 @@ def collate(
         for name, ids in token_ids.items():
             (found,) = among(sample.input_ids, ids).nonzero()
             places[name][row].append(found + span.start)
-    lengths = [len(sample) for sample in samples]
     anywhere = TextNeeds.any_of(needs)
     input_ids = filled(anywhere.input_ids, "input_ids", pad_token_id, np.int64)
     labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)

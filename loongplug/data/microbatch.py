@@ -116,8 +116,9 @@ class Microbatch:
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
 
-    In a pack, b is 1 and the samples follow each other in the row, each attending to itself
-    only; ``segments`` are then the tokens of each, on the host. Padding stands behind the last.
+    In a pack, b is 1 and the samples follow each other in the row, each of their renderings
+    attending to itself only; ``segments`` are then the tokens of each, on the host. Padding
+    stands behind the last.
 
     With context parallelism, the tensors have the columns of this rank's ``own`` part of the rows
     alone, s of them. All else is the same on all ranks of a row: segments, lengths and the units'
@@ -132,7 +133,7 @@ class Microbatch:
     units: Mapping[str, Unit] = field(default_factory=dict)  # by the encoder's name
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     number: int = 0  # in its step
-    lengths: tuple[int, ...] = ()  # tokens of each sample
+    lengths: tuple[int, ...] = ()  # tokens of each sample, or of each of its renderings
     own: OwnPart | None = None  # None: the rank holds whole rows
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import (
     AutoTokenizer,
@@ -69,6 +69,7 @@ class MediaTokens:
 
 QWEN_TOKENS = MediaTokens()
 _NO_VISION = MediaTokens(image=None, video=None, start=None, end=None)
+MultiTurn = Literal["split", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,8 @@ class Processor:
     folder: Path
     tokens: MediaTokens
     special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
+    multi_turn: MultiTurn  # where the template renders earlier turns differently
+    trains_thoughts: bool  # that the template puts before an answer
     image_token_id: int | None
     video_token_id: int | None
     vision_start_token_id: int | None
@@ -157,6 +160,8 @@ def load_processor(
     patch_sizes: PatchSizes | None = None,
     audio_sizes: AudioSizes | None = None,
     special_tokens_in_text: bool = False,
+    multi_turn: MultiTurn = "last",
+    train_template_thought: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
 ) -> Processor:
     """Load tokenizer, chat template and processors from ``folder``, without any network.
@@ -166,7 +171,7 @@ def load_processor(
     them, all is as the folder says. A folder with a feature extractor alone is for sounds and text.
     Images or sounds that the model's family has no token for are left out. With
     ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
-    else they are text. ``pixel_limits`` stand above the folder's.
+    else they are text. ``pixel_limits`` stand above the folder's; the rest is as of the flags.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind
@@ -199,6 +204,8 @@ def load_processor(
         folder=folder,
         tokens=tokens,
         special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
+        multi_turn=multi_turn,
+        trains_thoughts=train_template_thought,
         image_token_id=ids.get(tokens.image),
         video_token_id=ids.get(tokens.video),
         vision_start_token_id=ids.get(tokens.start),

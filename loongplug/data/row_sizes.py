@@ -29,22 +29,26 @@ class RowSizes:
 
     tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
     media: NDArray[np.int32]  # [rows]: how many media each has
+    answers: NDArray[np.int32]  # [rows]: how many are trained on
     grids: NDArray[np.int32]  # [media of all rows, 3], in the order of the rows
     remarks: Remarks  # where the first stands is the row's number
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, Sequence[Grid], Sequence[Remark]]]) -> Self:
-        """Of each row's tokens, grids and remarks, taken one after the other."""
-        tokens, media, grids, remarks = array("i"), array("i"), array("i"), Remarks()
-        for length, each, said in rows:
+    def of(cls, rows: Iterable[tuple[int, Sequence[Grid], int, Sequence[Remark]]]) -> Self:
+        """Of each row's tokens, grids, answers and remarks, taken one after the other."""
+        tokens, media, answers, grids = array("i"), array("i"), array("i"), array("i")
+        remarks = Remarks()
+        for length, each, count, said in rows:
             remarks.add(said, where=str(len(tokens)))
             tokens.append(length)
+            answers.append(count)
             media.append(len(each))
             for grid in each:
                 grids.extend(grid)
         return cls(
             np.array(tokens, dtype=np.int32),
             np.array(media, dtype=np.int32),
+            np.array(answers, dtype=np.int32),
             np.array(grids, dtype=np.int32).reshape(-1, 3),
             remarks,
         )
@@ -54,7 +58,8 @@ def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:
     """Put the file in its place at once, with a ``note`` on what it was made of, as plain data."""
     text = json.dumps([note, list(sizes.remarks.found.items())]).encode()
     text += b" " * (-len(text) % 8)
-    content = b"".join((text, sizes.tokens.tobytes(), sizes.media.tobytes(), sizes.grids.tobytes()))
+    arrays = (sizes.tokens, sizes.media, sizes.answers, sizes.grids)
+    content = b"".join((text, *(each.tobytes() for each in arrays)))
     rows, media = len(sizes.tokens), len(sizes.grids)
     header = (_MAGIC, _VERSION, rows, media, len(text), zlib.crc32(content))
     assert len(header) == len(_HEADER)
@@ -80,7 +85,7 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
     if version != _VERSION:
         raise ValueError("is of another version of LoongPlug")
     numbers = _HEADER_BYTES + note_bytes
-    counts = (rows, rows, 3 * media)
+    counts = (rows, rows, rows, 3 * media)
     if min(rows, media, note_bytes) < 0 or len(content) != numbers + 4 * sum(counts):
         raise ValueError("is cut off")
     if checksum != zlib.crc32(content[_HEADER_BYTES:]):
@@ -92,5 +97,7 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
             remarks.add([(kind, name)], where=row, rows=count)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError("is damaged") from error
-    tokens, of_rows, grids, _ = np.split(content[numbers:].view(np.int32), np.cumsum(counts))
-    return note, RowSizes(tokens, of_rows, grids.reshape(-1, 3), remarks)
+    tokens, of_rows, answers, grids, _ = np.split(
+        content[numbers:].view(np.int32), np.cumsum(counts)
+    )
+    return note, RowSizes(tokens, of_rows, answers, grids.reshape(-1, 3), remarks)

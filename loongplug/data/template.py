@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -29,6 +29,8 @@ from loongplug.data.token_ids import among
 TrainingPhase = Literal["pretrain", "sft"]
 
 _MOST_REASON = 300  # characters of what a template says
+_OPENED = re.compile(r"<[\w:]+>\s*\Z")  # the mark of a thought that a prompt begins
+_EMPTY_THOUGHT = re.compile(r"<([\w:]+)>\s*</\1>\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,13 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one sample before padding, [n]."""
+    """The tokens of one sample before padding, [n]: its renderings, one behind the other."""
 
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]  # whether predicting this token counts
+    lengths: tuple[int, ...]  # tokens of each rendering
+    media: tuple[int, ...]  # how many of the row's media, from the first on, each shows
+    answers: int  # how many are trained on as such
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,19 @@ class _Segment:
     text: str
     trained: bool
     ends: bool = False  # the tokenizer's eos_token stands behind it, which the template left out
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """What a chat template makes of a row or its beginning; attention stays within it."""
+
+    segments: Sequence[_Segment]
+    messages: Sequence[Message]
+    answers: int = 0  # how many are trained on
+
+    @property
+    def media(self) -> int:
+        return sum(not isinstance(part, str) for each in self.messages for part in each.parts)
 
 
 def tokenize_conversation(
@@ -78,18 +96,44 @@ def tokenize_conversation(
     is tokenized apart from what comes before it, as it is when the model generates it. None gives
     the prompt for the assistant's next answer, of which nothing is trained on.
 
+    An answer is trained on as it is served: behind the prompt that asks for it. Where one rendering
+    does not show all so, ``processor.multi_turn`` says what is made. A thought without content that
+    the template puts before an answer is trained on with ``processor.trains_thoughts``.
+
     Special tokens come from the template and the placeholders alone, unless ``processor`` allows
     them in the row's text.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
     a token of media in a text that may have some, and a template that this cannot be done with.
     """
-    where, tokenizer, special = conversation.where, processor.tokenizer, processor.special_texts
+    special = processor.special_texts
     hidden: dict[str, str] = {}  # what marks in the text stand for
     if special is not None:
         messages, hidden = hide_special(conversation.messages, special)
         conversation = dataclasses.replace(conversation, messages=messages)
-    segments = _segments(conversation, processor, phase=phase)
+    renderings = _renderings(conversation, processor, phase=phase)
+    where, media = conversation.where, tuple(each.media for each in renderings)
+    made = [
+        _tokenized(
+            each.segments, processor, placeholders=placeholders[:shown], hidden=hidden, where=where
+        )
+        for each, shown in zip(renderings, media, strict=True)
+    ]
+    ids, trained = map(np.concatenate, zip(*made, strict=True))
+    lengths = tuple(len(each) for each, _ in made)
+    return Tokens(ids, trained, lengths, media, sum(each.answers for each in renderings))
+
+
+def _tokenized(
+    segments: Sequence[_Segment],
+    processor: Processor,
+    *,
+    placeholders: Sequence[Placeholder],
+    hidden: Mapping[str, str],
+    where: str,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The ids of one rendering, and which are trained on."""
+    tokenizer, special = processor.tokenizer, processor.special_texts
     texts = _write_placeholders(
         [segment.text for segment in segments], placeholders, tokens=processor.tokens, where=where
     )
@@ -114,15 +158,15 @@ def tokenize_conversation(
         parts.append((ids, segment.trained))
         if ids:
             after = "special" if is_added(ids[-1], tokenizer) else "text"
-    return _tokens(parts, processor, placeholders=placeholders)
+    return _joined(parts, processor, placeholders=placeholders)
 
 
-def _tokens(
+def _joined(
     parts: Sequence[tuple[list[int], bool]],
     processor: Processor,
     *,
     placeholders: Sequence[Placeholder],
-) -> Tokens:
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Pieces with whether they are trained on as one, each placeholder's token as often as it is.
 
     Those that mark or stand for media are not trained on.
@@ -131,14 +175,14 @@ def _tokens(
     trained = np.repeat([trained for _, trained in parts], [len(part) for part, _ in parts])
     trained &= ~among(ids, processor.untrained_token_ids)
     if not placeholders:
-        return Tokens(ids=ids, trained=trained)
+        return ids, trained
     repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
     repeats[among(ids, processor.media_token_ids)] = [
         placeholder.run
         for placeholder in placeholders
         for _ in range(placeholder.text.count(placeholder.token))
     ]
-    return Tokens(ids=ids.repeat(repeats), trained=trained.repeat(repeats))
+    return ids.repeat(repeats), trained.repeat(repeats)
 
 
 def tokenize_prompt(
@@ -153,34 +197,30 @@ def shortest_sample(processor: Processor) -> int:
     messages = (Message("user", ()), Message("assistant", ()))
     text = _render(messages, processor, where=str(processor.folder))
     tokenizer = processor.tokenizer
-    added = len(leading_ids(tokenizer)) + _habits_of(tokenizer).leaves_answers_open
+    added = len(leading_ids(tokenizer)) + habits_of(tokenizer).leaves_answers_open
     return len(tokenizer.encode(text, add_special_tokens=False)) + added
 
 
-def _segments(
+def _renderings(
     conversation: Conversation, processor: Processor, *, phase: TrainingPhase | None
-) -> list[_Segment]:
+) -> list[_Rendering]:
     messages, where = conversation.messages, conversation.where
-    # Then each answer is looked for, so that it can be ended.
-    opens = _habits_of(processor.tokenizer).leaves_answers_open and any(
-        message.role == "assistant" for message in messages
-    )
-    if phase is None:
-        if opens:
-            cut = _cut(messages, processor, prompt=True, where=where)
-            return [_Segment(piece.text, False, piece.ends) for piece in cut]
-        return [_Segment(_render(messages, processor, where=where, prompt=True), False)]
-    if not conversation.plain:
-        left_out = [message.role for message in messages if not message.trained]
-        if phase == "pretrain" and {*left_out} - {"assistant"}:
+    if phase == "sft" and not conversation.plain:
+        return _of_answers(messages, processor, where=where)
+    if phase is None or not conversation.plain:
+        left_out = {message.role for message in messages if not message.trained and phase}
+        if left_out - {"assistant"}:
             raise ValueError(
                 f"{where}: with --training-phase pretrain, loss and weight can leave out answers"
                 " alone: drop them from the other turns."
             )
-        if phase == "sft" or left_out or opens:
-            others = phase == "pretrain"
-            return _assistant_segments(messages, processor, others=others, where=where)
-        return [_Segment(_render(messages, processor, where=where), True)]
+        text = _render(messages, processor, where=where, prompt=phase is None)
+        # Where the template does not end an answer, it is looked for, so that it can be ended.
+        looks = left_out or habits_of(processor.tokenizer).leaves_answers_open
+        found = _answers(messages, processor, where=where) if looks else []
+        trained = [answer for answer in found if answer.message.trained and phase]
+        cut = _cut(text, found, trained, processor, others=phase is not None, where=where)
+        return [_Rendering(cut, messages)]
     if phase == "sft":
         raise ValueError(
             f"{where}: plain text has no answers to train on: give messages, or train with"
@@ -198,84 +238,134 @@ def _segments(
                 token = tokens.image if isinstance(part, ImagePart) else tokens.video
             assert token is not None, "open_medium refuses the row"
             pieces.append(f"{start or ''}{token}{end or ''}")
-    return [_Segment("".join(pieces), True, ends=True)]
-
-
-def _assistant_segments(
-    messages: Sequence[Message], processor: Processor, *, others: bool, where: str
-) -> list[_Segment]:
-    """The rendered text, cut before and after each of the assistant's answers.
-
-    ``others``: what is no answer is trained on, too.
-    """
-    cut = _cut(messages, processor, prompt=False, where=where)
-    if not any(piece.answer for piece in cut):
-        raise ValueError(
-            f"{where}: no assistant message, so nothing to train on: add the answer, or train with"
-            " --training-phase pretrain."
-        )
-    segments = [
-        _Segment(piece.text, piece.answer.trained if piece.answer else others, piece.ends)
-        for piece in cut
-    ]
-    if not any(segment.trained for segment in segments):
-        raise ValueError(
-            f"{where}: no answer is trained on: each has loss false or weight 0. Drop the row."
-        )
-    return segments
+    return [_Rendering([_Segment("".join(pieces), True, ends=True)], messages)]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    text: str
-    answer: Message | None  # whose text it is, its end included
-    ends: bool = False  # as of :class:`_Segment`
+class _Answer:
+    """An assistant's message as it is served: behind the prompt that asks for it."""
+
+    number: int  # of the message
+    message: Message
+    rendering: str  # of the messages up to this one
+    start: int  # where in it the answer begins, behind the prompt
+    said: int  # where it begins without a thought of nothing that the template puts there
+    served: str  # the rendering up to the answer's end
+    history: str  # the same without any thought of nothing
+    begin: int  # where in that the answer begins
+    ends: bool  # as of :class:`_Segment`
 
 
-def _cut(
-    messages: Sequence[Message], processor: Processor, *, prompt: bool, where: str
-) -> list[_Piece]:
-    """The rendered text, cut before and after each of the assistant's answers.
-
-    ``prompt``: with the beginning of one more answer.
-    """
-    pieces: list[_Piece] = []
-    done = ""
-    pending = ""  # text that is no answer's and not yet in a piece
+def _answers(messages: Sequence[Message], processor: Processor, *, where: str) -> list[_Answer]:
+    found = []
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
         asked = _render(messages[:number], processor, where=where, prompt=True)
         whole = _render(messages[: number + 1], processor, where=where)
-        pending += _continuation(asked, done, where=where)
-        answer = _continuation(whole, asked, where=where)
-        spoken, rest, ends = _ended(answer, message, processor, where=where)
-        pieces += [_Piece(pending, None), _Piece(spoken, message, ends)]
-        done, pending = whole, rest
-    if prompt or not messages or messages[-1].role != "assistant":
-        whole = _render(messages, processor, where=where, prompt=prompt)
-        pending += _continuation(whole, done, where=where)
-    return [*pieces, _Piece(pending, None)]
+        if not whole.startswith(asked):
+            raise _differs(where)
+        start = said = len(asked)
+        spoken, ends = _ended(whole[start:], message, processor, where=where)
+        served = history = asked + spoken
+        opened = _OPENED.search(asked)
+        begin = opened.start() if opened else start
+        empty = _EMPTY_THOUGHT.match(served, begin)
+        if empty and start < empty.end() < len(served):
+            history = served[:begin] + served[empty.end() :]
+            said = start if f"</{empty[1]}>" in message.text else empty.end()
+        found.append(_Answer(number, message, whole, start, said, served, history, begin, ends))
+    return found
 
 
-def _ended(
-    answer: str, message: Message, processor: Processor, *, where: str
-) -> tuple[str, str, bool]:
-    """What is rendered of an answer up to its end, what follows, and whether the end is missing."""
-    if not _habits_of(processor.tokenizer).leaves_answers_open:
-        spoken, end, rest = answer.rpartition(processor.end_token)
+def _of_answers(
+    messages: Sequence[Message], processor: Processor, *, where: str
+) -> list[_Rendering]:
+    """The renderings that train each answer as it is served, or those behind the last question."""
+    answers = _answers(messages, processor, where=where)
+    if not answers:
+        raise ValueError(
+            f"{where}: no assistant message, so nothing to train on: add the answer, or train with"
+            " --training-phase pretrain."
+        )
+    groups: list[list[_Answer]] = []  # each is shown by its first one's rendering; the last first
+    for answer in reversed([answer for answer in answers if answer.message.trained]):
+        group = next((each for each in groups if each[0].served.startswith(answer.served)), [])
+        if not group:
+            groups.append(group)
+        group.append(answer)
+    if not groups:
+        raise ValueError(
+            f"{where}: no answer is trained on: each has loss false or weight 0. Drop the row."
+        )
+    if processor.multi_turn == "last" and len(groups) > 1:
+        last = groups[0][0].number
+        turns = [(each.role, each.text.startswith("<tool_response>")) for each in messages[:last]]
+        question = max((at for at, turn in enumerate(turns) if turn == ("user", False)), default=-1)
+        groups = [[each for group in groups for each in group if each.number > question]]
+    made = []
+    for group in groups:
+        shown, text = messages[: group[0].number + 1], group[0].rendering
+        if group is groups[0] and len(shown) < len(messages):
+            whole = _render(messages, processor, where=where)
+            if whole.startswith(group[0].served):
+                shown, text = messages, whole
+        cut = _cut(text, answers, group, processor, others=False, where=where)
+        made.append(_Rendering(cut, shown, len(group)))
+    return made[::-1]
+
+
+def _cut(
+    text: str,
+    answers: Sequence[_Answer],
+    trained: Sequence[_Answer],
+    processor: Processor,
+    *,
+    others: bool,
+    where: str,
+) -> list[_Segment]:
+    """A rendering, cut before and after each answer that it shows; ``others`` train as well."""
+    segments, done = [], 0
+    for answer in answers:
+        start, said, end = answer.start, answer.said, len(answer.served)
+        if not text.startswith(answer.served):
+            if not (answer in trained or others or answer.ends):
+                continue
+            if not text.startswith(answer.history):
+                raise _differs(where)
+            start, said, end = answer.begin, answer.begin, len(answer.history)
+        counts = answer in trained
+        segments += [
+            _Segment(text[done:start], others),
+            _Segment(text[start:said], counts and (others or processor.trains_thoughts)),
+            _Segment(text[said:end], counts, answer.ends),
+        ]
+        done = end
+    return [*segments, _Segment(text[done:], others)]
+
+
+def _differs(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: the chat template renders earlier messages differently once later ones follow,"
+        " so the answers cannot be told apart: use a template that only appends, or --packing."
+    )
+
+
+def _ended(answer: str, message: Message, processor: Processor, *, where: str) -> tuple[str, bool]:
+    """What is rendered of an answer up to its end, and whether the end is missing."""
+    if not habits_of(processor.tokenizer).leaves_answers_open:
+        spoken, end, _ = answer.rpartition(processor.end_token)
         if not end:
             raise ValueError(
                 f"{where}: the chat template of {processor.folder} does not end an answer with the"
                 f" tokenizer's eos_token {processor.end_token!r}: correct one of the two."
             )
-        return spoken + end, rest, False
+        return spoken + end, False
     texts = [part for part in message.parts if isinstance(part, str) and part.strip()]
     said = texts[-1] if texts else ""
     for text in (said, said.strip()):
         if (start := answer.rfind(text)) >= 0:
-            end_of_text = start + len(text)
-            return answer[:end_of_text], answer[end_of_text:], True
+            return answer[: start + len(text)], True
     raise ValueError(
         f"{where}: the chat template of {processor.folder} neither ends an answer with the"
         f" tokenizer's eos_token {processor.end_token!r} nor writes its text as it is, so that"
@@ -283,19 +373,10 @@ def _ended(
     )
 
 
-def _continuation(text: str, beginning: str, *, where: str) -> str:
-    if not text.startswith(beginning):
-        raise ValueError(
-            f"{where}: the chat template renders earlier messages differently once later ones"
-            " follow, so the answers cannot be told apart: use a template that only appends."
-        )
-    return text[len(beginning) :]
-
-
 def _render(
     messages: Sequence[Message], processor: Processor, *, where: str, prompt: bool = False
 ) -> str:
-    as_parts = _habits_of(processor.tokenizer).takes_parts_alone
+    as_parts = habits_of(processor.tokenizer).takes_parts_alone
     inputs = [_as_template_input(message, as_parts=as_parts) for message in messages]
     try:
         return render_chat(inputs, processor.tokenizer, prompt=prompt)
@@ -402,32 +483,35 @@ class _Habits:
 
     takes_parts_alone: bool  # it passes over a content that is a string; LLaVA's
     leaves_answers_open: bool  # it writes no token behind an answer; LLaVA's
+    renders_again: bool  # it drops the thoughts of earlier turns; Qwen3's
 
 
-def _habits_of(tokenizer: PreTrainedTokenizerBase) -> _Habits:
+def habits_of(tokenizer: PreTrainedTokenizerBase) -> _Habits:
     """Those of the tokenizer's template, found by a try."""
     return _tried(tokenizer, tokenizer.get_chat_template())
 
 
 @lru_cache(maxsize=32)
 def _tried(tokenizer: PreTrainedTokenizerBase, template: str) -> _Habits:
-    asked, said = "1234567", "7654321"
+    asked, said = Message("user", ("1234567",)), "7654321"
+    turns = (asked, Message("assistant", (f"<think>\n1\n</think>\n\n{said}",)), asked)
 
-    def rendered(*, as_parts: bool) -> str:
-        turns = (Message("user", (asked,)), Message("assistant", (said,)))
+    def rendered(*, as_parts: bool, count: int = 2) -> str:
         try:
-            inputs = [_as_template_input(turn, as_parts=as_parts) for turn in turns]
+            inputs = [_as_template_input(turn, as_parts=as_parts) for turn in turns[:count]]
             return render_chat(inputs, tokenizer)
         except Exception:  # which the first row tells
             return ""
 
     text = rendered(as_parts=False)
-    as_parts = said not in text and said in (found := rendered(as_parts=True))
-    _, spoken, behind = (found if as_parts else text).rpartition(said)
+    if as_parts := said not in text and said in (found := rendered(as_parts=True)):
+        text = found
+    _, spoken, behind = text.rpartition(said)
     special = SpecialTexts.of(tokenizer, more=())
     return _Habits(
         takes_parts_alone=as_parts,
         leaves_answers_open=bool(spoken) and special.pattern.search(behind) is None,
+        renders_again=not rendered(as_parts=as_parts, count=3).startswith(text),
     )
 
 

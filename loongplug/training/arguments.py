@@ -174,6 +174,7 @@ def complete(args: Namespace, *, device: str) -> None:
     args.rank = int(os.environ.get("RANK", "0"))
     args.ranks = args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     MultiStorageClientFeature.disable()
+    args.multi_turn = args.multi_turn or ("split" if args.packing else "last")
 
 
 def _contradictions(

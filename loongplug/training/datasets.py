@@ -18,7 +18,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import indexed_remarks, sample_lengths
+from loongplug.data.length_index import indexed_remarks, sample_lengths, trained_answers
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
@@ -30,6 +30,7 @@ from loongplug.data.processor import (
 )
 from loongplug.data.remarks import Remarks
 from loongplug.data.step_sizes import StepSizes
+from loongplug.data.template import habits_of
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
@@ -97,6 +98,8 @@ class DatasetProvider:
         assert train is not None, "the start-up rules ask for training data"
         self.train = train
         blend = parse_blend(train_files, flag=TRAINING)
+        habits = habits_of(processor.tokenizer)
+        leaves_thoughts = habits.renders_again and not args.train_template_thought
         settings = {
             "seed": args.seed,
             "seq_length": args.seq_length,
@@ -106,6 +109,8 @@ class DatasetProvider:
             # Absent without it, as in the notes of runs before there was such a flag.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
+            **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
+            **({"train_template_thought": False} if leaves_thoughts else {}),
             **PixelLimits.of(vars(args)).given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
@@ -125,6 +130,13 @@ class DatasetProvider:
             return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
 
         self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
+        self.turns = ""  # what becomes of earlier ones, if the template renders them differently
+        if habits.renders_again and args.training_phase == "sft":
+            self.turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
+            if self._lengths is not None:
+                given = length_settings(args, model)
+                answers = trained_answers(train.rows, given, seq_length=args.seq_length)
+                self.turns += f", {answers} answers are trained on"
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         remarks = Remarks(literal_markers=args.literal_markers)
         for remark, count, where in indexed_remarks(train.rows, length_settings(args, model)):
@@ -289,6 +301,8 @@ class DatasetProvider:
             ),
             audio_sizes=None if hears is None else hears.sizes,
             special_tokens_in_text=args.special_tokens_in_text,
+            multi_turn=args.multi_turn,
+            train_template_thought=args.train_template_thought,
             pixel_limits=PixelLimits.of(vars(args)),
         )
         patches = () if sees is None else _PATCH_SIZES

@@ -232,6 +232,16 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     value("--ignore-keys", "KEY,...", "keys that rows may have anywhere without a use", default="")
     switch("--literal-markers", "<image> and the like in rows without media are meant as text")
+    group.add_argument(
+        "--multi-turn",
+        choices=("split", "last"),
+        help="of turns that the chat template renders differently later: split (default with"
+        " --packing) trains each answer as it is served; last: those behind the last question",
+    )
+    switch(
+        "--train-template-thought",
+        "train the thought without content that the chat template puts before an answer",
+    )
     value(
         "--epochs",
         "N",

@@ -36,6 +36,8 @@ def length_settings(args: Namespace, model: Any) -> LengthSettings:
         timestamps=model.video_style().timestamps,
         video_fps=args.video_fps,
         special_tokens_in_text=args.special_tokens_in_text,
+        # The default of data index and of packs, whose remarks hold for any rule.
+        multi_turn=args.multi_turn if args.packing else "split",
         pixel_limits=PixelLimits.of(vars(args)),
         access=RowAccess.of(vars(args)),
     )

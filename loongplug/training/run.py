@@ -164,6 +164,8 @@ def _run(
     if args.rank == 0:
         for line in datasets.bad_samples.remarks.news():
             print(f"Training data have {line}.", flush=True)
+    if datasets.turns and args.rank == 0:
+        print(f"{datasets.turns}.", flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)

@@ -1,6 +1,7 @@
 """Going on in the data: other data are refused, other layouts and workers see the same samples."""
 
 import json
+import shutil
 from collections.abc import Sequence
 
 import pytest
@@ -103,7 +104,15 @@ def seen_and_made(rank: int, *, flags: list[str]) -> tuple[list[list[int]], int]
 
 @pytest.mark.slow
 def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, demo, tmp_path, capfd):
-    """Over an epoch; a run resumes with it where one without it was stopped."""
+    """Over an epoch; a run resumes with it where one without it was stopped.
+
+    The template drops thoughts of earlier turns, of which a run tells.
+    """
+    processor = shutil.copytree(demo / "processor", tmp_path / "processor")
+    template = processor / "chat_template.jinja"
+    dropped = "message.content.split('</think>')[-1] if not loop.last else message.content"
+    template.write_text(template.read_text().replace("{{- message.content -", f"{{{{- {dropped} -"))
+    flags = [*flags, "--tokenizer-model", str(processor)]
     data = tmp_path / "rows.jsonl"
     rows = (demo / "train.jsonl").read_text().splitlines()
     masked = json.dumps(json.loads(rows[0]) | {"loss": False})
@@ -117,7 +126,12 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
         return run_ranks(seen_and_made, 2, flags=[*flags, *more], timeout=120.0)
 
     without = train(*save)
-    options = {"tokenizer_model": demo / "processor", "training_phase": "sft", "processes": 1}
+    turns = "Earlier turns are rendered differently: --multi-turn split"
+    assert f"{turns}.\n" in capfd.readouterr().out
+    noted = json.loads((tmp_path / "run" / "loongplug_data.json").read_text())
+    assert noted["settings"]["train_template_thought"] is False
+    assert "multi_turn" not in noted["settings"]
+    options = {"tokenizer_model": processor, "training_phase": "sft", "processes": 1}
     index([str(data)], **options, access=RowAccess(media_root=demo))
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
@@ -125,6 +139,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     assert capfd.readouterr().out.count(keys) == 1  # as rows are met
     whole = train()
     said = capfd.readouterr().out
+    assert f"{turns}, 64 answers are trained on.\n" in said
     assert "Packs of training data are planned from their index" in said
     assert f"Training data have {keys} ({len(rows)})." in said
     assert "Training data have 1 rows left out by loss or weight" in said

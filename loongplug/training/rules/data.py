@@ -105,6 +105,16 @@ def packing_rows(args: Namespace, model: Any) -> str | None:
     return f"--packing with {' and '.join(wrong)}" if wrong else None
 
 
+@rule(
+    reason="the renderings of a row are segments of a pack",
+    cure="add --packing, or drop the flag: the answers behind each row's last question are trained",
+)
+def split_rows(args: Namespace, model: Any) -> str | None:
+    """`--multi-turn split` without `--packing`"""
+    wrong = args.multi_turn == "split" and not args.packing
+    return "--multi-turn split without --packing" if wrong else None
+
+
 @rule(reason="LoongPlug loads samples and the tokenizer itself", cure="drop the flag")
 def data_loading(args: Namespace, model: Any) -> str | None:
     """a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` other than

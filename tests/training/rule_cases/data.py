@@ -52,6 +52,10 @@ CASES: Cases = {
         [{"packing": True, "micro_batch_size": 2}],
         [{"packing": True, "micro_batch_size": 1}, {"micro_batch_size": 2}],
     ),
+    "split-rows": (
+        [{"multi_turn": "split"}],
+        [{"multi_turn": "split", "packing": True, "micro_batch_size": 1}, {"multi_turn": "last"}],
+    ),
     "data-loading": (
         [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
         [{"tokenizer_type": "HuggingFaceTokenizer"}],

@@ -1,0 +1,434 @@
+"""Rows whose earlier turns the chat template renders differently, as models that think have it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_units import media_of
+from local_loader import local_loader
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.data.bad_samples import BadSampleError
+from loongplug.data.conversation import Conversation, Message
+from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.demo_processor import write_processor
+from loongplug.data.index import index
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.length_index import (
+    LengthSettings,
+    kept_sizes,
+    sample_lengths,
+    trained_answers,
+)
+from loongplug.data.loader import collate
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.template import Tokens, habits_of, tokenize_conversation, tokenize_prompt
+from loongplug.data.text_stream import ResumePoint
+
+pytestmark = pytest.mark.quick
+
+# Of Qwen3's kind: thoughts are shown behind the last question alone. KEPT says of which answers
+# there that have none: of the last message (Qwen3), or of all (Qwen3.5).
+TEMPLATE = """\
+{%- macro said(content) -%}
+{%- if content is string -%}{{- content -}}{%- else -%}
+{%- for part in content -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- set seen = namespace(last_query_index=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' and not said(message.content).startswith('<tool_response>') -%}
+{%- set seen.last_query_index = loop.index0 -%}
+{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = said(message.content) -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- elif message.role == 'assistant' -%}
+{%- set thought = '' -%}
+{%- if '</think>' in content -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > seen.last_query_index and (thought or KEPT) -%}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- content + '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' -}}
+{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\nOPENED' -}}{%- endif -%}
+"""
+EMPTY = "<think>\n\n</think>\n\n"
+END = "<|im_end|>"
+
+
+def template(*, opens: bool, keeps: bool) -> str:
+    """``opens``: the prompt begins a thought. ``keeps``: see above."""
+    text = TEMPLATE.replace("OPENED", "<think>\\n" if opens else "")
+    return text.replace("KEPT", "true" if keeps else "loop.last")
+
+
+def write_folder(folder: Path, *, opens: bool, keeps: bool) -> Path:
+    write_processor(folder)
+    tokenizer = load_processor(folder).tokenizer
+    tokenizer.chat_template = template(opens=opens, keeps=keeps)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("thinks"), opens=False, keeps=False)
+
+
+@pytest.fixture(scope="module")
+def thinkers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], Processor]:
+    kinds = [(opens, keeps) for opens in (False, True) for keeps in (False, True)]
+    made = {
+        kind: load_processor(
+            write_folder(tmp_path_factory.mktemp("thinks"), opens=kind[0], keeps=kind[1])
+        )
+        for kind in kinds
+    }
+    assert all(habits_of(each.tokenizer).renders_again for each in made.values())
+    return made
+
+
+def test_templates_that_only_append_are_known(processor: Processor) -> None:
+    assert not habits_of(processor.tokenizer).renders_again
+
+
+TEXTS = st.sampled_from(["Read", "the digits.", "31", ""])
+OF_ROW = "<think>\n\n</think>\n\n"  # the row's own, of nothing
+THOUGHTS = st.sampled_from(["", "", OF_ROW, "<think>\nRead 3\n</think>\n\n", "<think>1</think>"])
+ANSWERS = st.builds(
+    lambda thought, text, trained: Message("assistant", (thought + text,), trained),
+    THOUGHTS,
+    TEXTS,
+    st.sampled_from([True, True, False]),
+)
+RESULTS = st.sampled_from(
+    [Message("tool", ("13",)), Message("user", ("<tool_response>\n13\n</tool_response>",))]
+)
+STEPS = st.lists(st.tuples(ANSWERS, RESULTS), max_size=2)
+ROUNDS = st.lists(st.tuples(TEXTS, STEPS, ANSWERS), min_size=1, max_size=3)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Message, ...]:
+    """Questions with answers, some of which use tools first; perhaps a question at the end."""
+    messages = [Message("system", ("Read",))] if draw(st.booleans()) else []
+    for question, steps, answer in draw(ROUNDS):
+        messages.append(Message("user", (question,)))
+        messages += [message for step in steps for message in step]
+        messages.append(answer)
+    if draw(st.booleans()):
+        messages.append(Message("user", ("4 Read",)))
+    return tuple(messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """An answer as a server has it, by what transformers renders."""
+
+    number: int
+    prompt: list[int]
+    text: str  # up to its end
+    generated: list[int]  # behind the prompt
+    thought: list[int]  # of these, those of a thought that the template puts there
+    body: str  # what is left of the answer's text
+
+
+def render(messages: Sequence[Message], processor: Processor, **options: Any) -> Any:
+    inputs = [{"role": each.role, "content": each.text} for each in messages]
+    return processor.tokenizer.apply_chat_template(inputs, **{"tokenize": False} | options)
+
+
+def served(messages: Sequence[Message], processor: Processor) -> list[Served]:
+    """Of each answer that is trained on."""
+
+    def ids(text: str) -> list[int]:
+        return processor.tokenizer.encode(text, add_special_tokens=False)
+
+    found = []
+    for number, message in enumerate(messages):
+        if message.role != "assistant" or not message.trained:
+            continue
+        asked = render(messages[:number], processor, add_generation_prompt=True)
+        text = render(messages[: number + 1], processor).removesuffix("\n")
+        assert text.startswith(asked)
+        generated = text.removeprefix(asked)
+        thought = EMPTY.removeprefix("<think>\n" if asked.endswith("<think>\n") else "")
+        if "</think>" in message.text:
+            thought = ""
+        assert generated.startswith(thought)
+        found.append(
+            Served(
+                number,
+                ids(asked),
+                text,
+                ids(thought) + ids(generated.removeprefix(thought)),
+                ids(thought),
+                generated.removeprefix(thought),
+            )
+        )
+    return found
+
+
+def least_renderings(answers: Sequence[Served]) -> int:
+    """Tried out: the fewest whose texts begin with each of the answers' own."""
+    for count in range(1, len(answers) + 1):
+        for chosen in combinations(answers, count):
+            if all(any(c.text.startswith(a.text) for c in chosen) for a in answers):
+                return count
+    raise AssertionError
+
+
+def tokenized(messages: tuple[Message, ...], processor: Processor, **options: Any) -> Tokens:
+    processor = dataclasses.replace(processor, **options)
+    row = Conversation(messages=messages, where="rows.jsonl:3")
+    return tokenize_conversation(row, processor, phase="sft", placeholders=[])
+
+
+def trained_runs(tokens: Tokens) -> list[tuple[list[int], int]]:
+    """Each run of trained tokens: all of its rendering up to its end, and where it begins."""
+    runs = []
+    ends = np.cumsum(tokens.lengths)[:-1]
+    for ids, trained in zip(
+        np.split(tokens.ids, ends), np.split(tokens.trained, ends), strict=True
+    ):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
+        runs += [(ids[:end].tolist(), int(start)) for start, end in edges.reshape(-1, 2)]
+    return runs
+
+
+@settings(max_examples=60)
+@given(messages=rows(), opens=st.booleans(), keeps=st.booleans(), thoughts=st.booleans())
+def test_each_answer_is_trained_on_as_it_is_served(
+    thinkers: dict[tuple[bool, bool], Processor],
+    messages: tuple[Message, ...],
+    opens: bool,
+    keeps: bool,
+    thoughts: bool,
+) -> None:
+    processor = thinkers[opens, keeps]
+    answers = served(messages, processor)
+    options = {"trains_thoughts": thoughts}
+    if not answers:
+        with pytest.raises(ValueError, match="no answer is trained on"):
+            tokenized(messages, processor)
+        return
+    split = tokenized(messages, processor, multi_turn="split", **options)
+    expected = [
+        (each.prompt + each.generated, len(each.prompt) + (0 if thoughts else len(each.thought)))
+        for each in answers
+    ]
+    assert sorted(trained_runs(split)) == sorted(expected)
+    assert split.answers == len(answers)
+    assert len(split.lengths) == least_renderings(answers)
+    for each in answers:
+        row = Conversation(messages=messages[: each.number], where="")
+        assert tokenize_prompt(row, processor, placeholders=[]).tolist() == each.prompt
+
+    last = tokenized(messages, processor, multi_turn="last", **options)
+    if len(split.lengths) == 1:
+        assert last.ids.tolist() == split.ids.tolist()
+        assert last.trained.tolist() == split.trained.tolist()
+        return
+    whole = render(messages, processor)
+    if not whole.startswith(answers[-1].text):
+        whole = answers[-1].text + "\n"
+    assert len(last.lengths) == 1
+    assert processor.tokenizer.decode(last.ids) == whole
+    question = max(
+        number
+        for number, message in enumerate(messages[: answers[-1].number])
+        if message.role == "user" and "<tool_response>" not in message.text
+    )
+    behind = [each for each in answers if each.number > question]
+    bodies = [processor.tokenizer.decode(ids[start:]) for ids, start in trained_runs(last)]
+    assert last.answers == len(bodies) == len(behind)
+    for body, each in zip(bodies, behind, strict=True):
+        dropped = EMPTY[len("<think>\n") if opens else 0 :]  # it is shown in the last turn alone
+        assert body.removeprefix(dropped) == each.body.removeprefix(dropped)
+
+
+def test_pretraining_finds_the_answers_that_it_leaves_out(
+    thinkers: dict[tuple[bool, bool], Processor],
+) -> None:
+    said = ("user", True), ("assistant", False), ("user", True), ("assistant", True)
+    messages = tuple(Message(role, (f"3{at}",), trained) for at, (role, trained) in enumerate(said))
+    row = Conversation(messages=messages, where="")
+    for processor in thinkers.values():
+        tokens = tokenize_conversation(row, processor, phase="pretrain", placeholders=[])
+        assert processor.tokenizer.decode(tokens.ids) == render(messages, processor)
+        assert processor.tokenizer.decode(tokens.ids[~tokens.trained]) == f"31{END}"
+
+
+CHAT = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "0"}],
+    },
+    {"role": "assistant", "content": "31"},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "b.png"}],
+    },
+    {"role": "assistant", "content": "<think>3</think>13"},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "1"},
+]
+PLAIN = [{"role": "user", "content": "Read"}, {"role": "assistant", "content": "1"}]
+
+
+@pytest.fixture
+def path(tmp_path: Path, write_image: Any) -> Path:
+    """Rows of three renderings with images again and again, of two, and of one."""
+    write_image("a.png", height=32, width=64, seed=1)
+    write_image("b.png", height=64, width=32, seed=2)
+    rows = [CHAT, PLAIN, CHAT[2:], [*PLAIN, *CHAT[2:4]], CHAT[:2], *([PLAIN] * 3), CHAT[:4]]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return file
+
+
+def dataset_of(path: Path, folder: Path, *, seq_length: int = 128, **options: Any) -> ChatDataset:
+    return ChatDataset(
+        path,
+        processor=load_processor(folder, **{"multi_turn": "split"} | options),
+        seq_length=seq_length,
+        training_phase="sft",
+    )
+
+
+def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
+    path: Path, folder: Path
+) -> None:
+    """And what a pack computes is held against separate samples by models/test_packed_step.py."""
+    split = dataset_of(path, folder)[0]
+    beginnings = path.with_name("beginnings.jsonl")
+    with beginnings.open("w") as file:
+        for end in (2, 4, 6):
+            row = [
+                {**turn, "loss": number == end - 1} if turn["role"] == "assistant" else turn
+                for number, turn in enumerate(CHAT[:end])
+            ]
+            file.write(json.dumps({"messages": row}) + "\n")
+    alone = dataset_of(beginnings, folder, multi_turn="last")
+    apart = [alone[number] for number in range(3)]
+    assert [len(sample.grids) for sample in apart] == [1, 2, 2]
+    assert split.lengths == tuple(map(len, apart))
+    assert len(split) == sum(split.lengths)
+
+    def packed(samples: list[Sample]) -> Any:
+        ids = {"image_encoder": (alone.processor.image_token_id,)}
+        return collate(samples, pad_token_id=0, seq_length=128, packed=True, token_ids=ids)[0]
+
+    found, expected = packed([split]), packed(apart)
+    assert found.segments == expected.segments == split.lengths
+    assert (found.tokens, found.lengths) == (expected.tokens, expected.lengths)
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    (places,), (others,) = (each.units["image_encoder"].places for each in (found, expected))
+    assert places.tolist() == others.tolist()
+    assert split.media == tuple(medium for sample in apart for medium in sample.media)
+    assert split.grids == tuple(grid for sample in apart for grid in sample.grids)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_packs_are_the_same_with_an_index_and_from_any_place(
+    path: Path, folder: Path, processes: int
+) -> None:
+    dataset = dataset_of(path, folder)
+    rows = JsonlIndex(path)
+    index([str(path)], tokenizer_model=folder, training_phase="sft", processes=1)
+    given = LengthSettings(folder=folder, training_phase="sft", timestamps=True)
+    samples = [dataset[number] for number in range(len(rows))]
+    sizes = kept_sizes(rows, given)
+    assert sizes is not None
+    assert sizes.tokens.tolist() == [len(sample) for sample in samples]
+    assert [len(sample.lengths) for sample in samples] == [3, 1, 2, 2, 1, 1, 1, 1, 2]
+    assert sizes.media.tolist() == [len(sample.grids) for sample in samples]
+    assert sizes.grids.tolist() == [list(grid) for sample in samples for grid in sample.grids]
+    assert trained_answers(rows, given, seq_length=128) == 3 + 1 + 2 + 2 + 1 + 3 + 2
+    longest = max(sizes.tokens)
+    assert trained_answers(rows, given, seq_length=longest - 1) == 11
+    with pytest.raises(ValueError, match=r"multi_turn was split, is last.*--multi-turn last"):
+        kept_sizes(rows, dataclasses.replace(given, multi_turn="last"))
+
+    lengths = sample_lengths(rows, given, seq_length=128)
+    options = {"micro_batch_size": 1, "seed": 5, "look_ahead": 4, "dp_rank": 0, "dp_size": 1}
+    read = local_loader(dataset, with_images=True, **options)
+    planned = local_loader(dataset, with_images=True, lengths=lengths, **options)
+    packs, places = [], []
+    for _ in range(6):
+        places.append(read.source.resume_point())
+        assert planned.source.resume_point() == places[-1]
+        packs.append(next(read))
+        assert_alike(next(planned), packs[-1])
+    assert max(len(pack.segments) for pack in packs) > 3
+    place = ResumePoint.of_plain(json.loads(json.dumps(places[3].plain())))
+    for indexed in ({}, {"lengths": lengths}):
+        resumed = local_loader(
+            dataset, with_images=True, consumed_samples=3, resume=place, **options, **indexed
+        )
+        for pack in packs[3:]:
+            assert_alike(next(resumed), pack)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert found.segments == expected.segments
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert torch.equal(media_of(found).rows, media_of(expected).rows)
+
+
+def test_a_row_is_as_long_as_its_renderings_together(path: Path, folder: Path) -> None:
+    length = len(dataset_of(path, folder)[0])
+    with pytest.raises(BadSampleError, match=rf"rows.jsonl:1: the sample has {length} tokens"):
+        dataset_of(path, folder, seq_length=length - 1)[0]
+    last = dataset_of(path, folder, seq_length=length - 1, multi_turn="last")[0]
+    assert len(last) < length / 2
+    command = ("--tokenizer-model", str(folder), "--seq-length", str(length - 1))
+    checked = [
+        CliRunner().invoke(app, ["data", "check", str(path), *command, "--multi-turn", rule])
+        for rule in ("split", "last")
+    ]
+    assert [each.exit_code for each in checked] == [1, 0]
+    assert f"rows.jsonl:1: the sample has {length} tokens" in checked[0].stdout
+
+
+def test_inspection_shows_renderings_and_what_is_trained(path: Path, folder: Path) -> None:
+    def shown(*options: str) -> list[str]:
+        command = ("data", "inspect", str(path), "--tokenizer-model", str(folder), "--samples", "1")
+        result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 0
+        return result.stdout.splitlines()
+
+    def trained(lines: list[str]) -> list[str]:
+        return [line.split(maxsplit=2)[2] for line in lines if line.startswith("+")]
+
+    split = shown("--multi-turn", "split")
+    assert sum("another rendering" in line for line in split) == 2
+    thought = r"<think>\n3\n</think>\n\n"
+    assert trained(split) == [f"31{END}", f"{thought}13{END}", f"1{END}"]
+    assert any(line.startswith(" ") and r"<think>\n\n</think>\n\n" in line for line in split)
+    assert trained(shown()) == [f"1{END}"]
+    empty = r"<think>\n\n</think>\n\n"
+    flags = ("--multi-turn", "split", "--train-template-thought")
+    assert trained(shown(*flags)) == [f"{empty}31{END}", f"{thought}13{END}", f"{empty}1{END}"]
