@@ -98,7 +98,6 @@ class OwnPacks(Iterator[list[Sample]]):
         dp_size: int,
         seed: int | None,
         consumed_packs: int,
-        restart_after: int | None,
         resume: ResumePoint | None,
         workers: WorkerSettings,
     ) -> None:
@@ -107,9 +106,7 @@ class OwnPacks(Iterator[list[Sample]]):
         self._seq_length = dataset.seq_length
         self._look_ahead = look_ahead
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = own_packs(
-            consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size, restart_after=restart_after
-        )
+        self._numbers = own_packs(consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size)
         # Processes are given packs ahead of their use, so each has to bring its place with it.
         self._ahead: deque[_OwnPack] = deque()
         self._parts = Background(dataset.text_parts, self._own(resume or START), settings=workers)
@@ -140,10 +137,14 @@ class OwnPacks(Iterator[list[Sample]]):
 
     def _own(self, place: ResumePoint) -> Iterator[list[int]]:
         """The samples of this rank's packs, by index."""
-        packs = self._planned(place)
+        packs = PlannedPacks(
+            self._lengths,
+            self._order,
+            seq_length=self._seq_length,
+            look_ahead=self._look_ahead,
+            place=place,
+        )
         for first, number in self._numbers:
-            if first < packs.given:
-                packs = self._planned(START)
             while packs.given < first:
                 packs.next()
             begins = packs.place
@@ -153,12 +154,3 @@ class OwnPacks(Iterator[list[Sample]]):
             lengths = tuple(int(self._lengths[index]) for index in indices)
             self._ahead.append(_OwnPack(begins, lengths))
             yield indices
-
-    def _planned(self, place: ResumePoint) -> PlannedPacks:
-        return PlannedPacks(
-            self._lengths,
-            self._order,
-            seq_length=self._seq_length,
-            look_ahead=self._look_ahead,
-            place=place,
-        )

@@ -3,6 +3,7 @@
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import parse_blend
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.evaluation import Evaluation
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
@@ -90,7 +92,7 @@ class DatasetProvider:
             )
 
         train_files = training_files(args)
-        evaluated = args.valid_data_path if args.eval_iters else None
+        evaluated = None if args.eval_iters == 0 else args.valid_data_path
         with said_by(args.rank == 0):
             train = open_dataset(train_files, flag=TRAINING, split="train")
             self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
@@ -118,13 +120,24 @@ class DatasetProvider:
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
 
-        def indexed_lengths(dataset: ChatDataset | None) -> NDArray[np.int32] | None:
-            if dataset is None or not args.packing:
-                return None
+        def indexed_lengths(dataset: ChatDataset) -> NDArray[np.int32] | None:
             settings = length_settings(args, model)
-            return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
+            # Without packing, nothing goes by an index: one of other rows ends no run.
+            with nullcontext() if args.packing else suppress(ValueError):
+                return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
+            return None
 
-        self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
+        self._lengths = indexed_lengths(train)
+        self._evaluation: Evaluation | None = None
+        if self._valid is not None:
+            self._evaluation = Evaluation.plan(
+                self._valid,
+                batch=args.eval_global_batch_size,
+                most_steps=args.eval_iters,
+                look_ahead=args.packing_look_ahead if args.packing else None,
+                lengths=indexed_lengths(self._valid) if args.packing else None,
+            )
+            args.eval_iters = self._evaluation.steps
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         remarks = Remarks(literal_markers=args.literal_markers)
         for remark, count, where in indexed_remarks(train.rows, length_settings(args, model)):
@@ -132,14 +145,28 @@ class DatasetProvider:
         self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
 
     @property
-    def indexed(self) -> dict[str, str]:
-        """Digests of the lengths that an index tells of training and of validation data."""
-        found = {"training": self._lengths, "validation": self._valid_lengths}
-        return {
-            name: f"{zlib.crc32(lengths.tobytes()):08x}"
-            for name, lengths in found.items()
-            if lengths is not None
+    def planned(self) -> dict[str, str]:
+        """Digests of what is planned ahead: of the indexed lengths, of an evaluation's places."""
+        lengths, evaluation = self._lengths, self._evaluation
+        found = {
+            "lengths": b"" if lengths is None else lengths.tobytes(),
+            "evaluation": repr(evaluation).encode(),
         }
+        return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
+
+    def told(self) -> Iterator[str]:
+        """What a person should know of the data at a run's start, a line each."""
+        lengths = self._lengths
+        if lengths is not None and self._args.packing:
+            yield "Packs of training data are planned from their index of lengths."
+        if lengths is not None and self.bad_samples.skips and not lengths.all():
+            bad = int((lengths == 0).sum())
+            yield (
+                f"{bad} of {len(lengths)} rows of the training data ({bad / len(lengths):.1%}) "
+                "cannot be used, by their index of lengths: they are left out."
+            )
+        if self._evaluation is not None:
+            yield str(self._evaluation)
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on.
@@ -220,22 +247,22 @@ class DatasetProvider:
             sizes=sizes,
             seed=args.seed,
             consumed_samples=args.consumed_train_samples,
-            lengths=self._lengths,
+            lengths=self._lengths if args.packing else None,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
         if self._valid is not None:
+            assert self._evaluation is not None
             valid = partial(
                 local_source,
                 args,
                 self._valid,
                 micro_batch_size=args.eval_micro_batch_size,
-                sizes=StepSizes.constant(args.eval_global_batch_size),
+                sizes=StepSizes.constant(self._evaluation.batch),
                 seed=None,
-                lengths=self._valid_lengths,
-                restart_after=args.eval_iters * args.eval_global_batch_size,
+                evaluation=self._evaluation,
                 bad_samples=valid_bad_samples,
             )
             self._streams.append(data.stream(valid, channel=1))
