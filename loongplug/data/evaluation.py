@@ -19,8 +19,8 @@ _CHUNK = 16  # rows that are measured at a time
 class Evaluation:
     """The places of an evaluation, all ranks' together: a row each or, with ``packs``, a pack.
 
-    Places behind the last row, which fill the last step up, are blank. It follows from the number
-    of rows or from their lengths alone, so that ranks need not ask each other when it ends.
+    Places behind the last row are blank. All follows from the rows' number or lengths alone, so
+    that ranks need not ask each other when an evaluation ends.
     """
 
     rows: int  # that are evaluated
@@ -38,10 +38,10 @@ class Evaluation:
         look_ahead: int | None,
         lengths: NDArray[np.int32] | None,
     ) -> Self:
-        """Of all rows, or of as many as ``most_steps`` have place for, from the first on.
+        """Of all rows, or of the first, as many as ``most_steps`` have places for.
 
-        With ``look_ahead``, rows are packed, by their ``lengths`` from an index. Without an index
-        the rows are tokenized once for it, as far as there are places.
+        With ``look_ahead``, rows are packed by their ``lengths``, for which they are read if none
+        are given.
         """
         rows = len(dataset)
         places = rows if most_steps is None else min(rows, most_steps * batch)

@@ -61,15 +61,6 @@ def padded_texts(
     return Background(dataset.text_parts, indices, settings=workers)
 
 
-def own_packs(*, consumed: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
-    """The numbers of a rank's packs from ``consumed`` packs on, without end.
-
-    All ranks take one pack each at a time: each number comes behind that of the first of them.
-    """
-    for number in count(consumed + dp_rank, dp_size):
-        yield number - dp_rank, number
-
-
 class PackedTexts(Iterator[list[Sample]]):
     """The samples of one pack after the other; a microbatch is a pack.
 
@@ -92,7 +83,8 @@ class PackedTexts(Iterator[list[Sample]]):
     ) -> None:
         """``resume`` is a place at or before ``consumed_packs``."""
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = own_packs(consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size)
+        # All ranks take one pack each at a time.
+        self._firsts, self._dp_rank = count(consumed_packs, dp_size), dp_rank
         place = resume or START
         held = [position for position, _ in place.state.held]
         self._parts = Background(
@@ -109,11 +101,11 @@ class PackedTexts(Iterator[list[Sample]]):
 
     def __next__(self) -> list[Sample]:
         """The samples of this rank's next pack."""
-        first, number = next(self._numbers)
+        first = next(self._firsts)
         while self._given < first:
             self._pack()
         self.before = ResumePoint(first, self._planner.state)
-        while self._given < number:
+        while self._given < first + self._dp_rank:
             self._pack()
         return self._pack()
 

@@ -127,7 +127,9 @@ class DatasetProvider:
                 return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
             return None
 
-        self._lengths = indexed_lengths(train)
+        indexed = indexed_lengths(train)
+        self._lengths = indexed if args.packing else None
+        self._unusable = 0 if indexed is None else int((indexed == 0).sum())
         self._evaluation: Evaluation | None = None
         if self._valid is not None:
             self._evaluation = Evaluation.plan(
@@ -146,25 +148,19 @@ class DatasetProvider:
 
     @property
     def planned(self) -> dict[str, str]:
-        """Digests of what is planned ahead: of the indexed lengths, of an evaluation's places."""
-        lengths, evaluation = self._lengths, self._evaluation
-        found = {
-            "lengths": b"" if lengths is None else lengths.tobytes(),
-            "evaluation": repr(evaluation).encode(),
-        }
+        """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
+        lengths = b"" if self._lengths is None else self._lengths.tobytes()
+        found = {"lengths": lengths, "evaluation": repr(self._evaluation).encode()}
         return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
 
     def told(self) -> Iterator[str]:
         """What a person should know of the data at a run's start, a line each."""
-        lengths = self._lengths
-        if lengths is not None and self._args.packing:
+        if self._lengths is not None:
             yield "Packs of training data are planned from their index of lengths."
-        if lengths is not None and self.bad_samples.skips and not lengths.all():
-            bad = int((lengths == 0).sum())
-            yield (
-                f"{bad} of {len(lengths)} rows of the training data ({bad / len(lengths):.1%}) "
-                "cannot be used, by their index of lengths: they are left out."
-            )
+        if self._unusable and self.bad_samples.skips:
+            share = f"{self._unusable} of {len(self.train)} rows of the training data"
+            share += f" ({self._unusable / len(self.train):.1%})"
+            yield f"{share} are left out, by their index of lengths."
         if self._evaluation is not None:
             yield str(self._evaluation)
 
@@ -247,14 +243,13 @@ class DatasetProvider:
             sizes=sizes,
             seed=args.seed,
             consumed_samples=args.consumed_train_samples,
-            lengths=self._lengths if args.packing else None,
+            lengths=self._lengths,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
-        if self._valid is not None:
-            assert self._evaluation is not None
+        if self._valid is not None and self._evaluation is not None:
             valid = partial(
                 local_source,
                 args,

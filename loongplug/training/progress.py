@@ -28,9 +28,7 @@ class StepReport:
     """What the log knows after an iteration; the same on every rank."""
 
     iteration: int
-    # Mean over the iterations since the last report of each one's mean over tokens; None where none
-    # had tokens.
-    loss: float | None
+    loss: float | None  # mean of the iterations since the last report that had tokens; None of none
     tokens: int  # tokens before padding since the last report, over all data parallel ranks
     capacity: int  # the same with padding
     seconds: float  # wall time since the last report, evaluation and saving included

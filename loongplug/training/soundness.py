@@ -78,8 +78,16 @@ class Soundness:
         losses = self._losses
         assert self._tokens is not None
         if self._tokens.item() == 0:
-            self._pass_over()
-            return False
+            self._empty_in_a_row += 1
+            self._step.empty_steps += 1
+            if self._args.bad_sample == "skip" and self._empty_in_a_row < MOST_EMPTY_STEPS:
+                return False
+            first, last = self._iteration - self._empty_in_a_row + 1, self._iteration
+            raise ValueError(
+                (f"Iteration {last} has" if first == last else f"Iterations {first} to {last} have")
+                + " no token to train on, on any rank: all samples are bad (see the log for each), "
+                "or none of them has an answer. Look at the data with loongplug data check."
+            )
         self._empty_in_a_row = 0
         if not self._args.check_for_nan_in_loss_and_grad:
             return True
@@ -89,19 +97,6 @@ class Soundness:
             what = f"the norm of all gradients is {norm}, though each rank's are finite"
             raise self._error(what, losses=losses, knows=0)
         return True
-
-    def _pass_over(self) -> None:
-        """Count a step without tokens; ValueError where there may be none, or not so many."""
-        self._empty_in_a_row += 1
-        self._step.empty_steps += 1
-        if self._args.bad_sample == "skip" and self._empty_in_a_row < MOST_EMPTY_STEPS:
-            return
-        first, last = self._iteration - self._empty_in_a_row + 1, self._iteration
-        which = f"Iteration {last} has" if first == last else f"Iterations {first} to {last} have"
-        raise ValueError(
-            f"{which} no token to train on, on any rank: all samples are bad (see the log for "
-            "each), or none of them has an answer. Look at the data with loongplug data check."
-        )
 
     @property
     def _iteration(self) -> int:

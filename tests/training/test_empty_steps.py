@@ -33,7 +33,7 @@ CASES = {
     "dp2-sharded-packs": (2, (*SHARDED, *PACKS, "--bf16"), 3),
     "hetero-dp": (2, ("--enable-encoder-hetero-dp", *TP2), 2),
     "full-separated-vpp": (2, (*FULL, "separated", *VPP2, *SHARDED, "--bf16"), 1),
-    "full-streamed": (2, (*FULL, "bubble"), 2),
+    "full-streamed": (2, (*FULL, "streamed"), 2),
     "apart": (3, ("model.image_encoder.rank_offset=2",), 2),
     "experts": (2, ("--model-name", "qwen3_vl_moe_tiny"), 2),
 }
@@ -104,7 +104,9 @@ def test_a_step_without_a_usable_sample_changes_nothing(
     ranks, layout, empty = CASES[name]
     data = rows(empty)
     access = RowAccess(media_root=demo)
-    index([data], tokenizer_model=demo / "processor", training_phase="sft", access=access)
+    index(
+        [data], tokenizer_model=demo / "processor", training_phase="sft", access=access, processes=1
+    )
     line = [
         *(*flags, "--micro-batch-size", "1", "--global-batch-size", str(BATCH), *layout),
         *("--train-data-path", data, "--media-root", str(demo), "--bad-sample", "skip"),
@@ -133,7 +135,7 @@ def test_a_step_without_a_usable_sample_changes_nothing(
     board = EventAccumulator(str(tmp_path / "board")).Reload().Scalars("lm loss")
     assert [event.step for event in board] == [n for n in range(1, STEPS + 1) if n != empty]
     said = capfd.readouterr().out
-    assert "2 of 8 rows of the training data (25.0%) cannot be used" in said
+    assert "2 of 8 rows of the training data (25.0%) are left out" in said
     assert f"iteration {empty} | no token to train on: it changes nothing" in said
     assert f"iteration {empty}/{STEPS} | loss none" in said
     assert "steps without a token to train on: 1" in said
