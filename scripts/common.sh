@@ -73,7 +73,7 @@ if [[ -n "$MODEL" ]]; then
     FLAGS+=(--model-name "$MODEL")
 fi
 if [[ -n "$VALID_DATA" ]]; then
-    FLAGS+=(--valid-data-path "$VALID_DATA" --eval-interval 200 --eval-iters 10)
+    FLAGS+=(--valid-data-path "$VALID_DATA" --eval-interval 200)
 fi
 
 # Adds what MODE asks for: uniform (the default), encoder-hetero-dp or full-hetero-dp.

@@ -40,7 +40,6 @@ TRAINING_ARGS=(
     --weight-decay 0.01
     --clip-grad 1.0
     --use-distributed-optimizer
-    --eval-iters 4
     --log-interval 5
     --metrics-json "$RUN/metrics.json"
     --tensorboard-dir "$RUN/tensorboard"

@@ -22,5 +22,5 @@ def flags(demo):
         *("--train-data-path", str(demo / "train.jsonl")),
         *("--seq-length", "80", "--micro-batch-size", "2", "--global-batch-size", "8"),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--train-iters", "4"),
-        *("--log-interval", "1", "--eval-iters", "0"),
+        *("--log-interval", "1"),
     ]

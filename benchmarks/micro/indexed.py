@@ -82,7 +82,6 @@ def _seconds(
         "dp_rank": 0,
         "dp_size": dp_size,
         "consumed_packs": 0,
-        "restart_after": None,
         "resume": None,
         "workers": IN_PROCESS,
     }

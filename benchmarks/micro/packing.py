@@ -1,7 +1,6 @@
 """How long packing takes to plan, and how full its sequences are."""
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.data.packing import Pack, PackPlanner
+from loongplug.data.packing import packs_once
 
 # Parts of the mix: share, median and spread (sigma of the logarithm) of the lengths in tokens.
 _MIX = ((0.6, 300, 0.8), (0.3, 1500, 0.5), (0.1, 4000, 0.4))
@@ -52,24 +51,13 @@ def skewed_lengths(count: int, *, seq_length: int, seed: int = 0) -> list[int]:
     return [int(length) for length in np.clip(lengths, 1, seq_length)]
 
 
-def plan(lengths: Iterable[int], *, seq_length: int, look_ahead: int) -> Iterator[Pack]:
-    """The packs of a stream that ends, one after the other; ValueErrors are PackPlanner's."""
-    planner = PackPlanner(seq_length=seq_length, look_ahead=look_ahead)
-    for length in lengths:
-        planner.add(length)
-        if (pack := planner.next_pack()) is not None:
-            yield pack
-    while (pack := planner.next_pack(ended=True)) is not None:
-        yield pack
-
-
 def run(
     *, samples: int, seq_length: int, look_ahead: int, json_path: Path | None = None
 ) -> PackingFigures:
     """Measure, print a table, and write the figures to ``json_path`` if given."""
     lengths = skewed_lengths(samples, seq_length=seq_length)
     start = perf_counter()
-    packs = sum(1 for _ in plan(lengths, seq_length=seq_length, look_ahead=look_ahead))
+    packs = sum(1 for _ in packs_once(lengths, seq_length=seq_length, look_ahead=look_ahead))
     figures = PackingFigures(
         samples=samples,
         seq_length=seq_length,

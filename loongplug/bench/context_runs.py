@@ -63,7 +63,7 @@ def _train(
     dist.barrier()  # a rank that ends early closes its sockets while others still use them
     return ContextRunFigures(
         rate=median(each.tokens / each.seconds for each in reports[warmup:]),
-        losses=tuple(each.loss for each in reports),
+        losses=tuple(each.loss for each in reports if each.loss is not None),
         activations=kept.bytes,
     )
 

@@ -263,7 +263,7 @@ def _train(
     return RunFigures(
         step_seconds=tuple(report.seconds for report in reports[warmup:]),
         step_tokens=tuple(report.tokens for report in reports[warmup:]),
-        losses=tuple(report.loss for report in reports),
+        losses=tuple(report.loss for report in reports if report.loss is not None),
         processor_seconds=(_mean_step(processor[max(warmup - 1, 0) :]),),
         peak_memory_bytes=(peak,),
     )

@@ -149,7 +149,7 @@ def _rank() -> None:
                 warmup=warmup,
                 step_seconds=tuple(report.seconds for report in measured),
                 step_tokens=tuple(report.tokens for report in measured),
-                losses=tuple(report.loss for report in reports),
+                losses=tuple(report.loss for report in reports if report.loss is not None),
                 peak_memory_bytes=tuple(peaks),
             )
             figures.write(path)

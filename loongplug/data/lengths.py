@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from loongplug.data.packing import LOOK_AHEAD, PackPlanner
+from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
 from loongplug.data.token_ids import among
 
@@ -55,12 +55,4 @@ def fill_words(tokens: Sequence[int], *, seq_length: int) -> str:
 
 def packs_of(tokens: Sequence[int], *, seq_length: int) -> int:
     """How many sequences training would pack samples of such lengths into, in this order."""
-    planner = PackPlanner(seq_length=seq_length, look_ahead=LOOK_AHEAD)
-    packs = 0
-    for length in tokens:
-        planner.add(length)
-        while planner.next_pack() is not None:
-            packs += 1
-    while planner.next_pack(ended=True) is not None:
-        packs += 1
-    return packs
+    return sum(1 for _ in packs_once(tokens, seq_length=seq_length, look_ahead=LOOK_AHEAD))

@@ -27,20 +27,14 @@ class SampleOrder:
     """The endless stream: position to sample index.
 
     Each epoch goes once through all samples, in an order of its own that follows from the seed
-    and the epoch's number; without a seed every epoch goes through them as they are. With
-    ``restart_after`` the stream starts over after that many positions, so that each evaluation
-    sees the same samples.
+    and the epoch's number; without a seed every epoch goes through them as they are.
     """
 
-    def __init__(
-        self, num_samples: int, *, seed: int | None, restart_after: int | None = None
-    ) -> None:
-        for name, value in (("num_samples", num_samples), ("restart_after", restart_after)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: expected at least 1.")
+    def __init__(self, num_samples: int, *, seed: int | None) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}: expected at least 1.")
         self._num_samples = num_samples
         self._seed = seed
-        self._restart_after = restart_after
         self._epoch: tuple[int, NDArray[np.int64]] | None = None  # the latest, kept for speed
 
     def indices(self, positions: Iterable[int]) -> list[int]:
@@ -48,8 +42,6 @@ class SampleOrder:
         return [self._index(position) for position in positions]
 
     def _index(self, position: int) -> int:
-        if self._restart_after is not None:
-            position %= self._restart_after
         epoch, offset = divmod(position, self._num_samples)
         if self._seed is None:
             return offset

@@ -1,6 +1,7 @@
 """Which samples share a sequence: best fit within a bounded look-ahead."""
 
 from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 LOOK_AHEAD = 256  # samples, unless --packing-look-ahead says otherwise
@@ -89,3 +90,14 @@ class PackPlanner:
         self._held[position] = length
         # Of samples of one length, the one that has waited longest is taken first.
         insort(self._by_length, (length, -position))
+
+
+def packs_once(lengths: Iterable[int], *, seq_length: int, look_ahead: int) -> Iterator[Pack]:
+    """The packs of samples of such lengths, each of them once; asks for no more than it needs."""
+    planner = PackPlanner(seq_length=seq_length, look_ahead=look_ahead)
+    for length in lengths:
+        planner.add(length)
+        while pack := planner.next_pack():
+            yield pack
+    while pack := planner.next_pack(ended=True):
+        yield pack

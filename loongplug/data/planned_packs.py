@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.order import SampleOrder
 from loongplug.data.packing import Pack, PackingState, PackPlanner
-from loongplug.data.text_stream import START, ResumePoint, own_packs
+from loongplug.data.text_stream import START, ResumePoint
 from loongplug.data.workers import Background, WorkerSettings
 
 
@@ -98,7 +99,6 @@ class OwnPacks(Iterator[list[Sample]]):
         dp_size: int,
         seed: int | None,
         consumed_packs: int,
-        restart_after: int | None,
         resume: ResumePoint | None,
         workers: WorkerSettings,
     ) -> None:
@@ -107,9 +107,8 @@ class OwnPacks(Iterator[list[Sample]]):
         self._seq_length = dataset.seq_length
         self._look_ahead = look_ahead
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = own_packs(
-            consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size, restart_after=restart_after
-        )
+        # All ranks take one pack each at a time.
+        self._firsts, self._dp_rank = count(consumed_packs, dp_size), dp_rank
         # Processes are given packs ahead of their use, so each has to bring its place with it.
         self._ahead: deque[_OwnPack] = deque()
         self._parts = Background(dataset.text_parts, self._own(resume or START), settings=workers)
@@ -140,25 +139,20 @@ class OwnPacks(Iterator[list[Sample]]):
 
     def _own(self, place: ResumePoint) -> Iterator[list[int]]:
         """The samples of this rank's packs, by index."""
-        packs = self._planned(place)
-        for first, number in self._numbers:
-            if first < packs.given:
-                packs = self._planned(START)
-            while packs.given < first:
-                packs.next()
-            begins = packs.place
-            while packs.given < number:
-                packs.next()
-            indices = self._order.indices(packs.next())
-            lengths = tuple(int(self._lengths[index]) for index in indices)
-            self._ahead.append(_OwnPack(begins, lengths))
-            yield indices
-
-    def _planned(self, place: ResumePoint) -> PlannedPacks:
-        return PlannedPacks(
+        packs = PlannedPacks(
             self._lengths,
             self._order,
             seq_length=self._seq_length,
             look_ahead=self._look_ahead,
             place=place,
         )
+        for first in self._firsts:
+            while packs.given < first:
+                packs.next()
+            begins = packs.place
+            while packs.given < first + self._dp_rank:
+                packs.next()
+            indices = self._order.indices(packs.next())
+            lengths = tuple(int(self._lengths[index]) for index in indices)
+            self._ahead.append(_OwnPack(begins, lengths))
+            yield indices

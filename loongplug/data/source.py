@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.evaluation import Evaluation, evaluated_texts
 from loongplug.data.microbatch import Share
 from loongplug.data.planned_packs import OwnPacks
 from loongplug.data.positions import Grid
@@ -210,9 +211,9 @@ class LocalSource:
     ``encoders``, by name, say. No communication.
 
     Which microbatches there are depends on neither the number of processes nor the split over
-    ranks. ``seed=None`` keeps the file's order; ``restart_after`` (in samples, over all
-    data-parallel ranks) starts the stream over, for evaluations that shall see the same samples
-    each time. ``bad_samples`` says what becomes of a sample that cannot be used.
+    ranks. ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an
+    endless stream, over and over. ``bad_samples`` says what becomes of a sample that cannot be
+    used.
 
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
     whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
@@ -232,7 +233,7 @@ class LocalSource:
         seed: int | None,
         encoders: Mapping[str, EncoderUnits],
         consumed_samples: int = 0,
-        restart_after: int | None = None,
+        evaluation: Evaluation | None = None,
         look_ahead: int | None = None,
         lengths: NDArray[np.int32] | None = None,
         resume: ResumePoint | None = None,
@@ -261,19 +262,23 @@ class LocalSource:
         common: dict[str, Any] = {
             "dp_rank": dp_rank,
             "dp_size": dp_size,
-            "seed": seed,
-            "restart_after": restart_after,
             "workers": workers,
         }
         packed: dict[str, Any] = {
+            "seed": seed,
             "look_ahead": look_ahead,
             "consumed_packs": consumed_samples,
             "resume": resume,
         }
-        if look_ahead is None:
+        if evaluation is not None:
+            self._texts = evaluated_texts(
+                dataset, evaluation, micro_batch_size=micro_batch_size, **common
+            )
+        elif look_ahead is None:
             self._texts = padded_texts(
                 dataset,
                 micro_batch_size=micro_batch_size,
+                seed=seed,
                 consumed_samples=consumed_samples,
                 **common,
             )

@@ -43,14 +43,13 @@ def padded_texts(
     dp_size: int,
     seed: int | None,
     consumed_samples: int,
-    restart_after: int | None,
     workers: WorkerSettings,
 ) -> Background[list[int], list[Sample]]:
     """The samples of one microbatch after the other, each in a row of its own.
 
     Arguments as of :class:`~loongplug.data.source.LocalSource`. No collectives.
     """
-    order = SampleOrder(len(dataset), seed=seed, restart_after=restart_after)
+    order = SampleOrder(len(dataset), seed=seed)
     indices = (
         order.indices(
             microbatch_positions(
@@ -60,19 +59,6 @@ def padded_texts(
         for consumed in count(consumed_samples, micro_batch_size * dp_size)
     )
     return Background(dataset.text_parts, indices, settings=workers)
-
-
-def own_packs(
-    *, consumed: int, dp_rank: int, dp_size: int, restart_after: int | None
-) -> Iterator[tuple[int, int]]:
-    """The numbers of a rank's packs from ``consumed`` packs on, without end.
-
-    All ranks take one pack each at a time: each number comes behind that of the first of them.
-    ``restart_after`` is in packs.
-    """
-    for number in count(consumed + dp_rank, dp_size):
-        own = number if restart_after is None else number % restart_after
-        yield own - dp_rank, own
 
 
 class PackedTexts(Iterator[list[Sample]]):
@@ -92,30 +78,34 @@ class PackedTexts(Iterator[list[Sample]]):
         dp_size: int,
         seed: int | None,
         consumed_packs: int,
-        restart_after: int | None,
         resume: ResumePoint | None,
         workers: WorkerSettings,
     ) -> None:
-        """``restart_after`` is in packs; ``resume`` a place at or before ``consumed_packs``."""
-        self._dataset = dataset
-        self._look_ahead = look_ahead
+        """``resume`` is a place at or before ``consumed_packs``."""
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = own_packs(
-            consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size, restart_after=restart_after
+        # All ranks take one pack each at a time.
+        self._firsts, self._dp_rank = count(consumed_packs, dp_size), dp_rank
+        place = resume or START
+        held = [position for position, _ in place.state.held]
+        self._parts = Background(
+            dataset.text_parts,
+            self._chunks(chain(held, count(place.state.read))),
+            settings=workers,
         )
-        self._workers = workers
-        self._start(resume or START)
+        self._samples = (sample for part in self._parts for sample in part)
+        self._held = {position: next(self._samples) for position in held}
+        self._planner = PackPlanner(
+            seq_length=dataset.seq_length, look_ahead=look_ahead, state=place.state
+        )
+        self._given = place.packs  # so far
 
     def __next__(self) -> list[Sample]:
         """The samples of this rank's next pack."""
-        first, number = next(self._numbers)
-        if first < self._given:
-            self.close()
-            self._start(START)
+        first = next(self._firsts)
         while self._given < first:
             self._pack()
         self.before = ResumePoint(first, self._planner.state)
-        while self._given < number:
+        while self._given < first + self._dp_rank:
             self._pack()
         return self._pack()
 
@@ -131,20 +121,6 @@ class PackedTexts(Iterator[list[Sample]]):
             self._planner.add(len(sample))
         self._given += 1
         return [self._held.pop(position) for position in pack]
-
-    def _start(self, place: ResumePoint) -> None:
-        held = [position for position, _ in place.state.held]
-        self._parts = Background(
-            self._dataset.text_parts,
-            self._chunks(chain(held, count(place.state.read))),
-            settings=self._workers,
-        )
-        self._samples = (sample for part in self._parts for sample in part)
-        self._held = {position: next(self._samples) for position in held}
-        self._planner = PackPlanner(
-            seq_length=self._dataset.seq_length, look_ahead=self._look_ahead, state=place.state
-        )
-        self._given = place.packs  # so far
 
     def _chunks(self, positions: Iterator[int]) -> Iterator[list[int]]:
         while True:

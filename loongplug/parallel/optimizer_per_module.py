@@ -59,8 +59,9 @@ class OptimizerPerModule(ChainedOptimizer):
     these ranks tells them by a sum over the world, to which nobody else adds: so that it is exact,
     and also told where it is not a number. Ranks of the part know it already, and do not wait.
 
-    ``before_update`` is called with the norm of all gradients, before any weight changes. The host
-    has just waited for that norm, so that what it asks the device for is there.
+    ``before_update`` is called with the norm of all gradients, before any weight changes, and says
+    whether any shall. The host has just waited for that norm, so that what it asks the device for
+    is there.
     """
 
     def __init__(
@@ -90,14 +91,18 @@ class OptimizerPerModule(ChainedOptimizer):
             if dist.get_rank() == part.first_rank:
                 self._tells |= own.keys()
         self.saved_rates: list[SavedRates] = []
-        self.before_update: Callable[[float], None] | None = None
+        self.before_update: Callable[[float], bool] = lambda norm: True
+        self._updates = True
 
     def get_grad_norm(self) -> float:
         """As upstream's, which each step asks for, and told to ``before_update``."""
         norm: float = self._norm_over_the_world() if self._told else super().get_grad_norm()
-        if self.before_update is not None:
-            self.before_update(norm)
+        self._updates = self.before_update(norm)
         return norm
+
+    def step_with_ready_grads(self) -> bool:
+        """As upstream's; to Megatron, a step in which no weight shall change is a skipped one."""
+        return self._updates and bool(super().step_with_ready_grads())
 
     def prepare_grads(self) -> bool:
         """As upstream's; what is not finite in any part is found on every rank."""

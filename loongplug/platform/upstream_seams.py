@@ -117,7 +117,8 @@ def training_log_table(
     They are called after Megatron's own logging of an iteration and after each evaluation, on
     every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
     iterations, and the first one after each start beside that: what it has summed up then counts
-    in the next line too, but where the interval ends with that iteration.
+    in the next line too, but where the interval ends with that iteration. A skipped iteration whose
+    loss is not a number, for it had no tokens, has none.
     """
 
     def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +136,8 @@ def training_log_table(
             is_first_iteration: bool = False,
             **kwargs: Any,
         ) -> Any:
+            if skipped_iter:  # Megatron then waits for the loss as well
+                loss_dict = {name: loss for name, loss in loss_dict.items() if not loss.isnan()}
             result = original(
                 loss_dict,
                 total_loss_dict,

@@ -3,6 +3,7 @@
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import parse_blend
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.evaluation import Evaluation
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
@@ -28,7 +30,7 @@ from loongplug.data.processor import (
     load_processor,
     require_fit,
 )
-from loongplug.data.remarks import Remarks
+from loongplug.data.remarks import MASKED, Remarks
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
 from loongplug.evaluate import MAX_NEW_TOKENS
@@ -91,7 +93,7 @@ class DatasetProvider:
             )
 
         train_files = training_files(args)
-        evaluated = args.valid_data_path if args.eval_iters else None
+        evaluated = None if args.eval_iters == 0 else args.valid_data_path
         with said_by(args.rank == 0):
             train = open_dataset(train_files, flag=TRAINING, split="train")
             self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
@@ -123,35 +125,61 @@ class DatasetProvider:
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
 
-        def indexed_lengths(dataset: ChatDataset | None) -> NDArray[np.int32] | None:
-            if dataset is None or not args.packing:
-                return None
-            settings = length_settings(args, model)
-            return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
+        index_settings = length_settings(args, model)
 
-        self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
-        self.turns = ""  # what becomes of earlier ones, if the template renders them differently
+        def indexed_lengths(dataset: ChatDataset) -> NDArray[np.int32] | None:
+            # Without packing, nothing goes by an index: one of other rows ends no run.
+            with nullcontext() if args.packing else suppress(ValueError):
+                return sample_lengths(dataset.rows, index_settings, seq_length=args.seq_length)
+            return None
+
+        indexed = indexed_lengths(train)
+        self._lengths = indexed if args.packing else None
+        self._evaluation: Evaluation | None = None
+        if self._valid is not None:
+            self._evaluation = Evaluation.plan(
+                self._valid,
+                batch=args.eval_global_batch_size,
+                most_steps=args.eval_iters,
+                look_ahead=args.packing_look_ahead if args.packing else None,
+                lengths=indexed_lengths(self._valid) if args.packing else None,
+            )
+            args.eval_iters = self._evaluation.steps
+        self._turns = ""  # what becomes of earlier ones, if the template renders them differently
         if habits.renders_again and args.training_phase == "sft":
-            self.turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
+            self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
             if self._lengths is not None:
-                given = length_settings(args, model)
-                answers = trained_answers(train.rows, given, seq_length=args.seq_length)
-                self.turns += f", {answers} answers are trained on"
+                count = trained_answers(train.rows, index_settings, seq_length=args.seq_length)
+                self._turns += f", {count} answers are trained on"
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         remarks = Remarks(literal_markers=args.literal_markers)
-        for remark, count, where in indexed_remarks(train.rows, length_settings(args, model)):
+        for remark, count, where in indexed_remarks(train.rows, index_settings):
             remarks.add([remark], where=where, rows=count)
+        masked, _ = remarks.found.get(MASKED, (0, ""))
+        self._unusable = 0 if indexed is None else int((indexed == 0).sum()) - masked
         self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
 
     @property
-    def indexed(self) -> dict[str, str]:
-        """Digests of the lengths that an index tells of training and of validation data."""
-        found = {"training": self._lengths, "validation": self._valid_lengths}
-        return {
-            name: f"{zlib.crc32(lengths.tobytes()):08x}"
-            for name, lengths in found.items()
-            if lengths is not None
-        }
+    def planned(self) -> dict[str, str]:
+        """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
+        lengths = b"" if self._lengths is None else self._lengths.tobytes()
+        found = {"lengths": lengths, "evaluation": repr(self._evaluation).encode()}
+        return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
+
+    def told(self) -> Iterator[str]:
+        """What a person should know of the data at a run's start, a line each."""
+        if self._lengths is not None:
+            yield "Packs of training data are planned from their index of lengths."
+        if self._unusable and self.bad_samples.skips:
+            share = f"{self._unusable} of {len(self.train)} rows of the training data"
+            share += f" ({self._unusable / len(self.train):.1%})"
+            yield f"{share} are left out, by their index of lengths."
+        for line in self.bad_samples.remarks.news():
+            yield f"Training data have {line}."
+        if self._turns:
+            yield f"{self._turns}."
+        if self._evaluation is not None:
+            yield str(self._evaluation)
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on.
@@ -238,16 +266,15 @@ class DatasetProvider:
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
-        if self._valid is not None:
+        if self._valid is not None and self._evaluation is not None:
             valid = partial(
                 local_source,
                 args,
                 self._valid,
                 micro_batch_size=args.eval_micro_batch_size,
-                sizes=StepSizes.constant(args.eval_global_batch_size),
+                sizes=StepSizes.constant(self._evaluation.batch),
                 seed=None,
-                lengths=self._valid_lengths,
-                restart_after=args.eval_iters * args.eval_global_batch_size,
+                evaluation=self._evaluation,
                 bad_samples=valid_bad_samples,
             )
             self._streams.append(data.stream(valid, channel=1))

@@ -87,6 +87,8 @@ class ForwardStep:
         # many tokens of an evaluation counted. On the device.
         self.losses: list[Tensor] = []
         self.valid_tokens: list[Tensor] = []
+        # Of training, without a token that counts on any rank: these change nothing.
+        self.empty_steps = 0
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ class StepReport:
     """What the log knows after an iteration; the same on every rank."""
 
     iteration: int
-    loss: float  # mean over the iterations since the last report of each one's mean over tokens
+    loss: float | None  # mean of the iterations since the last report that had tokens; None of none
     tokens: int  # tokens before padding since the last report, over all data parallel ranks
     capacity: int  # the same with padding
     seconds: float  # wall time since the last report, evaluation and saving included
@@ -67,7 +67,7 @@ class StepReport:
 
     def line(self, *, total: int) -> str:
         """All of it for a person, of a run of ``total`` iterations."""
-        figures = [f"iteration {self.iteration}/{total}", f"loss {self.loss:.4f}"]
+        figures = [f"iteration {self.iteration}/{total}", f"loss {_said(self.loss)}"]
         if self.learning_rate is not None:
             figures.append(f"lr {self.learning_rate:.3g}")
         if self.grad_norm is not None:
@@ -95,6 +95,10 @@ class StepReport:
             "memory GiB": self.memory_bytes / 2**30,
         }
         return {name: value for name, value in known.items() if value is not None}
+
+
+def _said(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.4f}"
 
 
 class PlainLines:
@@ -148,7 +152,7 @@ class RichBar:
     def report(self, step: StepReport) -> None:
         """Print the line and move the bar."""
         self.say(step.line(total=self._total))
-        columns: dict[str, Any] = {"loss": f"{step.loss:.4f}"}
+        columns: dict[str, Any] = {"loss": _said(step.loss)}
         done = step.iteration
         if self._task is None:  # a resumed run starts where it was, which is no speed
             self._task = self._bar.add_task("", total=self._total, completed=done, **columns)
@@ -172,8 +176,8 @@ def progress_sink(stream: TextIO, *, total: int) -> PlainLines | RichBar:
 class TrainingMetrics:
     """The figures of one training run, written as JSON."""
 
-    loss_first: float
-    loss_last: float
+    loss_first: float | None  # None where no step had a token to train on
+    loss_last: float | None
     tokens_per_second: float
     fill_rate: float  # tokens before padding, of all tokens
     train_seconds: float
@@ -181,6 +185,7 @@ class TrainingMetrics:
     valid_loss: float | None  # of the last evaluation
     valid_exact_match: float | None  # of its answers; None where none were asked for
     bad_samples: dict[str, int]  # left out in training, by kind
+    empty_steps: int  # without a token to train on, which changed nothing
 
 
 @dataclass(kw_only=True, eq=False)
@@ -217,6 +222,7 @@ class TrainingProgress:
         self.reports: list[StepReport] = []
         self.iteration = 0
         self._losses: list[torch.Tensor] = []
+        self._empty_steps = 0  # that were said
         self._reported_tokens = 0
         self._reported_capacity = 0
         self._reported_operations = 0
@@ -236,6 +242,9 @@ class TrainingProgress:
         ``learning_rate`` and ``grad_norm`` are None on ranks that know none.
         """
         self.iteration = iteration
+        if self.counter.empty_steps > self._empty_steps and self.sink is not None:
+            self.sink.say(f"iteration {iteration} | no token to train on: it changes nothing")
+        self._empty_steps = self.counter.empty_steps
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
         if iteration % self.interval == 0 or iteration == self.total or not self.reports:
@@ -257,11 +266,9 @@ class TrainingProgress:
             *(answered if answered is not None and self.counts_tokens else (0, 0)),
         )
         self.valid_loss = all_loss if counted else None
-        said = (
-            "none: no token of the validation data counts; look at --valid-data-path"
-            if self.valid_loss is None
-            else f"{self.valid_loss:.4f}"
-        )
+        said = _said(self.valid_loss)
+        if self.valid_loss is None:
+            said += ": no token of the validation data counts; look at --valid-data-path"
         if asked:
             self.valid_exact_match = right / asked
             said += f" | exact match {right / asked:.1%} of {asked:.0f} answers"
@@ -292,8 +299,9 @@ class TrainingProgress:
         counter = self.counter
         tokens, capacity, operations = counter.tokens, counter.capacity, counter.operations
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        all_loss, all_tokens, all_capacity, all_operations, *bad = self._sum(
+        all_loss, losses, all_tokens, all_capacity, all_operations, *bad = self._sum(
             loss.item() if self.has_loss else 0.0,
+            len(self._losses) if self.has_loss else 0,
             tokens - self._reported_tokens if self.counts_tokens else 0,
             capacity - self._reported_capacity if self.counts_tokens else 0,
             operations - self._reported_operations if self.counts_tokens else 0,
@@ -312,7 +320,7 @@ class TrainingProgress:
             since = now
         report = StepReport(
             iteration=iteration,
-            loss=all_loss,
+            loss=all_loss if losses else None,
             tokens=int(all_tokens),
             capacity=int(all_capacity),
             seconds=now - since,
@@ -346,6 +354,8 @@ class TrainingProgress:
             kinds = ", ".join(f"{kind} {count}" for kind, count in self.bad_samples.items())
             what = "bad samples" if self.bad_samples.keys() - {"masked"} else "samples"
             self.sink.say(f"{what} left out: {sum(self.bad_samples.values())} ({kinds})")
+        if self._empty_steps:
+            self.sink.say(f"steps without a token to train on: {self._empty_steps}")
         self.sink.close()
 
 
@@ -355,15 +365,17 @@ def summarize(
     valid_loss: float | None,
     valid_exact_match: float | None = None,
     bad_samples: Mapping[str, int] | None = None,
+    empty_steps: int = 0,
 ) -> TrainingMetrics:
     """The figures of a run with at least one report.
 
     The first report holds start-up costs; the rate is that of all others when there are any.
     """
     steady = reports[1:] or reports
+    losses = [step.loss for step in reports if step.loss is not None]
     return TrainingMetrics(
-        loss_first=reports[0].loss,
-        loss_last=reports[-1].loss,
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
         tokens_per_second=sum(step.tokens for step in steady)
         / sum(step.seconds for step in steady),
         fill_rate=sum(step.tokens for step in reports) / sum(step.capacity for step in reports),
@@ -372,6 +384,7 @@ def summarize(
         valid_loss=valid_loss,
         valid_exact_match=valid_exact_match,
         bad_samples=dict(bad_samples or {}),
+        empty_steps=empty_steps,
     )
 
 

@@ -155,17 +155,12 @@ def _run(
         {
             "training": datasets.fingerprint,
             "validation": datasets.valid_fingerprint,
-            "indexed lengths": datasets.indexed,
+            "plans": datasets.planned,
         },
     )
-    if datasets.indexed and args.rank == 0:
-        which = " and ".join(datasets.indexed)
-        print(f"Packs of {which} data are planned from their index of lengths.", flush=True)
     if args.rank == 0:
-        for line in datasets.bad_samples.remarks.news():
-            print(f"Training data have {line}.", flush=True)
-    if datasets.turns and args.rank == 0:
-        print(f"{datasets.turns}.", flush=True)
+        for line in datasets.told():
+            print(line, flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
@@ -321,6 +316,7 @@ def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueE
         valid_loss=progress.valid_loss,
         valid_exact_match=progress.valid_exact_match,
         bad_samples=progress.bad_samples,
+        empty_steps=progress.counter.empty_steps,
     )
     try:
         leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)

@@ -1,4 +1,4 @@
-"""Every step has a finite loss, finite gradients and tokens to train on, or the run ends."""
+"""Every step has a finite loss, finite gradients and tokens to train on, or changes nothing."""
 
 import math
 import sys
@@ -18,6 +18,7 @@ from loongplug.platform.finite import is_finite, take_broken
 from loongplug.training.forward_step import ForwardStep
 
 SWITCH = "--no-check-for-nan-in-loss-and-grad"
+MOST_EMPTY_STEPS = 20  # in a row, with --bad-sample skip
 _CURE = (
     "Lower --lr, lengthen --lr-warmup-iters, or look at the data and at the weights that were "
     f"loaded; --load goes on from the last checkpoint. {SWITCH} trains on regardless."
@@ -53,6 +54,7 @@ class Soundness:
         # tokens it trains on.
         self._losses: list[Tensor] = []
         self._tokens: Tensor | None = None
+        self._empty_in_a_row = 0
 
     def built(self, chunks: Sequence[Any], optimizer: OptimizerPerModule) -> None:
         """Look at what is trained from now on: the wrapped chunks and their optimizer."""
@@ -71,22 +73,30 @@ class Soundness:
             what = _gradients(self._chunks, broken)
             raise self._error(what, losses=self._losses, knows=1)
 
-    def _look(self, norm: float) -> None:
+    def _look(self, norm: float) -> bool:
+        """Whether the step may change weights; the same on every rank."""
         losses = self._losses
         assert self._tokens is not None
         if self._tokens.item() == 0:
+            self._empty_in_a_row += 1
+            self._step.empty_steps += 1
+            if self._args.bad_sample == "skip" and self._empty_in_a_row < MOST_EMPTY_STEPS:
+                return False
+            first, last = self._iteration - self._empty_in_a_row + 1, self._iteration
             raise ValueError(
-                f"Iteration {self._iteration} has no token to train on, on any rank: all of its "
-                "samples are bad (see the log for each), or none of them has an answer. Look at "
-                "the data with loongplug data check."
+                (f"Iteration {last} has" if first == last else f"Iterations {first} to {last} have")
+                + " no token to train on, on any rank: all samples are bad (see the log for each), "
+                "or none of them has an answer. Look at the data with loongplug data check."
             )
+        self._empty_in_a_row = 0
         if not self._args.check_for_nan_in_loss_and_grad:
-            return
+            return True
         if losses and not is_finite(torch.stack(losses)):
             raise self._error("", losses=losses, knows=0)
         if not math.isfinite(norm):
             what = f"the norm of all gradients is {norm}, though each rank's are finite"
             raise self._error(what, losses=losses, knows=0)
+        return True
 
     @property
     def _iteration(self) -> int:

@@ -3,8 +3,10 @@
 import json
 
 import pytest
-from micro.packing import plan, run, skewed_lengths
+from micro.packing import run, skewed_lengths
 from pace import times_slower
+
+from loongplug.data.packing import packs_once
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +26,7 @@ def test_it_is_fast_and_full_and_says_so(tmp_path, capsys):
     path = tmp_path / "packing.json"
     lengths = skewed_lengths(100_000, seq_length=8192)
     slower = times_slower(
-        lambda: list(plan(lengths, seq_length=8192, look_ahead=256)),
+        lambda: list(packs_once(lengths, seq_length=8192, look_ahead=256)),
         lambda: next_fit(lengths),
         turns=3,
     )

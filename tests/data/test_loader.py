@@ -14,6 +14,7 @@ from PIL import ImageFile
 
 from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.evaluation import Evaluation
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
@@ -174,13 +175,17 @@ def test_resumes_where_it_was(dataset: ChatDataset) -> None:
         assert answers(next(resumed), dataset) == answers(next(whole), dataset)
 
 
-def test_evaluation_goes_in_file_order_and_restarts(dataset: ChatDataset) -> None:
+def test_evaluation_goes_in_file_order_and_begins_again(dataset: ChatDataset) -> None:
     every = loader(dataset, micro_batch_size=4)
     seen = [answer for _ in range(5) for answer in answers(next(every), dataset)]
     assert seen == [f"{i % 10}<|im_end|>" for i in range(20)]
-    some = loader(dataset, micro_batch_size=2, restart_after=4)
-    seen = [answer for _ in range(4) for answer in answers(next(some), dataset)]
-    assert seen == [f"{i % 4}<|im_end|>" for i in range(8)]
+    sizes = {"batch": 4, "most_steps": None, "look_ahead": None, "lengths": None}
+    once = loader(dataset, micro_batch_size=4, evaluation=Evaluation.plan(dataset, **sizes))
+    for _ in range(2):
+        microbatches = [next(once) for _ in range(3)]
+        seen = [answer for each in microbatches for answer in answers(each, dataset)]
+        assert seen == [f"{i}<|im_end|>" for i in range(10)] + ["", ""]
+        assert microbatches[2].lengths[2:] == (0, 0)
 
 
 def open_rows(rows: Path, processor: Processor, *, seq_length: int = 32) -> ChatDataset:

@@ -80,13 +80,10 @@ def test_order_does_not_depend_on_what_was_asked_before() -> None:
     assert [order.indices([position])[0] for position in reversed(range(30))] == forward[::-1]
 
 
-def test_without_a_seed_in_file_order_and_restarting() -> None:
+def test_without_a_seed_in_file_order() -> None:
     assert SampleOrder(3, seed=None).indices(range(7)) == [0, 1, 2, 0, 1, 2, 0]
-    assert SampleOrder(9, seed=None, restart_after=4).indices(range(6)) == [0, 1, 2, 3, 0, 1]
-    assert SampleOrder(3, seed=None, restart_after=4).indices(range(6)) == [0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("num_samples", "restart"), [(0, None), (3, 0)])
-def test_nothing_to_order_is_refused(num_samples: int, restart: int | None) -> None:
+def test_nothing_to_order_is_refused() -> None:
     with pytest.raises(ValueError, match="is 0: expected at least 1"):
-        SampleOrder(num_samples, seed=None, restart_after=restart)
+        SampleOrder(0, seed=None)

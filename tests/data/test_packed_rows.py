@@ -11,7 +11,6 @@ import pytest
 import torch
 from image_units import media_of, unit_of
 from local_loader import local_loader
-from micro.packing import plan
 from numpy.typing import NDArray
 
 from loongplug.context.row_parts import Balance, RowParts
@@ -21,7 +20,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
-from loongplug.data.packing import Pack
+from loongplug.data.packing import Pack, packs_once
 from loongplug.data.planned_packs import PlannedPacks, packs_of_epochs
 from loongplug.data.processor import Processor
 from loongplug.data.text_stream import START, PackedTexts, ResumePoint
@@ -158,7 +157,6 @@ def test_a_stream_of_packs_goes_on_from_any_place(dataset: ChatDataset) -> None:
             dp_size=1,
             seed=None,
             consumed_packs=place.packs,
-            restart_after=None,
             resume=place,
             workers=IN_PROCESS,
         )
@@ -190,7 +188,7 @@ def expected_packs(dataset: ChatDataset) -> list[list[list[int]]]:
     """Three epochs of the loader's order, packed by the planner."""
     indices = SampleOrder(ROWS, seed=5).indices(range(3 * ROWS))
     ids = [dataset[index].input_ids.tolist() for index in indices]
-    packs = plan(map(len, ids), seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD)
+    packs = packs_once(map(len, ids), seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD)
     return [[ids[position] for position in pack] for pack in packs]
 
 
@@ -253,13 +251,12 @@ def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"seed": None, "restart_after": 4}], ids=["run", "eval"])
 def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
-    dataset: ChatDataset, options: dict[str, Any], processes: int
+    dataset: ChatDataset, processes: int
 ) -> None:
     lengths, workers = lengths_of(dataset), WorkerSettings(processes=processes)
     for rank in range(2):
-        ranks = {"dp_rank": rank, "dp_size": 2, "workers": workers, **options}
+        ranks = {"dp_rank": rank, "dp_size": 2, "workers": workers}
         planned, read = loader(dataset, lengths=lengths, **ranks), loader(dataset, **ranks)
         for _ in range(8):
             assert planned.source.resume_point() == read.source.resume_point()
@@ -358,13 +355,6 @@ def test_packs_of_epochs_hold_all_their_samples_and_are_no_more(
     wanted = {*range(epochs * ROWS)}
     assert wanted <= {position for pack in packs for position in pack}
     assert not wanted <= {position for pack in packs[:-1] for position in pack}
-
-
-def test_evaluation_sees_the_same_packs_each_time(dataset: ChatDataset) -> None:
-    evaluation = loader(dataset, seed=None, restart_after=4)
-    seen = [contents(next(evaluation)) for _ in range(8)]
-    assert seen[:4] == seen[4:]
-    assert seen[0] != seen[1]
 
 
 def test_ranks_without_images_have_the_same_packs(dataset: ChatDataset) -> None:

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from micro.packing import plan, skewed_lengths
+from micro.packing import skewed_lengths
 
-from loongplug.data.packing import Pack, PackingState, PackPlanner
+from loongplug.data.packing import Pack, PackingState, PackPlanner, packs_once
 
 pytestmark = pytest.mark.quick
 
@@ -17,7 +17,7 @@ LOOK_AHEAD = st.integers(1, 12)
 @settings(deadline=None)
 @given(LENGTHS, SEQ_LENGTH, LOOK_AHEAD)
 def test_every_sample_is_in_one_pack_and_no_pack_is_too_long(lengths, seq_length, look_ahead):
-    packs = list(plan(lengths, seq_length=seq_length, look_ahead=look_ahead))
+    packs = list(packs_once(lengths, seq_length=seq_length, look_ahead=look_ahead))
     assert sorted(position for pack in packs for position in pack) == list(range(len(lengths)))
     assert all(sum(lengths[position] for position in pack) <= seq_length for pack in packs)
 
@@ -27,7 +27,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_too_long(lengths, seq_length
 def test_packs_are_the_best_fits_within_the_look_ahead(lengths, seq_length, look_ahead):
     """Each pack is the one that its definition, written down plainly, asks for."""
     left = dict(enumerate(lengths))
-    for pack in plan(lengths, seq_length=seq_length, look_ahead=look_ahead):
+    for pack in packs_once(lengths, seq_length=seq_length, look_ahead=look_ahead):
         first = min(left)
         expected, room = [first], seq_length - left.pop(first)
         while fitting := [p for p in left if p < first + look_ahead and left[p] <= room]:
@@ -61,7 +61,7 @@ def test_a_planner_goes_on_from_any_state(lengths, seq_length, look_ahead, data)
     packs = feed(planner, lengths[:stop])
     state = PackingState(read=planner.state.read, held=tuple(planner.state.held))
     packs += feed(PackPlanner(**sizes, state=state), lengths[stop:], ended=True)
-    assert packs == list(plan(lengths, **sizes))
+    assert packs == list(packs_once(lengths, **sizes))
 
 
 @settings(deadline=None)
@@ -87,11 +87,11 @@ def feed(planner: PackPlanner, lengths: list[int], *, ended: bool = False) -> li
 
 
 def test_among_equals_the_one_that_waited_longest_is_taken():
-    assert list(plan([6, 5, 4, 4, 4], seq_length=10, look_ahead=5)) == [(0, 2), (1, 3), (4,)]
+    assert list(packs_once([6, 5, 4, 4, 4], seq_length=10, look_ahead=5)) == [(0, 2), (1, 3), (4,)]
 
 
 def test_a_look_ahead_of_one_is_padding():
-    assert list(plan([1, 1, 1], seq_length=10, look_ahead=1)) == [(0,), (1,), (2,)]
+    assert list(packs_once([1, 1, 1], seq_length=10, look_ahead=1)) == [(0,), (1,), (2,)]
 
 
 def test_lengths_and_sizes_that_cannot_be():
@@ -113,5 +113,5 @@ def test_a_skewed_mix_fills_packs_of_8k():
     lengths = skewed_lengths(20_000, seq_length=8192)
     assert sum(length < 512 for length in lengths) > 8_000  # skewed, with a tail
     assert sum(length > 4096 for length in lengths) > 800
-    packs = list(plan(lengths, seq_length=8192, look_ahead=256))
+    packs = list(packs_once(lengths, seq_length=8192, look_ahead=256))
     assert sum(lengths) > 0.98 * 8192 * len(packs)

@@ -46,7 +46,6 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[tuple[Share, ...], ...]]:
             dp_size=cell.dp,
             seed=parsed.args.seed,
             consumed_samples=0,
-            restart_after=None,
             workers=IN_PROCESS,
         )
         for _ in range(STEPS):
@@ -66,7 +65,6 @@ def parts_with_images(rank: int, *, flags: list[str], part: int) -> list[set[int
         dp_size=1,
         seed=parsed.args.seed,
         consumed_samples=0,
-        restart_after=None,
         workers=IN_PROCESS,
     )
     processor = data.train.processor

@@ -120,7 +120,7 @@ def test_defaults_hold_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     assert changed.hidden_dropout == 0.3
     assert changed.attention_dropout == 0.0
     assert changed.save_interval == changed.train_iters == 10
-    assert (changed.eval_iters, changed.eval_interval) == (100, 5)
+    assert (changed.eval_iters, changed.eval_interval) == (None, 5)  # each row once
     assert changed.tokenizer_type == "NullTokenizer"
     assert parse(tmp_path, "--save", "x", "--save-interval", "3").args.save_interval == 3
 

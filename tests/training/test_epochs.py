@@ -90,7 +90,6 @@ def test_packs_are_counted_by_the_index(flags: list[str], demo: Path, tmp_path: 
         dp_size=1,
         seed=args.seed,
         consumed_packs=0,
-        restart_after=None,
         resume=None,
         workers=IN_PROCESS,
     )

@@ -201,20 +201,28 @@ def test_each_image_is_decoded_once_by_the_rank_that_encodes_it(flags, ranks, la
         pytest.param((*FULL, *VPP, *OVERLAP), id="full"),
     ],
 )
-def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path, layout):
-    evaluation = (
-        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
-        *("--eval-interval", "1"),
-    )
-    said = {}
-    for name, ranks, flags_of in (("single", 1, ()), ("both", 2, layout)):
+def test_evaluation_takes_each_row_once_and_leaves_training_alone(
+    flags, demo, tmp_path, capfd, layout
+):
+    """The mean over five rows, as they are in one step alone, where no place is blank."""
+    few = demo / "five.jsonl"  # beside its images
+    few.write_text("".join((demo / "test.jsonl").open().readlines()[:5]))
+    evaluation = ("--valid-data-path", str(few), "--eval-interval", "1")
+    fours, five = ("--eval-global-batch-size", "4"), ("--eval-global-batch-size", "5")
+    found = {}
+    for name, ranks, more in (
+        ("alone", 1, (*five, "--eval-micro-batch-size", "5")),
+        ("dp2", 2, (*fours, "--eval-iters", "9")),
+        ("layout", 2, (*fours, *layout)),
+    ):
         metrics = tmp_path / f"{name}.json"
-        evaluated = train(
-            flags, *flags_of, *evaluation, "--metrics-json", str(metrics), ranks=ranks
-        )
-        said[name] = json.loads(metrics.read_text())["valid_loss"]
-    assert evaluated == train(flags, *layout, ranks=2)
-    assert said["both"] == pytest.approx(said["single"], rel=2e-5)
+        steps = train(flags, *evaluation, *more, "--metrics-json", str(metrics), ranks=ranks)
+        found[name] = json.loads(metrics.read_text())["valid_loss"]
+    assert steps == train(flags, *layout, ranks=2)
+    assert found["dp2"] == pytest.approx(found["alone"], rel=2e-5)
+    assert found["layout"] == pytest.approx(found["alone"], rel=2e-5)
+    said = "Each evaluation takes 5 of 5 rows of the validation data, each once, in 2 steps of 4."
+    assert capfd.readouterr().out.count(said) == 2
 
 
 def test_groups_of_microbatches_are_let_go(flags):

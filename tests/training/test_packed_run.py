@@ -1,6 +1,7 @@
 """Whole training runs with packing against padded ones on the same samples."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +39,24 @@ SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "cor
 
 
 @pytest.fixture(scope="module")
-def padded(request, flags, tmp_path_factory):
-    """A model's flags, its weights, and the padded run's steps."""
+def padded(request, flags, demo, tmp_path_factory):
+    """A model's flags, its weights, and the padded run's steps and validation loss."""
     flags = [*flags, "--model-name", request.param]
-    weights = str(tmp_path_factory.mktemp("weights") / "hf")
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights)
-    flags += ["--load-hf", weights]
-    return flags, train(flags)
+    folder = tmp_path_factory.mktemp("weights")
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "hf"))
+    few = demo / "three.jsonl"  # beside its images
+    few.write_text("".join((demo / "test.jsonl").open().readlines()[:3]))
+    flags += ["--load-hf", str(folder / "hf"), "--valid-data-path", str(few)]
+    return flags, *validated(flags, folder=folder)
+
+
+def validated(
+    flags: list[str], *more: str, folder: Path, ranks: int = 1
+) -> tuple[list[StepReport], float]:
+    """A run's steps, and the loss of the validation data behind the last."""
+    metrics = folder / "metrics.json"
+    steps = train(flags, *more, "--metrics-json", str(metrics), ranks=ranks)
+    return steps, json.loads(metrics.read_text())["valid_loss"]
 
 
 # Gradients are compared in every family and layout by models/test_packed_step.py; here each family
@@ -60,9 +72,11 @@ def padded(request, flags, tmp_path_factory):
     ids=["dense-dp2", "dense-pp2-vpp2", "windows-tp2-pp2-selective", "moe-tp2-pp2-selective"],
     indirect=["padded"],
 )
-def test_a_packed_run_trains_as_the_padded_run_on_the_same_samples(padded, layout, ranks):
-    flags, expected = padded
-    found = train(flags, *PAIRS, *layout, ranks=ranks)
+def test_a_packed_run_trains_as_the_padded_run_on_the_same_samples(padded, tmp_path, layout, ranks):
+    """And evaluates the same rows, though their last step has blank packs, and its blank rows."""
+    flags, expected, loss = padded
+    found, packed_loss = validated(flags, *PAIRS, *layout, folder=tmp_path, ranks=ranks)
+    assert packed_loss == pytest.approx(loss, rel=2e-5)
     assert len(found) == 4
     torch.testing.assert_close(losses(found), losses(expected), rtol=2e-5, atol=0)
     assert [step.tokens for step in found] == [step.tokens for step in expected]

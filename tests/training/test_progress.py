@@ -115,6 +115,7 @@ class Counter:
     capacity: int = 0
     operations: int = 0
     started: float | None = 0.0
+    empty_steps: int = 0
     valid_tokens: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -138,9 +139,11 @@ def collect(rank: int) -> list[StepReport]:
         counter.tokens += 10 * (rank + 1)
         counter.capacity += 20 * (rank + 1)
         counter.operations += rank + 1
+        counter.empty_steps += iteration in (1, 3)
+        has_loss = rank >= 2 and iteration not in (1, 3)
         progress.step(
             iteration,
-            torch.tensor(float(iteration)) if rank >= 2 else None,
+            torch.tensor(float(iteration)) if has_loss else None,
             learning_rate=0.5 if rank == 1 else None,
         )
     counter.valid_tokens += [torch.tensor(rank), torch.tensor(1)] if rank >= 2 else []
@@ -148,6 +151,12 @@ def collect(rank: int) -> list[StepReport]:
     answered = (3, 5) if rank in (0, 2) else (1, 3)
     progress.evaluated(torch.tensor(0.25) if rank >= 2 else None, answered=answered)
     assert told == progress.reports
+    lines = stream.getvalue().splitlines()
+    assert rank > 0 or lines[0] == "iteration 1 | no token to train on: it changes nothing"
+    assert rank > 0 or lines[1].startswith("iteration 1/5 | loss none | lr 0.5")
+    progress.close()
+    last = "steps without a token to train on: 2"
+    assert rank > 0 or stream.getvalue().splitlines()[-1] == last
     assert progress.valid_loss == 0.25
     assert progress.valid_exact_match == 0.5
     said = "iteration 5 | validation loss 0.2500 | exact match 50.0% of 8 answers\n"
@@ -161,7 +170,9 @@ def collect(rank: int) -> list[StepReport]:
 def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
     for reports in run_ranks(collect, 4):
         assert [step.iteration for step in reports] == [1, 2, 4, 5]
-        assert [step.loss for step in reports] == [1.0, 2.0, 3.5, 5.0]
+        assert [step.loss for step in reports] == [None, 2.0, 4.0, 5.0]
+        metrics = summarize(reports, valid_loss=None)
+        assert (metrics.loss_first, metrics.loss_last) == (2.0, 5.0)
         assert [step.tokens for step in reports] == [30, 30, 60, 30]
         assert [step.capacity for step in reports] == [60, 60, 120, 60]
         assert [step.operations for step in reports] == [3, 3, 6, 3]

@@ -169,8 +169,8 @@ def test_sigterm_on_one_rank_saves_and_ends_all(flags, whole, tmp_path):
 def test_evaluation_inside_training_leaves_training_alone(flags, whole, demo, tmp_path):
     evaluated = train(
         flags,
-        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
-        *("--eval-interval", "2", "--save", str(tmp_path), *WHOLE),
+        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-interval", "2"),
+        *("--save", str(tmp_path), *WHOLE),
         *("--metrics-json", str(tmp_path / "metrics.json")),
         ranks=4,
     )

@@ -24,7 +24,7 @@ from loongplug.platform import current_platform
 from loongplug.platform.finite import is_finite, norms_before_sums
 from loongplug.training import forward_step
 from loongplug.training.run import run
-from loongplug.training.soundness import Soundness
+from loongplug.training.soundness import MOST_EMPTY_STEPS, Soundness
 
 NAN = float("nan")
 AT_WORK = "Largest learning rate: 0.001; loss scale: 1."
@@ -76,15 +76,13 @@ def test_a_loss_that_is_nan_ends_the_run_without_a_save(flags: list[str]) -> Non
     assert OFF in said
 
 
-@pytest.mark.parametrize("packing", [[], ["--packing", "--micro-batch-size", "1"]])
-def test_a_run_all_of_whose_samples_are_bad_ends(
-    flags: list[str], packing: list[str], tmp_path: Path
-) -> None:
+def test_a_run_all_of_whose_samples_are_bad_ends(flags: list[str], tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text("{}\n" * 16)
-    flags = [*flags, "--train-data-path", str(data), "--bad-sample", "skip", *packing]
+    flags = [*flags, "--train-data-path", str(data), "--bad-sample", "skip", "--packing"]
+    flags += ["--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "30"]
     (said,) = run_ranks(end, 1, flags=flags, fault=lambda stack: None, timeout=120.0)
-    assert said.startswith("Iteration 1 has no token to train on, on any rank: all of its samples")
+    assert said.startswith("Iterations 1 to 20 have no token to train on, on any rank: all samples")
 
 
 def trained(rank: int, *, flags: list[str], fault: Fault, store: str) -> None:
@@ -118,7 +116,7 @@ class Built(nn.Module):
         self.module.image_encoder = nn.Linear(2, 1)
         self.bucket_groups: list[Any] = []
         self.expert_parallel_bucket_groups: list[Any] = []
-        self.before_update: Callable[[float], None] | None = None
+        self.before_update: Callable[[float], bool] = lambda norm: False
 
     def sum_gradient(self, value: float) -> None:
         """The encoder's weight has this gradient, which replicas are about to sum."""
@@ -143,9 +141,15 @@ class Built(nn.Module):
         return torch.ones(1)
 
 
+def run_args(*, policy: str = "fatal", switch: bool = True) -> Namespace:
+    return Namespace(
+        rank=3, curr_iteration=4, check_for_nan_in_loss_and_grad=switch, bad_sample=policy
+    )
+
+
 def checked(*losses: float, norm: float = 1.0, tokens: int = 7, switch: bool = True) -> str:
     """What a step with these figures ends with; nothing where it goes on."""
-    args = Namespace(rank=3, curr_iteration=4, check_for_nan_in_loss_and_grad=switch)
+    args = run_args(switch=switch)
     step = forward_step.ForwardStep(current_platform())
     built, soundness = Built(), Soundness(args, step)
     soundness.built([built], built)  # type: ignore[arg-type]
@@ -154,9 +158,8 @@ def checked(*losses: float, norm: float = 1.0, tokens: int = 7, switch: bool = T
         built.config.finalize_model_grads_func([built], torch.tensor(tokens), force_all_reduce=True)
     finalize.assert_called_once()
     assert step.losses == []  # also where Megatron passes over the step
-    assert built.before_update is not None
     try:
-        built.before_update(norm)
+        assert built.before_update(norm)
     except ValueError as error:
         return str(error)
     return ""
@@ -178,9 +181,31 @@ def test_losses_norm_and_tokens_are_looked_at_before_weights_change() -> None:
 
 
 @pytest.mark.quick
+def test_steps_without_tokens_are_passed_over_until_there_are_too_many_in_a_row() -> None:
+    step, built = forward_step.ForwardStep(current_platform()), Built()
+    args = run_args(policy="skip", switch=False)
+    soundness = Soundness(args, step)
+    soundness.built([built], built)  # type: ignore[arg-type]
+
+    def updates(tokens: int) -> bool:
+        args.curr_iteration += 1
+        with patch("megatron.training.training.finalize_model_grads"):
+            built.config.finalize_model_grads_func([built], torch.tensor(tokens))
+        return built.before_update(0.0)
+
+    for _ in range(2):
+        assert [updates(0) for _ in range(MOST_EMPTY_STEPS - 1)] == [False] * 19
+        assert updates(1)
+    assert step.empty_steps == 2 * 19
+    assert not any(updates(0) for _ in range(19))
+    with pytest.raises(ValueError, match=r"^Iterations 46 to 65 have no token to train on"):
+        updates(0)
+
+
+@pytest.mark.quick
 def test_of_ranks_that_meet_the_same_step_one_is_printed() -> None:
     """Of equal faults the board prints one; a rank whose loss is broken knows most."""
-    args = Namespace(rank=3, curr_iteration=4, check_for_nan_in_loss_and_grad=True)
+    args = run_args()
     step = forward_step.ForwardStep(current_platform())
     built, soundness = Built(), Soundness(args, step)
     soundness.built([built], built)  # type: ignore[arg-type]
@@ -203,7 +228,7 @@ def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_gradients_are_told_by_module_and_with_their_weights() -> None:
-    args = Namespace(rank=3, curr_iteration=4, check_for_nan_in_loss_and_grad=True)
+    args = run_args()
     built, soundness = Built(), Soundness(args, forward_step.ForwardStep(current_platform()))
     soundness.built([built], built)  # type: ignore[arg-type]
     weight = built.module.image_encoder.weight

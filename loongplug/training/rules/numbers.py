@@ -51,7 +51,7 @@ def seed(args: Namespace, model: Any) -> str | None:
 )
 def evaluation(args: Namespace, model: Any) -> str | None:
     """`--eval-iters` without `--valid-data-path`, or below 0"""
-    if args.eval_iters < 0:
+    if args.eval_iters is not None and args.eval_iters < 0:
         return f"--eval-iters {args.eval_iters}"
     if args.eval_iters and not args.valid_data_path:
         return f"--eval-iters {args.eval_iters} without --valid-data-path"
@@ -60,20 +60,13 @@ def evaluation(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="the rows are those of the validation data, and are answered when it is evaluated",
-    cure="give 1 or more with --valid-data-path FILE and --eval-iters above 0, or drop the flag",
+    cure="give 1 or more with --valid-data-path FILE and without --eval-iters 0, or drop the flag",
     training_only=True,
 )
 def eval_generate(args: Namespace, model: Any) -> str | None:
-    """`--eval-generate` below 1, or without `--valid-data-path` and `--eval-iters`"""
+    """`--eval-generate` below 1, without `--valid-data-path`, or with `--eval-iters 0`"""
     count = args.eval_generate
-    if count is None or (count >= 1 and args.valid_data_path and args.eval_iters):
+    if count is None or (count >= 1 and args.valid_data_path and args.eval_iters != 0):
         return None
-    lacks = [
-        name
-        for name, given in (
-            ("--valid-data-path", args.valid_data_path),
-            ("--eval-iters", args.eval_iters),
-        )
-        if not given
-    ]
-    return f"--eval-generate {count}" + (f" without {' and '.join(lacks)}" if lacks else "")
+    lacks = "" if args.valid_data_path else " without --valid-data-path"
+    return f"--eval-generate {count}{lacks or ' with --eval-iters 0' * (args.eval_iters == 0)}"

@@ -40,6 +40,9 @@ CASES: Cases = {
             {"eval_generate": -1, "eval_iters": 3, "valid_data_path": [__file__]},
             {"eval_generate": 5, "valid_data_path": [__file__]},
         ],
-        [{"eval_generate": 5, "eval_iters": 3, "valid_data_path": [__file__]}],
+        [
+            {"eval_generate": 5, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": 5, "eval_iters": None, "valid_data_path": [__file__]},
+        ],
     ),
 }
