@@ -28,6 +28,7 @@ from loongplug.data.object_store import file_named
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 from loongplug.evaluate import MAX_NEW_TOKENS
+from loongplug.output_files import PREDICTIONS, check_output, figures
 
 app = typer.Typer(
     name="loongplug",
@@ -143,7 +144,8 @@ def evaluate(
     json_path: Json = None,
 ) -> None:
     """Answer the questions of a data file greedily and print the score of each task and of all."""
-    with user_errors():
+    with user_errors(json_path, words=[data, str(predictions or "")]):
+        check_output(predictions, PREDICTIONS, inputs=[data])
         from loongplug.convert.exported import as_hf_folder
         from loongplug.evaluate.command import evaluate as run
 
@@ -222,6 +224,7 @@ def verify(
 
     request = Request(flags=tuple(context.args), scale=scale, steps=steps, ranks=ranks)
     try:
+        check_output(json_path, figures("verify"), inputs=context.args)
         code = run(request, json_path=json_path, keep=keep)
     except (ValueError, RankError) as error:
         typer.echo(f"loongplug: error: {error}", err=True)
@@ -251,7 +254,7 @@ def estimate(
     Takes train.py's flags. Needs no GPU and makes no weights. Where the run does not fit, it says
     which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
-    with user_errors():
+    with user_errors(json_path, "estimate", words=context.args):
         from loongplug.estimate.command import estimate as run
 
         raise typer.Exit(
@@ -283,7 +286,7 @@ def partition(
 
     Takes train.py's flags. Needs no GPU and makes no weights.
     """
-    with user_errors():
+    with user_errors(json_path, "partition", words=context.args):
         from loongplug.partition.command import partition as run
 
         run(
@@ -307,7 +310,7 @@ def bench_step(
 
     Everything that is not an option of this command goes to training unchanged.
     """
-    with user_errors():
+    with user_errors(json_path, "bench step", words=context.args):
         from loongplug.bench.step import bench_step as run
 
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
@@ -322,7 +325,7 @@ def bench_levels(
     json_path: Json = None,
 ) -> None:
     """Measure the modes of heterogeneous parallelism side by side on the CPU."""
-    with user_errors():
+    with user_errors(json_path, "bench levels"):
         from loongplug.bench.levels import bench_levels as run
 
         run(rounds=rounds, json_path=json_path, pictures=pictures)
@@ -334,7 +337,7 @@ def bench_context(
     json_path: Json = None,
 ) -> None:
     """Measure context parallelism on two CPU ranks, a core each, beside what it is held against."""
-    with user_errors():
+    with user_errors(json_path, "bench context"):
         from loongplug.bench.context import bench_context as run
 
         run(rounds=rounds, json_path=json_path)
@@ -374,7 +377,7 @@ def bench_pipeline(
 
     The schedules, policies and exchanges are those of a run; only the model is not there.
     """
-    with user_errors():
+    with user_errors(json_path, "bench pipeline"):
         from loongplug.bench.pipeline import bench_pipeline as run
 
         run(

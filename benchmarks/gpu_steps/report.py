@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_steps.rows import Figure, Row
-from loongplug.observe.metrics_file import write_metrics
+from loongplug.output_files import put_whole
 
 type Outcome = Literal["done", "failed", "ended at its limit"]
 
@@ -58,7 +58,8 @@ class Report:
         others = [each for each in self.steps if each.number != step.number]
         self.steps = sorted([*others, step], key=lambda each: each.number)
         content = {"setting": dict(self.setting), "steps": [asdict(each) for each in self.steps]}
-        write_metrics(self.folder / f"{NAME}.json", content)
+        with put_whole(self.folder / f"{NAME}.json") as whole:
+            whole.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         part = self.folder / f".{NAME}.md.part"
         part.write_text(self.markdown(), encoding="utf-8")
         part.replace(self.folder / f"{NAME}.md")

@@ -22,6 +22,7 @@ from loongplug.bench.context_work import (
 )
 from loongplug.consoles import table_console
 from loongplug.observe.bars import threadless_bars
+from loongplug.output_files import write_figures
 from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload
 
@@ -47,7 +48,7 @@ def bench_context(
         raise ValueError(f"--rounds is {rounds}: expected at least 1.")
     work = work or ContextWork()
     preload("cpu")  # what is below brings Megatron
-    from loongplug.bench.context_figures import ContextFigures, print_figures, write_json
+    from loongplug.bench.context_figures import ContextFigures, as_json, print_figures
 
     with (
         tempfile.TemporaryDirectory(prefix="loongplug-context-") as name,
@@ -65,8 +66,7 @@ def bench_context(
             encoder_share=bench.encoder_share(),
         )
     print_figures(figures, console=table_console())
-    if json_path is not None:
-        write_json(json_path, figures, work=work, rounds=rounds)
+    write_figures(json_path, as_json(figures, work=work, rounds=rounds), "bench context")
     return figures
 
 

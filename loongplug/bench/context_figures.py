@@ -1,10 +1,9 @@
 """What ``loongplug bench context`` makes of its runs: a table, beside what figures should be."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -107,12 +106,11 @@ def _rows(figures: ContextFigures) -> Iterator[tuple[str, str, str]]:
     yield "plan of a long pack for 8 ranks, ms", f"{attention.plan_ms:.2f}", "below 1"
 
 
-def write_json(path: Path, figures: ContextFigures, *, work: ContextWork, rounds: int) -> None:
+def as_json(figures: ContextFigures, *, work: ContextWork, rounds: int) -> dict[str, Any]:
     """All figures, round by round."""
-    content = {
+    return {
         "work": dataclasses.asdict(work),
         "rounds": rounds,
         **dataclasses.asdict(figures),
         "activations": figures.activations,
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from loongplug.bench.levels_figures import (
     RunFigures,
     SettingFigures,
     TracedFigures,
+    as_json,
     fastest,
     level_figures,
     median_rate,
@@ -27,7 +28,6 @@ from loongplug.bench.levels_figures import (
     shown_step,
     traced_figures,
     wide_console,
-    write_json,
 )
 from loongplug.bench.levels_work import (
     SETTINGS,
@@ -40,8 +40,9 @@ from loongplug.bench.levels_work import (
     write_levels_data,
 )
 from loongplug.observe.bars import threadless_bars
-from loongplug.observe.picture import draw_timeline, require_matplotlib
+from loongplug.observe.picture import draw_timeline
 from loongplug.observe.trace_file import read_folder
+from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
 
@@ -63,9 +64,10 @@ def bench_levels(
         ValueError: ``rounds`` is below 1, matplotlib is missing, or a run's flags were refused.
         RankError: a run failed otherwise.
     """
+    names = [_picture_name(each, level) for each in settings for level in each.levels]
+    check_pictures(pictures, names)
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}: expected at least 1.")
-    require_matplotlib()
     work = work or Work()
     pictures.mkdir(parents=True, exist_ok=True)
     preload("cpu")
@@ -80,8 +82,7 @@ def bench_levels(
     console = wide_console()
     print_settings(figures, console=console)
     console.print(f"A step of each level as a picture: {pictures}", soft_wrap=True)
-    if json_path is not None:
-        write_json(json_path, figures, work=work, rounds=rounds)
+    write_figures(json_path, as_json(figures, work=work, rounds=rounds), "bench levels")
     return figures
 
 

@@ -1,12 +1,10 @@
 """What ``loongplug bench levels`` makes of its runs: ratios, phases, bytes, tables of them."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -291,16 +289,15 @@ def wide_console() -> Console:
     return table_console(least=_WIDTH)
 
 
-def write_json(path: Path, settings: Sequence[SettingFigures], *, work: Work, rounds: int) -> None:
+def as_json(settings: Sequence[SettingFigures], *, work: Work, rounds: int) -> dict[str, Any]:
     """All figures, round by round."""
-    content = {
+    return {
         "work": dataclasses.asdict(work),
         "rounds": rounds,
         "settings": [
             dataclasses.asdict(each) | {"encoder_share": each.encoder_share} for each in settings
         ],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _title(figures: SettingFigures) -> str:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from loongplug.consoles import table_console
 from loongplug.observe.bars import threadless_bars
-from loongplug.observe.picture import draw_timeline, require_matplotlib
+from loongplug.observe.picture import draw_timeline
+from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload
 
@@ -45,10 +46,8 @@ def bench_pipeline(
     """
     if steps < 1:
         raise ValueError(f"--steps is {steps}: expected at least 1.")
-    if pictures is not None:
-        require_matplotlib()
     preload("cpu")  # what is below brings Megatron
-    from loongplug.bench.pipeline_figures import legend, print_cases, print_timeline, write_json
+    from loongplug.bench.pipeline_figures import as_json, legend, print_cases, print_timeline
     from loongplug.bench.pipeline_work import MODES, Case, parse_encoder, parse_stages
 
     cases = [
@@ -62,6 +61,7 @@ def bench_pipeline(
         )
         for mode in modes or MODES
     ]
+    check_pictures(pictures, [f"{each.mode}.png" for each in cases])
     found = measure(cases, steps=steps)
     console = table_console(least=_WIDTH)
     print_cases(found, console=console)
@@ -70,8 +70,7 @@ def bench_pipeline(
         print_timeline(each, console=console, width=_WIDTH)
     if pictures is not None:
         draw(found, pictures)
-    if json_path is not None:
-        write_json(json_path, found)
+    write_figures(json_path, as_json(found), "bench pipeline")
     return found
 
 

@@ -1,13 +1,11 @@
 """What ``loongplug bench pipeline`` makes of its runs: ratios, bubbles, a picture in text, JSON."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -186,9 +184,9 @@ def legend() -> str:
     return ", ".join(f"{letter} {name}" for letter, name in names.items()) + f", {NOTHING} no work"
 
 
-def write_json(path: Path, found: Sequence[CaseFigures]) -> None:
+def as_json(found: Sequence[CaseFigures]) -> list[dict[str, Any]]:
     """All figures, in milliseconds; no events."""
-    content = [
+    return [
         {
             "case": dataclasses.asdict(each.case),
             "step": each.step,
@@ -201,4 +199,3 @@ def write_json(path: Path, found: Sequence[CaseFigures]) -> None:
         }
         for each in found
     ]
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

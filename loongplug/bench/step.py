@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from loongplug.consoles import table_console
+from loongplug.output_files import write_figures
 from loongplug.parallel.programs import ranks_command
 
 _WRITING_FLAGS = ("--save", "--save-hf", "--metrics-json", "--tensorboard-dir")
@@ -35,14 +36,10 @@ class StepFigures:
 
     @classmethod
     def read(cls, path: Path) -> "StepFigures":
-        """Read what :meth:`write` wrote."""
+        """Read them as they were written as JSON."""
         content: dict[str, Any] = json.loads(path.read_text())
         lists = {name: tuple(each) for name, each in content.items() if isinstance(each, list)}
         return cls(**(content | lists))
-
-    def write(self, path: Path) -> None:
-        """Write the figures as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @property
     def tokens_per_second(self) -> tuple[float, ...]:
@@ -118,8 +115,7 @@ def bench_step(
         spread([peak / 2**20 for peak in figures.peak_memory_bytes], form=",.0f"),
     )
     console.print(table)
-    if json_path is not None:
-        figures.write(json_path)
+    write_figures(json_path, asdict(figures), "bench step")
     return figures
 
 
@@ -152,7 +148,7 @@ def _rank() -> None:
                 losses=tuple(report.loss for report in reports if report.loss is not None),
                 peak_memory_bytes=tuple(peaks),
             )
-            figures.write(path)
+            write_figures(path, asdict(figures), "bench step")
 
 
 if __name__ == "__main__":

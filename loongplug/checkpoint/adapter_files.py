@@ -18,7 +18,7 @@ from loongplug.checkpoint.hf_gather import (
     loaded_weight,
 )
 from loongplug.checkpoint.hf_import import fill_all
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, write_architecture
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, write_note
 from loongplug.checkpoint.owned import Owned, own_rank, owned_parameters
 from loongplug.checkpoint.replaced_files import check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor
@@ -99,7 +99,7 @@ def save_adapters(
             if own_rank() == 0:
                 config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
                 (building.folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
-                write_architecture(building.folder, model_yaml, rank=0)
+                write_note(building.folder / ARCHITECTURE_FILE, model_yaml)
 
 
 def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:

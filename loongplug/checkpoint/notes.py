@@ -6,12 +6,9 @@ data, another seed or another template it would silently name another sample.
 """
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
@@ -42,22 +39,6 @@ _OF_ITS_PLACE = (
 )
 _SHOWN = 5
 _LETTERS = 200  # of a value
-
-
-def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: int) -> None:
-    """Note the architecture of the checkpoints that will be saved in ``save_dir``.
-
-    ``model_yaml`` is the resolved model as plain data. A folder that has checkpoints keeps its
-    note. For all ranks: rank 0 writes, every rank checks. No collectives.
-
-    Raises:
-        ValueError: the folder already has checkpoints of another architecture.
-    """
-    if (save_dir / TRACKER).is_file():
-        # Checkpoints without a note are not ours to describe: nothing here has compared them.
-        check_architecture(save_dir, model_yaml)
-    elif rank == 0:
-        write_note(save_dir / ARCHITECTURE_FILE, model_yaml)
 
 
 def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
@@ -129,21 +110,6 @@ def refuse_differences(
         )
 
 
-def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int) -> None:
-    """Note the data of the checkpoints that will be saved in ``save_dir``.
-
-    ``fingerprint`` is plain data (:func:`loongplug.data.fingerprint.fingerprint`). For all ranks:
-    rank 0 writes, every rank checks. No collectives.
-
-    Raises:
-        ValueError: the folder already has checkpoints of a run on other data.
-    """
-    if (save_dir / TRACKER).is_file():
-        check_data_note(save_dir, fingerprint)
-    if rank == 0:
-        write_note(save_dir / DATA_FILE, fingerprint)
-
-
 def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
     """Refuse to go on with the checkpoints in ``load_dir`` when the data have changed.
 
@@ -167,9 +133,9 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
 def write_note(path: Path, content: Mapping[Any, Any]) -> None:
     """As a whole; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(".part")  # of one name, so that runs that are killed leave one
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""A lock that lets one run at a time save into a folder, with the name of its holder.
+"""A lock that lets one run at a time write into a folder, with the name of its holder.
 
 The truth on one host is the kernel's lock on the file, which ends with its process however that
 ends, and which processes that the run forks do not inherit. The text tells of the holder; it
@@ -41,7 +41,7 @@ class Holder:
 
 @contextmanager
 def save_lock(folder: Path, *, rank: int) -> Iterator[None]:
-    """While entered, no other run saves into ``folder``; rank 0 holds the lock, which it makes.
+    """While entered, no other run writes into ``folder``; rank 0 holds the lock, which it makes.
 
     For all ranks, before anything is changed in ``folder``; no collectives. A lock that a dead
     process left on this host, or an earlier attempt of this torchrun job anywhere, is taken over.
@@ -133,8 +133,8 @@ def _refusal(path: Path, holder: Holder | None) -> ValueError:
     if holder is not None and holder.host != socket.gethostname():
         remove = f", or, if that run is no more, remove {path}"
     return ValueError(
-        f"--save {path.parent} is in use by another run ({who}), whose checkpoints this one would "
-        f"mix with its own: wait until it has ended, give another folder{remove}."
+        f"{path.parent} is in use by another run ({who}), whose files this one would mix with its "
+        f"own: wait until it has ended, give another folder{remove}."
     )
 
 

@@ -1,12 +1,14 @@
 """Options that several commands have, and what becomes of a user's errors."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from loongplug.output_files import check_output, figures
 
 
 def _finite(value: float | None) -> float | None:
@@ -85,9 +87,12 @@ HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": 
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """A ValueError is the user's: one sentence, exit code 1."""
+def user_errors(
+    json_path: Path | None = None, kind: str = "metrics", *, words: Iterable[str] = ()
+) -> Iterator[None]:
+    """A ValueError is the user's, of what is at ``json_path``, too: one sentence, exit code 1."""
     try:
+        check_output(json_path, figures(kind), inputs=words)
         yield
     except ValueError as error:
         typer.echo(f"loongplug: error: {error}", err=True)

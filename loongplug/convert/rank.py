@@ -35,7 +35,7 @@ from loongplug.checkpoint.dtypes import (
 from loongplug.checkpoint.hf_export import copy_carried_files, save_hf_folder
 from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.checkpoint.notes import CARRIED_FOLDER, write_architecture
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, CARRIED_FOLDER, write_note
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.lora.mapping import adapter_table
@@ -117,8 +117,8 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
                 give_checkpoint_dtypes(chunks, dtypes, folder=folder)
                 weight_of = load_in_place(chunks, folder, in_the_file=args.device == "cpu")
             if args.save:
-                write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
                 if args.rank == 0:
+                    write_note(Path(args.save) / ARCHITECTURE_FILE, parsed.model_yaml)
                     copy_carried_files(processor_folder, Path(args.save) / CARRIED_FOLDER)
                 _save_checkpoint(chunks)  # whose last act makes it a checkpoint
             if args.save_hf:
@@ -220,11 +220,6 @@ def _check_ends(given: Namespace) -> None:
         raise ValueError(
             "--load and --save are both checkpoints, which load into any layout as they are; "
             "give --save-hf DIR"
-        )
-    if given.save and (Path(given.save) / TRACKER).is_file():
-        raise ValueError(
-            f"--save {given.save} has a checkpoint already, which training would then start from "
-            "no more; give a new folder"
         )
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from loongplug.data.kept_files import LOG, alone, places, put_whole, version
+from loongplug.data.kept_files import LOG, alone, places, version
 from loongplug.data.media_files import InlineFile, MediaRoot
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
+from loongplug.output_files import put_whole
 
 _PARQUET = b"PAR1"
 _STATE = "state.json"  # of a saved dataset; it names the files

@@ -14,7 +14,12 @@ from rich.progress import Progress
 
 from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.demo_scans import Picture, draw_sizes, load_scans, write_picture
-from loongplug.data.demo_tasks import NEW_TASKS, TASKS, Task, choose_task
+from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, NEW_TASKS, TASKS, Task, choose_task
+from loongplug.output_files import check_output, json_lines, keys
+
+# A user's own rows may have these keys, too.
+_NAMES = [task.name for task in (*TASKS, *NEW_TASKS, *AUDIO_TASKS, *BOTH_TASKS)]
+_ROWS = json_lines(lambda row: keys("messages task")(row) and row["task"] in _NAMES)
 
 
 def make_demo_data(
@@ -45,6 +50,7 @@ def make_demo_data(
     ):
         if number < 1:
             raise ValueError(f"{number} {name} asked for: expected at least 1.")
+    check_demo_folder(out)
     scans = load_scans(seed=seed)
     splits = {
         f"{prefix}train": (scans.train, train, variants),
@@ -69,6 +75,16 @@ def make_demo_data(
                         if picture not in written:
                             write_picture(picture, out, of=scans.images[picture.scan])
                             written.add(picture)
+
+
+def check_demo_folder(out: Path) -> None:
+    """ValueError where other files than a demo's would be lost; a demo's folder has its rows."""
+    rows = [path for name in ("train", "test", "new_") for path in out.glob(f"{name}*.jsonl")]
+    for path in rows:
+        check_output(path, _ROWS)
+    others = [*out.glob("images"), *out.glob("sounds"), *out.glob("processor*")]
+    if others and not rows:
+        raise ValueError(f"{others[0]} is no demo's and would be lost: give another folder.")
 
 
 def _sample(

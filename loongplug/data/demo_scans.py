@@ -79,6 +79,8 @@ def draw_sizes(rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
 
 def write_picture(picture: Picture, out: Path, *, of: NDArray[np.float64]) -> None:
     """A larger image is a larger sheet: the scan ``of`` [8, 8] lies in a half or quarter of it."""
+    if (out / picture.path).exists():
+        return  # the same one, by its name
     height, width = picture.size
     scan_height, scan_width = _USUAL_SIZE
     rows, columns = height // scan_height, width // scan_width

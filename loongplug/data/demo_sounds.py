@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from loongplug.data.demo import check_demo_folder
 from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
 from loongplug.data.demo_scans import Picture, Scans, draw_sizes, load_scans, write_picture
 from loongplug.data.demo_speech import Utterance, speak
@@ -107,6 +108,7 @@ def make_sound_data(out: Path, *, train: int, test: int, seed: int = 1234) -> No
     for name, number in (("train samples", train), ("test samples", test)):
         if number < 1:
             raise ValueError(f"{number} {name} with sounds asked for: expected at least 1.")
+    check_demo_folder(out)
     scans = load_scans(seed=seed)
     samples: dict[str, list[_Sample]] = {}
     for kind, tasks in (("audio", AUDIO_TASKS), ("both", BOTH_TASKS)):

@@ -24,6 +24,7 @@ from loongplug.data.template import TrainingPhase
 from loongplug.data.token_ids import among
 from loongplug.data.video import video_style_of
 from loongplug.data.workers import map_rows
+from loongplug.output_files import MADE_BY, check_pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,8 +57,7 @@ def inspect(
     """
     if samples < 0:
         raise ValueError(f"--samples is {samples}: expected 0 or more.")
-    if plots is not None:
-        require_matplotlib()  # better now than after the work
+    check_pictures(plots, ["lengths.png", "images.png"])  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
     processor = load_processor(
         tokenizer_model,
@@ -187,20 +187,9 @@ def _quantiles(name: str, values: NDArray[np.int64]) -> str:
     )
 
 
-def require_matplotlib() -> None:
-    """ValueError with the extra to install where matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "Histograms are drawn by matplotlib, which is not installed: pip install"
-            " 'loongplug[plots]', or leave --plots out."
-        ) from error
-
-
 def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None:
     """Write a histogram of the values [samples] as a PNG."""
-    histogram(values, label=label).savefig(path, dpi=120)
+    histogram(values, label=label).savefig(path, dpi=120, metadata=MADE_BY)
 
 
 def histogram(values: NDArray[np.int64], *, label: str) -> "Figure":

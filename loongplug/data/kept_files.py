@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,21 +39,6 @@ def alone(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-@contextmanager
-def put_whole(place: Path) -> Iterator[Path]:
-    """A new file to write, which takes its place at once when it is done, and only then."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.chmod(name, 0o644)  # other users may read the data, so let them read this
-        os.replace(name, place)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.json_array import scan_array
-from loongplug.data.kept_files import LOG, places, put_whole, version
+from loongplug.data.kept_files import LOG, places, version
+from loongplug.output_files import put_whole
 
 _WORTH_KEEPING = 4 * 2**20  # bytes; a smaller file is read as quickly as its index is opened
 _CHUNK = 16 * 2**20

@@ -16,7 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from loongplug.data.kept_files import LOG, alone, put_whole, user_cache
+from loongplug.data.kept_files import LOG, alone, user_cache
+from loongplug.output_files import put_whole
 
 SCHEME = "s3://"
 

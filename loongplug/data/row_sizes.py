@@ -11,9 +11,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.kept_files import put_whole
 from loongplug.data.positions import Grid
 from loongplug.data.remarks import Remark, Remarks
+from loongplug.output_files import put_whole
 
 # The file: these words of 64 bits, the note as JSON, then the arrays of numbers of 32 bits. The
 # checksum is that of all behind the header.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from loongplug.estimate.estimator import GB, USABLE, Estimated, Estimator, fits_in
-from loongplug.estimate.tables import EstimatedLayout, print_layouts, print_stages, write
+from loongplug.estimate.tables import EstimatedLayout, as_json, print_layouts, print_stages
+from loongplug.output_files import write_figures
 
 if TYPE_CHECKING:
     from loongplug.estimate.search import Found
@@ -54,8 +55,7 @@ def estimate(
         print_layouts(found, device_memory=device_memory)
     else:
         print_stages(run)
-    if json_path is not None:
-        write(json_path, found if layouts else run)
+    write_figures(json_path, as_json(found if layouts else run), "estimate")
     if device_memory is None:
         return FITS
     needs = run.fullest.total

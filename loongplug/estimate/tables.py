@@ -1,9 +1,7 @@
 """What is printed and written of an estimate."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -74,9 +72,9 @@ def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | 
             print(f"{each.name} is refused: {each.refused}")
 
 
-def write(path: Path, found: Estimated | Sequence[EstimatedLayout]) -> None:
-    """The figures in bytes as JSON, of one run or of several layouts."""
-    content = (
+def as_json(found: Estimated | Sequence[EstimatedLayout]) -> dict[str, Any]:
+    """The figures in bytes, of one run or of several layouts."""
+    return (
         {"stages": _rows(found)}
         if isinstance(found, Estimated)
         else {
@@ -86,7 +84,6 @@ def write(path: Path, found: Estimated | Sequence[EstimatedLayout]) -> None:
             ]
         }
     )
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _rows(run: Estimated | None) -> list[dict[str, Any]]:

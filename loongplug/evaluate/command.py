@@ -24,7 +24,7 @@ from loongplug.evaluate.report import (
     tally_by_task,
     write_predictions,
 )
-from loongplug.observe.metrics_file import merge_metrics, read_metrics
+from loongplug.output_files import write_figures
 from loongplug.platform import choose_device
 
 
@@ -64,10 +64,6 @@ def evaluate(
     ):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1.")
-    if json_path is not None:
-        read_metrics(json_path)  # better now than after the work
-    if predictions is not None:
-        _require_place(predictions)
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
     said = hf_model.config.to_dict()
@@ -111,22 +107,14 @@ def evaluate(
     by_task = tally_by_task(scores, [question.task for question in questions])
     print_scores(console, overall, by_task=by_task, title=scored.title)
     print_wrong(console, questions, answers=answers, scores=scores)
-    if json_path is not None:
-        metrics = {
-            scored.key: overall.share,
-            "scores_per_task": {name: each.share for name, each in by_task.items()},
-            "eval_samples": overall.total,
-            "eval_seconds": round(seconds, 3),
-        }
-        merge_metrics(json_path, metrics)
+    metrics = {
+        scored.key: overall.share,
+        "scores_per_task": {name: each.share for name, each in by_task.items()},
+        "eval_samples": overall.total,
+        "eval_seconds": round(seconds, 3),
+    }
+    write_figures(json_path, metrics, "metrics", beside=True)
     return overall.share
-
-
-def _require_place(predictions: Path) -> None:
-    if predictions.is_dir() or not predictions.parent.is_dir():
-        raise ValueError(
-            f"--predictions is {predictions}: expected the name of a file in a folder that exists."
-        )
 
 
 def _try_metric(metric: Metric, questions: Sequence[Question]) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loongplug.evaluate.questions import Question
+from loongplug.output_files import PREDICTIONS, write_output
 
 WRONG_ANSWERS_SHOWN = 5
 _SECONDS_BETWEEN_LINES = 5.0
@@ -114,14 +115,15 @@ def write_predictions(
     scores: Sequence[float],
 ) -> None:
     """One JSON object a line, in the order of the questions."""
-    with path.open("w", encoding="utf-8") as file:
-        for question, answer, score in zip(questions, answers, scores, strict=True):
-            found = {
-                "row": question.where,
-                "task": question.task,
-                "question": question.text,
-                "answer": question.answer,
-                "prediction": answer,
-                "score": score,
-            }
-            file.write(json.dumps(found, ensure_ascii=False) + "\n")
+    text = ""
+    for question, answer, score in zip(questions, answers, scores, strict=True):
+        found = {
+            "row": question.where,
+            "task": question.task,
+            "question": question.text,
+            "answer": question.answer,
+            "prediction": answer,
+            "score": score,
+        }
+        text += json.dumps(found, ensure_ascii=False) + "\n"
+    write_output(path, text, PREDICTIONS)

@@ -14,7 +14,9 @@ from typing import Any
 
 from loongplug.observe.shares import TRANSFERS
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from loongplug.output_files import begins, write_output
 
+MERGED = begins(rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": ')
 _LANES = ("computing", "communication", "data and files", "experts' exchange")
 _COMMUNICATION = (*TRANSFERS, "exchange")
 _FILES = ("data", "checkpoint")
@@ -32,7 +34,7 @@ def write_chrome_trace(traces: Sequence[RankTrace], path: Path) -> None:
     origin = min(starts, default=0)
     rows = [row for trace in traces for row in _rank_rows(trace, origin)]
     rows += _arrows(traces, origin)
-    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+    write_output(path, json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}), MERGED)
 
 
 def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,12 @@ from typing import Final
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.observe.chrome import write_chrome_trace
+from loongplug.observe.chrome import MERGED, write_chrome_trace
 from loongplug.observe.exchange_report import combined_by_rank, draw_exchanges, exchange_table
-from loongplug.observe.picture import draw_timeline, require_matplotlib
+from loongplug.observe.picture import draw_timeline
 from loongplug.observe.shares import Shares, sections, shares
 from loongplug.observe.trace_file import RankTrace, TraceEvent, rank_file, read_folder
+from loongplug.output_files import check_output, check_pictures
 
 # Of the wider table; where lines are shorter they are broken by whoever shows them.
 _WIDTH: Final = 132
@@ -41,7 +42,8 @@ def trace(folder: Path, *, step: int | None) -> None:
     Raises ValueError for a folder without traces, for a step that is not whole on every rank, and
     without matplotlib.
     """
-    require_matplotlib()
+    check_output(folder / "trace.json", MERGED)
+    check_pictures(folder, ["timeline.png", "exchanges.png"])
     traces = read_folder(folder)
     console = table_console(least=_WIDTH)
     for line in _missing(traces, folder):

@@ -18,6 +18,7 @@ from loongplug.observe.exchanges import (
     slots,
 )
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from loongplug.output_files import MADE_BY
 
 _COLOURS: Final = {"forward": "#9ecae1", "backward": "#fdae6b", "wgrad": "#fdd0a2"}
 _SHORT: Final = {
@@ -118,7 +119,7 @@ def draw_exchanges(
         Patch(facecolor=colour, label=name) for name, colour in _COLOURS.items() if name in there
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata=MADE_BY)
     return True
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from loongplug.observe.shares import Interval, Shares, intersection, states, union
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from loongplug.output_files import MADE_BY
 
 _COLOURS = {
     "encoder_forward": "#2a9d8f",
@@ -24,17 +25,6 @@ _BACKWARD = ("#fdd0a2", "#fdae6b", "#f16913", "#d94801")
 
 # A box narrower than this share of the step has no room for its microbatch's number.
 _READABLE = 0.012
-
-
-def require_matplotlib() -> None:
-    """ValueError with the extra to install where matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "The timeline is drawn by matplotlib, which is not installed: pip install"
-            " 'loongplug[plots]'."
-        ) from error
 
 
 def draw_timeline(
@@ -74,7 +64,7 @@ def draw_timeline(
         for label, colour in legend.items()
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata=MADE_BY)
 
 
 def _boxes(window: Interval, events: Sequence[TraceEvent]) -> list[tuple[str, str, list[Interval]]]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loongplug.output_files import begins
+
+RANK_TRACE = begins(rb'\{"rank": \d+, "world_size": \d+, "device": "\w+"\}\n|$')
 _OWN_KEYS = ("phase", "name", "start", "end", "step")
 
 

@@ -54,8 +54,8 @@ def _torchrun(*, endings_in: Path) -> int:
     from torch.distributed.run import main as torchrun
 
     # torchrun copies the ranks' reasons to this file for the program that started it, and complains
-    # without one.
-    os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
+    # without one. It removes what is there first.
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
     try:
         torchrun()

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from loongplug.estimate.estimator import quiet
+from loongplug.output_files import write_figures
 from loongplug.platform import activate
 
 
@@ -30,7 +31,7 @@ def partition(
     activate("cpu")  # Megatron, which comes with what is below, asks for the device
     with quiet(), TemporaryDirectory(prefix="loongplug-partition-") as folder:
         from loongplug.partition.found import find
-        from loongplug.partition.tables import print_found, write
+        from loongplug.partition.tables import as_json, print_found
 
         found = find(
             flags,
@@ -40,5 +41,4 @@ def partition(
             folder=Path(folder),
         )
     print_found(found)
-    if json_path is not None:
-        write(json_path, found)
+    write_figures(json_path, as_json(found), "partition")

@@ -1,8 +1,6 @@
 """What is printed and written of two splits."""
 
-import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -84,8 +82,8 @@ def _amount(operations: float) -> str:
     return f"{operations / unit:.4g} {name}"
 
 
-def write(path: Path, found: FoundSplits) -> None:
-    """The figures as JSON, in operations of a rank: of a stage for a microbatch, and of a step."""
+def as_json(found: FoundSplits) -> dict[str, Any]:
+    """The figures, in operations of a rank: of a stage for a microbatch, and of a step."""
     content: dict[str, Any] = {
         "microbatches": found.microbatches,
         "kept": found.kept.name,
@@ -95,7 +93,7 @@ def write(path: Path, found: FoundSplits) -> None:
     }
     if found.own:
         content["alone"] = dict(found.kept.alone)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    return content
 
 
 def _split(split: Partition) -> dict[str, Any]:

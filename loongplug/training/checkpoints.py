@@ -1,5 +1,6 @@
 """How a run or a conversion deals with checkpoints: which folders are fit, how they are written."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,14 +12,17 @@ from megatron.training.checkpointing import checkpoint_exists
 from loongplug.checkpoint.atomic import AtomicSaves, recover
 from loongplug.checkpoint.failed_writes import told_to_all, write_buckets
 from loongplug.checkpoint.notes import (
+    ARCHITECTURE_FILE,
+    DATA_FILE,
     check_architecture,
     check_data_note,
-    write_architecture,
-    write_data_note,
+    write_note,
 )
 from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.checkpoint.same_state import checked_common_state, checked_load
-from loongplug.checkpoint.tracker import check_latest, replaced_whole
+from loongplug.checkpoint.tracker import TRACKER, check_latest, replaced_whole
+from loongplug.checkpoint.whole import whole_checkpoints
+from loongplug.output_files import put_whole
 from loongplug.platform import Platform
 from loongplug.platform.upstream_saving import (
     asynchronous_save_on_cpu_table,
@@ -59,6 +63,35 @@ def has_checkpoint(args: Namespace) -> bool:
     return bool(args.load) and checkpoint_exists(args.load)
 
 
+def goes_on(args: Namespace) -> bool:
+    """Whether the run is to go on from the checkpoints in ``--save``, where there are some."""
+    same = bool(args.load) and os.path.realpath(args.load) == os.path.realpath(args.save)
+    return same and not args.finetune
+
+
+def refuse_others_checkpoints(args: Namespace) -> None:
+    """No run replaces another one's checkpoints. For the first rank, which has ``--save`` alone.
+
+    Raises:
+        ValueError: a whole one is there, and the run does not go on from those of the folder.
+    """
+    save = Path(args.save)
+    recover(save)
+    if goes_on(args) and has_checkpoint(args):
+        return
+    whole = whole_checkpoints(save)
+    if whole != "none" and not goes_on(args):
+        raise ValueError(
+            f"--save {save} has checkpoints that this run does not load, and would replace: {whole}"
+            f". Go on from them with --load {save}, without --finetune, or give another folder."
+        )
+    if whole != "none":  # killed behind its first save, or the tracker was lost
+        newest = whole.partition(",")[0]
+        with put_whole(save / TRACKER) as tracker:
+            tracker.write_text(newest.removeprefix("iter_").lstrip("0"), encoding="utf-8")
+        print(f"{save / TRACKER} was not there: it names {newest}.", flush=True)
+
+
 def check_checkpoint_folders(
     args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any]
 ) -> None:
@@ -73,9 +106,10 @@ def check_checkpoint_folders(
     check_source_folders(args, model_yaml)
     if has_checkpoint(args) and not args.finetune:
         check_data_note(Path(args.load), data)
-    if args.save:
-        write_architecture(Path(args.save), model_yaml, rank=args.rank)
-        write_data_note(Path(args.save), data, rank=args.rank)
+    if args.save and args.rank == 0:
+        write_note(Path(args.save) / DATA_FILE, data)
+        if not (goes_on(args) and has_checkpoint(args)):  # what has no note is not ours to describe
+            write_note(Path(args.save) / ARCHITECTURE_FILE, model_yaml)
 
 
 def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from loongplug.checkpoint.hf_export import (
     copy_carried_files,
     save_hf_folder,
 )
-from loongplug.checkpoint.notes import CARRIED_FOLDER, write_architecture
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, CARRIED_FOLDER, write_note
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
@@ -114,8 +114,8 @@ class Exports:
         args = self.args
         error: Exception | None = None
         try:
-            write_architecture(folder, self.model_yaml, rank=args.rank)
             if args.rank == 0:
+                write_note(folder / ARCHITECTURE_FILE, self.model_yaml)
                 copy_carried_files(Path(args.tokenizer_model), folder / CARRIED_FOLDER)
         except OSError as caught:
             error = caught

@@ -4,34 +4,41 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from loongplug.checkpoint.agreement import raise_together, write_error
 from loongplug.checkpoint.save_lock import save_lock
-from loongplug.observe.metrics_file import read_metrics
+from loongplug.observe.trace_file import RANK_TRACE, rank_file
+from loongplug.output_files import check_output, figures, is_stream
 from loongplug.parallel.failure import AtEnd, nothing_at_end
+from loongplug.training.checkpoints import refuse_others_checkpoints
+from loongplug.training.rules.start import READ, value_if_any
 
 _PROBE_BYTES = 4096  # a full disk may still take a file without content
 
 
 @contextmanager
 def outputs_ready(args: Namespace, *, at_end: AtEnd = nothing_at_end) -> Iterator[None]:
-    """Around a run: each of its outputs could be written to, and ``--save`` is no other run's.
+    """Around a run: each of its outputs could be written to, and is no other run's.
 
-    Each rank tries what it will write itself; rank 0 takes the lock, and leaves it also ``at_end``.
+    Each rank tries what it will write itself; rank 0 takes the locks of ``--save`` and ``--trace``,
+    and leaves them also ``at_end``.
     Collective: the default group, where there is one already.
 
     Raises:
-        ValueError: one line for each output that cannot be written to; another run has ``--save``.
+        ValueError: one line for each output that cannot be written to, or what other runs have.
     """
     with ExitStack() as held:
         error: ValueError | None = None
         try:
             if problems := unwritable(args):
                 raise ValueError("\n".join(problems))
-            if args.save:
-                held.enter_context(save_lock(Path(args.save), rank=args.rank))
-                at_end(held.close)
+            for folder in {os.path.realpath(each) for each in (args.trace, args.save) if each}:
+                held.enter_context(save_lock(Path(folder), rank=args.rank))
+            at_end(held.close)
+            if args.save and args.rank == 0:
+                refuse_others_checkpoints(args)
         except ValueError as caught:
             error = caught
         raise_together(error)
@@ -41,6 +48,8 @@ def outputs_ready(args: Namespace, *, at_end: AtEnd = nothing_at_end) -> Iterato
 def unwritable(args: Namespace) -> list[str]:
     """A sentence for each output that this rank has to write and cannot; no collectives."""
     first, last = args.rank == 0, args.rank == args.ranks - 1
+    metrics = Path(args.metrics_json) if args.metrics_json and first else None
+    folder = os.path.dirname(os.path.realpath(metrics or ""))
     problems = [
         _problem(flag, Path(value), rank=args.rank, kept=kept)
         for flag, value, mine, kept in (
@@ -49,12 +58,22 @@ def unwritable(args: Namespace) -> list[str]:
             ("--tensorboard-dir", args.tensorboard_dir, last, True),
             ("--save-hf", args.save_hf, first, False),
             ("--save-lora", args.save_lora, first, False),
+            ("--metrics-json", folder, metrics is not None and not is_stream(metrics), False),
         )
         if value and mine
     ]
-    if args.metrics_json and first:
-        problems.append(_problem_of_metrics(Path(args.metrics_json), name=args.metrics_name))
-    return [problem for problem in problems if problem is not None]
+    if found := [problem for problem in problems if problem is not None]:
+        return found
+    given = [value_if_any(args, flag) or () for flag in READ]
+    read = chain(*(value if isinstance(value, list) else [value] for value in given))
+    flag = "--metrics-json"
+    try:
+        check_output(metrics, figures("metrics"), inputs=map(str, read))
+        flag = "--trace"
+        check_output(rank_file(Path(args.trace), args.rank) if args.trace else None, RANK_TRACE)
+    except ValueError as error:
+        return [f"{flag} {error}"]
+    return []
 
 
 def _problem(flag: str, folder: Path, *, rank: int, kept: bool) -> str | None:
@@ -65,20 +84,6 @@ def _problem(flag: str, folder: Path, *, rank: int, kept: bool) -> str | None:
         _try(folder, rank=rank, kept=kept)
     except OSError as error:
         return str(write_error(f"{flag} {folder}", error))
-    return None
-
-
-def _problem_of_metrics(path: Path, *, name: str | None) -> str | None:
-    try:
-        if path.is_dir():
-            return f"--metrics-json {path} is a folder: give a file."
-        _try(path.parent, rank=0, kept=False)
-        if name is not None:
-            read_metrics(path)  # to which the run's will be added
-    except OSError as error:
-        return str(write_error(f"--metrics-json {path}", error))
-    except ValueError as error:
-        return f"--metrics-json: {error}"
     return None
 
 

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from loongplug.data.bad_samples import BAD_KINDS, BadKind
-from loongplug.observe.metrics_file import merge_metrics, write_metrics
+from loongplug.output_files import write_figures
 from loongplug.training.forward_step import ForwardStep
 
 
@@ -397,7 +397,5 @@ def leave_metrics(path: Path, metrics: TrainingMetrics, *, name: str | None) -> 
     found = asdict(metrics)
     if metrics.valid_exact_match is None:
         del found["valid_exact_match"]
-    if name is None:
-        write_metrics(path, found)
-    else:
-        merge_metrics(path, {name: found})
+    named = found if name is None else {name: found}
+    write_figures(path, named, "metrics", beside=name is not None)

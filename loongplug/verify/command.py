@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loongplug.observe.bars import threadless_bars
+from loongplug.output_files import write_figures
 from loongplug.verify.plan import Plan, Request
 from loongplug.verify.runs import RecordRank, device_of, plan_runs, preload, record
 
@@ -66,12 +67,11 @@ def _compare(plan: Plan, found: Path, expected: Path, *, json_path: Path | None)
     """Print the report and write the JSON; whether the recordings agree."""
     from loongplug.verify.compare import compare
     from loongplug.verify.recording import read_recording
-    from loongplug.verify.report import report, write_json
+    from loongplug.verify.report import as_json, report, without_infinities
 
     comparison = compare(read_recording(found), read_recording(expected))
     print(report(plan, comparison))
-    if json_path is not None:
-        write_json(json_path, plan, comparison)
+    write_figures(json_path, without_infinities(as_json(plan, comparison)), "verify")
     return comparison.agrees
 
 

@@ -1,10 +1,8 @@
 """A comparison as text and as JSON."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from loongplug.verify.compare import (
@@ -157,17 +155,10 @@ def as_json(plan: Plan, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, plan: Plan, comparison: Comparison) -> None:
-    """Write :func:`as_json` to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = _without_infinities(as_json(plan, comparison))
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _without_infinities(value: Any) -> Any:
+def without_infinities(value: Any) -> Any:
     """JSON has no word for what is not a finite number: null."""
     if isinstance(value, dict):
-        return {key: _without_infinities(each) for key, each in value.items()}
+        return {key: without_infinities(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_without_infinities(each) for each in value]
+        return [without_infinities(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value

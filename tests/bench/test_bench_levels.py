@@ -12,6 +12,7 @@ from loongplug.bench.levels_figures import (
     RunFigures,
     SettingFigures,
     TracedFigures,
+    as_json,
     fastest,
     level_figures,
     median_rate,
@@ -19,7 +20,6 @@ from loongplug.bench.levels_figures import (
     print_settings,
     shown_step,
     traced_figures,
-    write_json,
 )
 from loongplug.bench.levels_work import (
     APART,
@@ -39,6 +39,7 @@ from loongplug.bench.levels_work import (
 )
 from loongplug.data.processor import load_processor
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from loongplug.output_files import write_figures
 
 RUN = RunFigures(
     step_seconds=(1.0, 2.0, 1.0),
@@ -240,7 +241,8 @@ def test_tables_and_json_hold_every_level(tmp_path):
     assert "the encoder is 50% of" in text
     assert text.count("44%") == 4  # four of the nine phases, on each rank of each level
     assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
-    write_json(tmp_path / "levels.json", [figures], work=Work(), rounds=1)
+    content = as_json([figures], work=Work(), rounds=1)
+    write_figures(tmp_path / "levels.json", content, "bench levels")
     content = json.loads((tmp_path / "levels.json").read_text())
     (setting,) = content["settings"]
     assert setting["encoder_share"] == 0.5

@@ -13,10 +13,10 @@ from loongplug.bench.pipeline import bench_pipeline, draw, measure
 from loongplug.bench.pipeline_clock import predicted
 from loongplug.bench.pipeline_figures import (
     CaseFigures,
+    as_json,
     case_figures,
     print_cases,
     timeline,
-    write_json,
 )
 from loongplug.bench.pipeline_ranks import RankFigures
 from loongplug.bench.pipeline_work import (
@@ -29,6 +29,7 @@ from loongplug.bench.pipeline_work import (
 from loongplug.cli import app
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.observe.trace_file import TraceEvent
+from loongplug.output_files import write_figures
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.verify.runs import preload
 
@@ -199,10 +200,19 @@ def test_tables_and_json_hold_every_case(tmp_path):
     shown = StringIO()
     print_cases([drawn()], console=Console(file=shown, width=132))
     assert "80 (60 to 100)" in shown.getvalue()
-    write_json(tmp_path / "figures.json", [drawn()])
+    write_figures(tmp_path / "figures.json", as_json([drawn()]), "bench pipeline")
     (content,) = json.loads((tmp_path / "figures.json").read_text())
     assert content["case"]["encoders"][0]["time"] == {"forward": 6, "backward": 12}
     assert content["bubbles"] == pytest.approx([0.525, 0.425])
+
+
+@pytest.mark.quick
+def test_a_picture_of_someone_else_is_no_place_for_one(tmp_path):
+    (tmp_path / "uniform.png").write_bytes(b"\x89PNG")
+    options = ["--mode", "uniform", "--pictures", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "pipeline", *options])
+    assert result.exit_code == 1
+    assert "uniform.png is there and would be lost" in result.output
 
 
 @pytest.mark.quick

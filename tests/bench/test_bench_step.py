@@ -1,12 +1,14 @@
 """The step benchmark runs the real training, and its comparison does the same work twice."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from micro.against_transformers import compare, training_flags
 
 from loongplug.bench.step import StepFigures, bench_step, measure_step, spread
 from loongplug.data.demo import make_demo_data
+from loongplug.output_files import write_figures
 
 FIGURES = StepFigures(
     ranks=1,
@@ -22,7 +24,7 @@ FIGURES = StepFigures(
 def test_rates_are_those_of_the_measured_steps(tmp_path):
     assert FIGURES.tokens_per_second == (200.0, 50.0)
     assert spread(FIGURES.tokens_per_second, form=".0f") == "125 (50 to 200)"
-    FIGURES.write(tmp_path / "figures.json")
+    write_figures(tmp_path / "figures.json", asdict(FIGURES), "bench step")
     assert StepFigures.read(tmp_path / "figures.json") == FIGURES
 
 

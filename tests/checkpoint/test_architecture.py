@@ -1,14 +1,13 @@
 """The note that keeps a run from loading another model's checkpoint."""
 
 import copy
-import json
 
 import pytest
 
 from loongplug.checkpoint.notes import (
     ARCHITECTURE_FILE,
     check_architecture,
-    write_architecture,
+    write_note,
 )
 
 pytestmark = pytest.mark.quick
@@ -42,7 +41,7 @@ def changed(path: str, value: object) -> dict:
 
 
 def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
-    write_architecture(tmp_path / "new" / "ckpt", MODEL, rank=0)
+    write_note(tmp_path / "new" / "ckpt" / ARCHITECTURE_FILE, MODEL)
     check_architecture(tmp_path / "new" / "ckpt", copy.deepcopy(MODEL))
     layout = (("tensor_model_parallel_size", 2), ("mode", "uniform"))
     for key, value in (("freeze", True), ("recompute", True), *layout):
@@ -54,7 +53,7 @@ def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     ("key", "value"), [("initializer_range", 0.01), ("max_position_embeddings", 8192)]
 )
 def test_how_it_began_and_how_long_it_may_read_do_not_make_another_model(tmp_path, key, value):
-    write_architecture(tmp_path, MODEL, rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, MODEL)
     check_architecture(tmp_path, changed(f"foundation.{key}", value))
 
 
@@ -76,7 +75,7 @@ def test_how_it_began_and_how_long_it_may_read_do_not_make_another_model(tmp_pat
     ],
 )
 def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message):
-    write_architecture(tmp_path, MODEL, rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, MODEL)
     with pytest.raises(ValueError, match="is of another model") as caught:
         check_architecture(tmp_path, changed(key, value))
     assert message in str(caught.value)
@@ -84,7 +83,7 @@ def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message)
 
 
 def test_a_setting_that_is_newer_than_the_checkpoint_and_not_used_is_none(tmp_path):
-    write_architecture(tmp_path, MODEL, rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, MODEL)
     newer = "foundation.shared_expert_ffn_hidden_size"
     check_architecture(tmp_path, changed(newer, None))
     with pytest.raises(ValueError, match="is absent in the checkpoint, 48 here"):
@@ -92,13 +91,13 @@ def test_a_setting_that_is_newer_than_the_checkpoint_and_not_used_is_none(tmp_pa
 
 
 def test_a_setting_that_went_away_is_a_difference_too(tmp_path):
-    write_architecture(tmp_path, changed("foundation.moe", 2), rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, changed("foundation.moe", 2))
     with pytest.raises(ValueError, match=r"foundation.moe is 2 in the checkpoint, absent here"):
         check_architecture(tmp_path, MODEL)
 
 
 def test_only_the_first_differences_are_shown(tmp_path):
-    write_architecture(tmp_path, {f"key{n}": n for n in range(8)}, rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, {f"key{n}": n for n in range(8)})
     with pytest.raises(ValueError, match="and 3 more") as caught:
         check_architecture(tmp_path, {f"key{n}": -1 for n in range(8)})
     assert "key4" in str(caught.value)
@@ -117,20 +116,3 @@ def test_a_damaged_note_is_named(tmp_path):
     (tmp_path / ARCHITECTURE_FILE).write_text("[]")
     with pytest.raises(ValueError, match=r"is not a note of LoongPlug.*remove it: the tensors are"):
         check_architecture(tmp_path, MODEL)
-
-
-def test_a_folder_with_anothers_checkpoints_keeps_its_note(tmp_path):
-    write_architecture(tmp_path, MODEL, rank=0)
-    other = changed("foundation.hidden_size", 256)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    with pytest.raises(ValueError, match="hidden_size"):
-        write_architecture(tmp_path, other, rank=0)
-    check_architecture(tmp_path, MODEL)
-
-    (tmp_path / "latest_checkpointed_iteration.txt").unlink()  # it never got to save anything
-    write_architecture(tmp_path, other, rank=0)
-    check_architecture(tmp_path, other)
-    assert (
-        json.loads((tmp_path / ARCHITECTURE_FILE).read_text())["foundation"]["hidden_size"] == 256
-    )
-    assert [path.name for path in tmp_path.iterdir()] == [ARCHITECTURE_FILE]

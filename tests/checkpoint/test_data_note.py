@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.checkpoint.notes import DATA_FILE, check_data_note, write_data_note
+from loongplug.checkpoint.notes import DATA_FILE, check_data_note, write_note
 
 pytestmark = pytest.mark.quick
 
@@ -20,7 +20,7 @@ def changed(**settings: object) -> dict[str, object]:
 
 
 def test_the_same_data_pass_and_others_are_named(tmp_path: Path) -> None:
-    write_data_note(tmp_path, DATA, rank=0)
+    write_note(tmp_path / DATA_FILE, DATA)
     check_data_note(tmp_path, DATA)
     with pytest.raises(ValueError, match="settings seed was 1, is 2") as raised:
         check_data_note(tmp_path, changed(seed=2))
@@ -36,24 +36,8 @@ def test_the_same_data_pass_and_others_are_named(tmp_path: Path) -> None:
         check_data_note(tmp_path, {"rows": rows, "settings": {"a": 1}})
 
 
-def test_only_a_folder_with_checkpoints_is_bound_to_its_data(tmp_path: Path) -> None:
-    write_data_note(tmp_path / "run", DATA, rank=0)
-    write_data_note(tmp_path / "run", changed(seed=3), rank=0)
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
-    for rank in (0, 1):
-        with pytest.raises(ValueError, match="settings seed was 3, is 1"):
-            write_data_note(tmp_path / "run", DATA, rank=rank)
-    (tmp_path / "run" / DATA_FILE).unlink()  # as the error says
-    check_data_note(tmp_path / "run", DATA)
-    write_data_note(tmp_path / "run", DATA, rank=1)
-    assert not (tmp_path / "run" / DATA_FILE).exists()
-    write_data_note(tmp_path / "run", DATA, rank=0)
-    with pytest.raises(ValueError, match="seed"):
-        check_data_note(tmp_path / "run", changed(seed=3))
-
-
 def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
-    write_data_note(tmp_path, DATA, rank=0)
+    write_note(tmp_path / DATA_FILE, DATA)
     path = tmp_path / DATA_FILE
     path.write_text(json.dumps(DATA)[:-5])
     with pytest.raises(ValueError, match="is damaged"):
@@ -78,6 +62,6 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path, content: str) -> N
 
 
 def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
-    write_data_note(tmp_path, changed(seed="x" * 10_000), rank=0)
+    write_note(tmp_path / DATA_FILE, changed(seed="x" * 10_000))
     with pytest.raises(ValueError, match=r"settings seed was x{200}\.\.\., is 1"):
         check_data_note(tmp_path, DATA)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -125,14 +126,14 @@ def test_a_damaged_index_file_is_replaced_and_that_is_said(
 def test_a_folder_that_cannot_be_written_to_is_left_alone(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = kept_files.tempfile.mkstemp
+    make = module.put_whole
 
-    def refuse(dir: Path, prefix: str) -> tuple[int, str]:
-        if dir == path.parent:
+    def refuse(place: Path) -> AbstractContextManager[Path]:
+        if place.parent == path.parent:
             raise PermissionError("read-only")
-        return make(dir=dir, prefix=prefix)
+        return make(place)
 
-    monkeypatch.setattr(kept_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(module, "put_whole", refuse)
     line_index(path)
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
     assert len(list((tmp_path / "cache" / "loongplug").iterdir())) == 1
@@ -143,10 +144,10 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(
 def test_without_any_place_to_write_it_is_read_each_time(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> tuple[int, str]:
+    def refuse(_: Path) -> AbstractContextManager[Path]:
         raise OSError("no space")
 
-    monkeypatch.setattr(kept_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(module, "put_whole", refuse)
     assert line_index(path).offsets.tolist() == [0, 10]
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
 

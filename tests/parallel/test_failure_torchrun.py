@@ -83,6 +83,8 @@ def test_our_launcher_tells_of_what_cannot_speak(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def torchrun() -> None:
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # which torchrun removes and writes
+        assert str(file.parent) == os.environ[endings.FOLDER_VARIABLE]
         failures = {
             rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
             for rank, code in codes.items()

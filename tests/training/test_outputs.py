@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_checkpoints import write_checkpoint
 
 from loongplug.checkpoint.save_lock import LOCK_FILE
+from loongplug.checkpoint.tracker import TRACKER
+from loongplug.observe.trace_file import TraceWriter, rank_file
 from loongplug.training.outputs import outputs_ready, unwritable
 
 pytestmark = pytest.mark.quick
@@ -18,7 +21,7 @@ FOLDERS = ("save", "trace", "tensorboard_dir", "save_hf", "save_lora")
 
 
 def args(*, rank: int = 0, ranks: int = 1, **given: Any) -> Namespace:
-    none = dict.fromkeys((*FOLDERS, "metrics_json", "metrics_name"))
+    none = dict.fromkeys((*FOLDERS, "metrics_json", "metrics_name", "load", "finetune"))
     return Namespace(**none | {"rank": rank, "ranks": ranks} | given)
 
 
@@ -56,13 +59,32 @@ def test_a_name_that_no_file_system_takes(tmp_path, name):
 
 def test_metrics(tmp_path):
     (problem,) = unwritable(args(metrics_json=str(tmp_path)))
-    assert "is a folder: give a file" in problem
-    (tmp_path / "file").write_text("no JSON")
-    (problem,) = unwritable(args(metrics_json=str(tmp_path / "file" / "metrics.json")))
+    assert problem.startswith(f"--metrics-json {tmp_path} is a folder")
+    theirs, link = tmp_path / "train.jsonl", tmp_path / "link.json"
+    theirs.write_text('{"messages": []}\n')
+    link.symlink_to(theirs)
+    (problem,) = unwritable(args(metrics_json=str(theirs / "metrics.json")))
     assert "--metrics-json" in problem
-    assert unwritable(args(metrics_json=str(tmp_path / "file"))) == []  # which gives way
-    (problem,) = unwritable(args(metrics_json=str(tmp_path / "file"), metrics_name="sft"))
-    assert "is not JSON" in problem
+    for name in (None, "sft"):
+        for path in (theirs, link):
+            (problem,) = unwritable(args(metrics_json=str(path), metrics_name=name))
+            assert problem.startswith(f"--metrics-json {path} is there and would be lost")
+    theirs.write_text("")
+    given: list[dict[str, Any]] = [{"train_data_path": ["0.5", str(link)]}, {"load_hf": str(link)}]
+    for each in given:
+        (problem,) = unwritable(args(metrics_json=str(theirs), **each))
+        assert f"{theirs} is {link}, which the run needs" in problem
+    os.mkfifo(tmp_path / "pipe")
+    assert unwritable(args(metrics_json=str(tmp_path / "pipe"))) == []
+
+
+def test_a_trace_replaces_only_traces(tmp_path):
+    TraceWriter(tmp_path, rank=0, world_size=2, device="cpu").close()
+    assert unwritable(args(trace=str(tmp_path))) == []
+    rank_file(tmp_path, 1).write_text('{"messages": []}\n')
+    assert unwritable(args(trace=str(tmp_path))) == []
+    (problem,) = unwritable(args(trace=str(tmp_path), rank=1, ranks=2))
+    assert problem.startswith(f"--trace {rank_file(tmp_path, 1)} is there and would be lost")
 
 
 @pytest.mark.parametrize(
@@ -98,15 +120,68 @@ def test_each_rank_tries_what_it_writes(tmp_path):
 
 def test_a_run_has_its_folder_alone_and_starts_with_good_outputs_only(tmp_path):
     with outputs_ready(all_outputs(tmp_path)):
-        assert (tmp_path / "new" / "save" / LOCK_FILE).exists()
-    assert not (tmp_path / "new" / "save" / LOCK_FILE).exists()
+        assert all((tmp_path / "new" / name / LOCK_FILE).exists() for name in ("save", "trace"))
+    assert not list(tmp_path.rglob(LOCK_FILE))
+    with outputs_ready(args(save=str(tmp_path / "new"), trace=f"{tmp_path}/new/../new")):
+        assert len(list(tmp_path.rglob(LOCK_FILE))) == 1  # of both
     at_end: list[Callable[[], None]] = []
     with outputs_ready(all_outputs(tmp_path), at_end=at_end.append):
         for each in at_end:  # another rank has failed: no context is left
             each()
-        assert not (tmp_path / "new" / "save" / LOCK_FILE).exists()
+        assert not list(tmp_path.rglob(LOCK_FILE))
     with (
         pytest.raises(ValueError, match=r"--save-hf .* is a file"),
         outputs_ready(args(save_hf=__file__)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("held", "flags", "refused"),
+    [
+        ("whole", {}, True),  # --load-hf, or nothing
+        ("whole", {"load": "save"}, False),
+        ("whole", {"load": "link"}, False),
+        ("whole", {"load": "save", "finetune": True}, True),
+        ("whole", {"load": "other"}, True),
+        ("lost tracker", {}, True),
+        ("lost tracker", {"load": "save"}, False),  # or a run that was killed behind its first save
+        ("lost tracker", {"load": "save", "finetune": True}, True),
+        ("set aside", {}, True),
+        ("cut off", {}, False),
+        ("cut off", {"load": "save"}, False),
+        ("unfinished", {"load": "save"}, False),
+        ("empty", {"load": "save"}, False),
+        ("empty", {"load": "other", "finetune": True}, False),
+    ],
+)
+def test_a_run_replaces_no_other_ones_checkpoints(tmp_path, held, flags, refused):
+    """Files of the folder stay as they are where it is refused."""
+    save, other = tmp_path / "save", tmp_path / "other"
+    for folder in (save, other):
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(save)
+    write_checkpoint(other, "iter_0000003")
+    (other / TRACKER).write_text("3")
+    if held != "empty":
+        checkpoint = write_checkpoint(save, "iter_0000002")
+        (save / TRACKER).write_text("2")
+        if held == "lost tracker":
+            (save / TRACKER).unlink()
+        elif held == "set aside":
+            checkpoint.rename(save / ".replaced_iter_0000002")
+        elif held == "cut off":
+            next(checkpoint.glob("*.distcp")).write_bytes(b"")
+        elif held == "unfinished":
+            (checkpoint / "metadata.json").unlink()
+    given = {name: str(tmp_path / value) for name, value in flags.items() if name == "load"}
+    outputs = outputs_ready(args(save=str(save), **{**flags, **given}))
+    if refused:
+        with pytest.raises(ValueError, match=r"iter_0000002.*--load .*save"), outputs:
+            pass
+    else:
+        with outputs:
+            pass
+    assert (save / "iter_0000002").exists() == (held != "empty")
+    tracked = held != "empty" and (held != "lost tracker" or not refused)
+    assert tracked == ((save / TRACKER).is_file() and (save / TRACKER).read_text() == "2")

@@ -19,10 +19,11 @@ from rule_cases.own_ranks import (
 from test_rules import Run, changed, names, prepare
 
 from loongplug.checkpoint.notes import (
+    ARCHITECTURE_FILE,
     check_architecture,
     for_any_layout,
     read_architecture,
-    write_architecture,
+    write_note,
 )
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.models.registry import family_of
@@ -158,7 +159,7 @@ def test_a_model_is_put_together_again() -> None:
 def test_a_checkpoint_is_of_the_same_model_wherever_its_encoders_lay(tmp_path: Path) -> None:
     config = compose_model(model_name="qwen3_vl_tiny").config
     placed = changed(config, [*APART, *STAGES[1:], "image_encoder.stage_layers=[2,1]"])
-    write_architecture(tmp_path, to_yaml_data(placed), rank=0)
+    write_note(tmp_path / ARCHITECTURE_FILE, to_yaml_data(placed))
     check_architecture(tmp_path, to_yaml_data(config))
     noted = for_any_layout(read_architecture(tmp_path))
     of_its_place = {"rank_offset", "data_parallel_size", "stage_layers"}
@@ -166,7 +167,7 @@ def test_a_checkpoint_is_of_the_same_model_wherever_its_encoders_lay(tmp_path: P
     older = to_yaml_data(config)
     del older["model"]["image_encoder"]["data_parallel_size"]  # as before there was such a key
     (tmp_path / "older").mkdir()
-    write_architecture(tmp_path / "older", older, rank=0)
+    write_note(tmp_path / "older" / ARCHITECTURE_FILE, older)
     check_architecture(tmp_path / "older", to_yaml_data(config))
 
 

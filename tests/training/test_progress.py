@@ -89,7 +89,8 @@ def test_a_new_run_s_metrics_replace_an_older_run_s(tmp_path):
     path = tmp_path / "new" / "metrics.json"
     leave_metrics(path, summarize([report(1)], valid_loss=None), name=None)
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "exact_match": 0.5}))  # of the older run's model
+    evaluated = {"exact_match": 0.5, "eval_samples": 4, "eval_seconds": 0.1}
+    path.write_text(json.dumps({**content, **evaluated}))  # of the older run's model
     leave_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None), name=None)
     content = json.loads(path.read_text())
     assert "exact_match" not in content
