@@ -49,8 +49,10 @@ from loongplug.training.question_source import (
     questions_for,
     questions_in,
 )
-from loongplug.training.rank_data import Microbatches, RankData, local_source
+from loongplug.training.rank_data import Microbatches, RankData, local_source, recent_microbatches
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
+from loongplug.training.same_rows import SameRows
+from loongplug.training.same_start import start_store
 from loongplug.training.step_sizes import step_sizes
 
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -175,6 +177,7 @@ class DatasetProvider:
             multiple=multiple,
             dp_size=decoder.dp,
             bad_samples=BadSamples(args.bad_sample),
+            same=partial(self._same_rows, "questions"),
         )
         data = self._data
         stream = data.stream(questions, channel=2, tells=False, seq_length=length, packed=False)
@@ -223,6 +226,7 @@ class DatasetProvider:
             lengths=self._lengths,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
+            same=partial(self._same_rows, "training"),
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
@@ -237,8 +241,15 @@ class DatasetProvider:
                 lengths=self._valid_lengths,
                 restart_after=args.eval_iters * args.eval_global_batch_size,
                 bad_samples=valid_bad_samples,
+                same=partial(self._same_rows, "validation"),
             )
             self._streams.append(data.stream(valid, channel=1))
+
+    @cached_property
+    def _same_rows(self) -> SameRows:
+        """Compares rows over the ranks; all of them ask for it."""
+        store = start_store(self._args, purpose="rows")
+        return SameRows(store, rank=self._args.rank, kept=recent_microbatches(self._args))
 
     @cached_property
     def _data(self) -> RankData:

@@ -127,16 +127,16 @@ class RankData(ABC):
             group=self.news,
             hearers=decoder_layout().group("tp_cp_pp", hearer),
             channel=_CHANNELS * list(self.engine.encoders).index(name) + channel,
-            recent=_RECENT_STEPS * _most_microbatches(self.args),
+            recent=recent_microbatches(self.args),
         )
 
 
-def _most_microbatches(args: Namespace) -> int:
-    """Of a step or an evaluation, as many as there can be."""
+def recent_microbatches(args: Namespace) -> int:
+    """Of a replica: by how many, at most, a rank is ahead of another."""
     dp = decoder_layout().dp
     training = args.global_batch_size // (args.micro_batch_size * dp)
     evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
-    return max(training, evaluation * max(args.eval_iters, 1))
+    return int(_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)))
 
 
 def local_source(
@@ -145,15 +145,17 @@ def local_source(
     *,
     dp_rank: int,
     encoders: Mapping[str, EncoderUnits],
+    same: Callable[..., None],
     **options: Any,
 ) -> LocalSource:
-    """The steps of a decoder replica; ``options`` are training's or validation's."""
+    """The steps of a decoder replica; ``same`` and ``options`` are training's or validation's."""
     return LocalSource(
         dataset,
         dp_rank=dp_rank,
         dp_size=decoder_layout().dp,
         encoders=encoders,
         look_ahead=args.packing_look_ahead if args.packing else None,
+        same=partial(same, dp_rank),
         workers=WorkerSettings(
             processes=args.num_workers, pin_memory=current_platform().name == "cuda"
         ),

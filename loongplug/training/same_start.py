@@ -1,9 +1,12 @@
 """What must be the same on all ranks at the start of a run, and the check that it is."""
 
+import hashlib
+import json
 import os
 import platform
+import socket
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -11,19 +14,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.tracker import TRACKER, check_latest
+from loongplug.data.fingerprint import content_digest
 from loongplug.parallel.failure import torchrun_store
 from loongplug.parallel.same_values import Values, require_same_values
+from loongplug.parallel.store_keys import comes
 from loongplug.platform.machine import version
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.checkpoints import has_checkpoint
 
 # Flags that may differ from rank to rank. Paths are not among them: what ranks read and write has
 # one name everywhere, also where each node has its own copy.
 MAY_DIFFER = {"local_rank": "torchrun gives each process of a node its own number, and its device"}
 
-_PACKAGES = ("loongplug", "torch", "megatron-core")
+# The last three make tokens and pixels.
+_PACKAGES = ("loongplug", "torch", "megatron-core", "transformers", "tokenizers", "pillow")
+WEIGHTS_BYTES = 64 * 2**20  # of all files of weights: so much is read of them, once a node
 _STORE_SECONDS = 60.0  # for one call; waits for other ranks have their own bound
 
 
@@ -37,7 +45,7 @@ def require_same_start(parsed: ParsedArguments) -> None:
     Raises:
         ValueError: the same on every rank: what differs, and on which ranks.
     """
-    _compare(parsed.args, start_values(parsed))
+    _compare(parsed.args, lambda store: start_values(parsed))
 
 
 def require_same_data(args: Namespace, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
@@ -45,21 +53,73 @@ def require_same_data(args: Namespace, fingerprints: Mapping[str, Mapping[str, A
 
     When it returns, every rank has come here.
     """
-    _compare(args, dict(_flat({"data": fingerprints}, separator=" ")))
+    _compare(args, lambda store: dict(_flat({"data": fingerprints}, separator=" ")))
 
 
-def _compare(args: Namespace, values: Values) -> None:
-    if args.ranks == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
-        return
-    store = torchrun_store(timedelta(seconds=_STORE_SECONDS), purpose="start")
-    start = store.add(f"starts/{args.rank}", 1)  # a process may run again
-    require_same_values(
-        values,
-        store=PrefixStore(str(start), store),
-        rank=args.rank,
-        world_size=args.ranks,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-    )
+def require_same_weights(args: Namespace) -> None:
+    """As :func:`require_same_start`, of the files of weights that will be loaded.
+
+    One rank of a node looks at them, for all of the node.
+    """
+
+    def of_node(store: Store) -> Values:
+        node = f"node/{os.environ.get('GROUP_RANK')}/{socket.gethostname()}"
+        if store.add(f"{node}/ranks", 1) == 1:
+            store.set(node, json.dumps(_weights(args)))
+        elif not comes(store, node, seconds=60.0 * args.distributed_timeout_minutes):
+            raise ValueError("the rank of this node that looks at the weights does not end: see it")
+        found: Values = json.loads(store.get(node))
+        return found
+
+    _compare(args, of_node)
+
+
+def start_store(args: Namespace, *, purpose: str) -> Store | None:
+    """torchrun's, with keys of this start: a process may run again. None where there is none."""
+    if args.ranks == 1 or "MASTER_ADDR" not in os.environ:
+        return None
+    store = torchrun_store(timedelta(seconds=_STORE_SECONDS), purpose=purpose)
+    return PrefixStore(str(store.add(f"starts/{args.rank}", 1)), store)
+
+
+def _compare(args: Namespace, values: Callable[[Store], Values]) -> None:
+    store = None if dist.is_initialized() else start_store(args, purpose="start")
+    if store is not None:
+        require_same_values(
+            values(store),
+            store=store,
+            rank=args.rank,
+            world_size=args.ranks,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+
+
+def _weights(args: Namespace) -> Values:
+    """Size, header and blocks of each file, at most WEIGHTS_BYTES of all."""
+    if has_checkpoint(args):
+        files = {"--load": [*check_latest(Path(args.load), step=args.ckpt_step).iterdir()]}
+    else:
+        files = {
+            flag: [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
+            for flag, folder in (("--load-hf", args.load_hf), ("--load-lora", args.load_lora))
+            if folder
+        }
+    each = WEIGHTS_BYTES // 2 // max(1, sum(map(len, files.values())))  # header, and blocks
+    return {
+        f"{flag} {file.name}": f"{file.stat().st_size} bytes, header {_header(file, most=each)}, "
+        f"blocks {content_digest(file, most=each)}"
+        for flag, of_flag in files.items()
+        for file in sorted(of_flag)
+        if file.is_file()
+    }
+
+
+def _header(file: Path, *, most: int) -> str:
+    """A digest of what stands before the tensors of a safetensors file, as it says itself."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        header = opened.read(min(most - 8, int.from_bytes(length, "little")))
+    return hashlib.sha256(length + header).hexdigest()[:16]
 
 
 def start_values(parsed: ParsedArguments) -> Values:

@@ -113,9 +113,8 @@ def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, t
     names = [line.partition(":")[0] for line in same_values.differences({0: before, 1: after})]
     assert names == [
         f"latest_checkpointed_iteration.txt in {tmp_path}",
-        "version of loongplug",
-        "version of torch",
-        "version of megatron-core",
+        *("version of loongplug", "version of torch", "version of megatron-core"),
+        *("version of transformers", "version of tokenizers", "version of pillow"),
     ]
 
 
