@@ -1,4 +1,4 @@
-"""Ranks that read a row differently: a sentence with the row and ranks, before any waits in vain."""
+"""Ranks that read a row differently: a sentence with row and ranks, before any waits in vain."""
 
 import json
 import os
