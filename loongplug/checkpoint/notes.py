@@ -147,8 +147,7 @@ def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int
 def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
     """Refuse to go on with the checkpoints in ``load_dir`` when the data have changed.
 
-    A folder without a note (checkpoints from elsewhere) passes, and what older notes have no part
-    for. No collectives.
+    What has no note (checkpoints from elsewhere, parts of newer versions) passes. No collectives.
 
     Raises:
         ValueError: with what differs, or for a note that is damaged or another file.

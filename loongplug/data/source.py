@@ -180,11 +180,6 @@ def _planned_share(
     return PlannedShare(share=share, media=media, load=loaded)
 
 
-# Compares the samples of a microbatch, by its number among all of a replica's, and where its pack
-# begins, with what other ranks have read; ValueError where that differs.
-Compare = Callable[[int, Sequence[Sample], ResumePoint | None], None]
-
-
 class StepSource(Protocol):
     """Where the data of a rank's steps come from: this process, or one day a service."""
 
@@ -242,10 +237,10 @@ class LocalSource:
         lengths: NDArray[np.int32] | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
-        same: Compare | None = None,
+        same: Callable[[int, Sequence[Sample], ResumePoint | None], None] = lambda *read: None,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
-        """``consumed_samples`` ends a step. ``same``: None where nobody else reads the same."""
+        """``consumed_samples`` ends a step; ``same`` compares each microbatch with other ranks'."""
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
         self._each = micro_batch_size * dp_size
         self._packed = look_ahead is not None
@@ -313,7 +308,7 @@ class LocalSource:
         if not self._planned:
             self._plan()
         # All that was planned together: who encodes what of the first may depend on the last.
-        while self._same is not None and self._to_compare:
+        while self._to_compare:
             self._same(self._index - len(self._to_compare), *self._to_compare.popleft())
         planned = self._planned.popleft()
         assert planned.number == number, (planned.number, number)
@@ -359,8 +354,7 @@ class LocalSource:
             load=self._load,
         )
         self._index += len(numbers)
-        if self._same is not None:
-            self._to_compare += texts
+        self._to_compare += texts
         for place, (samples, begins), each in zip(numbers, texts, units, strict=True):
             self._planned.append(
                 PlannedMicrobatch(number=place, samples=samples, units=each, begins=begins)

@@ -49,10 +49,9 @@ from loongplug.training.question_source import (
     questions_for,
     questions_in,
 )
-from loongplug.training.rank_data import Microbatches, RankData, local_source, recent_microbatches
+from loongplug.training.rank_data import Microbatches, RankData, local_source
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
-from loongplug.training.same_rows import SameRows
-from loongplug.training.same_start import start_store
+from loongplug.training.same_start import SameRows
 from loongplug.training.step_sizes import step_sizes
 
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -132,6 +131,7 @@ class DatasetProvider:
         for remark, count, where in indexed_remarks(train.rows, length_settings(args, model)):
             remarks.add([remark], where=where, rows=count)
         self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
+        self._same_rows = SameRows(args)
 
     @property
     def indexed(self) -> dict[str, str]:
@@ -244,12 +244,6 @@ class DatasetProvider:
                 same=partial(self._same_rows, "validation"),
             )
             self._streams.append(data.stream(valid, channel=1))
-
-    @cached_property
-    def _same_rows(self) -> SameRows:
-        """Compares rows over the ranks; all of them ask for it."""
-        store = start_store(self._args, purpose="rows")
-        return SameRows(store, rank=self._args.rank, kept=recent_microbatches(self._args))
 
     @cached_property
     def _data(self) -> RankData:

@@ -127,16 +127,16 @@ class RankData(ABC):
             group=self.news,
             hearers=decoder_layout().group("tp_cp_pp", hearer),
             channel=_CHANNELS * list(self.engine.encoders).index(name) + channel,
-            recent=recent_microbatches(self.args),
+            recent=_RECENT_STEPS * _most_microbatches(self.args),
         )
 
 
-def recent_microbatches(args: Namespace) -> int:
-    """Of a replica: by how many, at most, a rank is ahead of another."""
+def _most_microbatches(args: Namespace) -> int:
+    """Of a step or an evaluation, as many as there can be."""
     dp = decoder_layout().dp
     training = args.global_batch_size // (args.micro_batch_size * dp)
     evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
-    return int(_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)))
+    return max(training, evaluation * max(args.eval_iters, 1))
 
 
 def local_source(

@@ -52,6 +52,15 @@ def test_only_a_folder_with_checkpoints_is_bound_to_its_data(tmp_path: Path) -> 
         check_data_note(tmp_path / "run", changed(seed=3))
 
 
+def test_a_part_that_older_notes_lack_passes_once(tmp_path: Path) -> None:
+    newer = {**DATA, "tokenizer": {"added_tokens.json": "aa"}}
+    write_data_note(tmp_path, DATA, rank=0)
+    check_data_note(tmp_path, newer)
+    write_data_note(tmp_path, newer, rank=0)
+    with pytest.raises(ValueError, match=r"tokenizer added_tokens.json was aa, is absent"):
+        check_data_note(tmp_path, {**DATA, "tokenizer": {}})
+
+
 def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
     write_data_note(tmp_path, DATA, rank=0)
     path = tmp_path / DATA_FILE

@@ -2,9 +2,9 @@
 
 import json
 import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +18,24 @@ from loongplug.data.dataset import Sample
 from loongplug.data.packing import PackingState
 from loongplug.data.text_stream import ResumePoint
 from loongplug.parallel.verdict import SharedFaultError
+from loongplug.training import same_start
 from loongplug.training.run import run
-from loongplug.training.same_rows import SameRows
+from loongplug.training.same_start import SameRows
 
-SAMPLE = replace(
-    Sample.blank(), input_ids=np.arange(7), grids=((1, 4, 6),), where="rows.jsonl:3"
-)
+SAMPLE = replace(Sample.blank(), input_ids=np.arange(7), grids=((1, 4, 6),), where="rows.jsonl:3")
 MISSING = Sample.blank(BadSample("media", "rows.jsonl:3: a.png is not there"))
 
 
-def both(store: Any = None, **options: Any) -> list[SameRows]:
-    store = store or dist.HashStore()
-    return [SameRows(store, rank=rank, **{"kept": 8} | options) for rank in (0, 1)]
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    made = dist.HashStore()
+    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: made)
+    return made
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> list[SameRows]:
+    return [SameRows(Namespace(rank=rank)) for rank in (0, 1)]
 
 
 @pytest.mark.quick
@@ -42,8 +48,10 @@ def both(store: Any = None, **options: Any) -> list[SameRows]:
         (MISSING, "rows.jsonl:3: a.png is not there: left out (media) on rank 1, 7 tokens"),
     ],
 )
-def test_a_row_that_differs_is_named_with_two_ranks(other: Sample, said: str) -> None:
-    first, second = both()
+def test_a_row_that_differs_is_named_with_two_ranks(
+    other: Sample, said: str, ranks: list[SameRows]
+) -> None:
+    first, second = ranks
     for compare in (first, second):
         compare("training", 0, 0, [SAMPLE, SAMPLE], None)
     first("training", 0, 1, [SAMPLE, SAMPLE], None)  # who comes first goes on, and is waited with
@@ -58,14 +66,16 @@ def test_a_row_that_differs_is_named_with_two_ranks(other: Sample, said: str) ->
 
 
 @pytest.mark.quick
-def test_packs_of_all_replicas_are_planned_alike() -> None:
-    first, second = both()
+def test_packs_of_all_replicas_are_planned_alike(ranks: list[SameRows]) -> None:
+    first, second = ranks
     before = ResumePoint(4, PackingState(read=9, held=((8, 17),)))
     first("training", 0, 0, [SAMPLE], before)
     second("training", 1, 0, [SAMPLE, SAMPLE], before)
     first("training", 0, 1, [SAMPLE], before)
     other = ResumePoint(4, PackingState(read=9, held=((8, 18),)))
-    with pytest.raises(ValueError, match=r"before rows.jsonl:3: packed differently on ranks 1 and"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:3: in a pack behind .* on rank 1, in a pack b"
+    ):
         second("training", 1, 1, [SAMPLE], other)
     first("training", 0, 2, [SAMPLE], before)
     with pytest.raises(ValueError, match=r"7 tokens .* on rank 1, nothing on rank 0"):
@@ -73,25 +83,31 @@ def test_packs_of_all_replicas_are_planned_alike() -> None:
 
 
 @pytest.mark.quick
-def test_the_store_keeps_what_others_may_still_ask_for_and_no_more() -> None:
-    store = dist.HashStore()
-    ranks = both(store)
-    for index in range(500):
+def test_the_store_keeps_what_others_may_still_ask_for_and_no_more(
+    store: dist.Store, ranks: list[SameRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_start, "_KEPT", 8)
+    for index in range(100):
         for compare in ranks:
             compare("training", 0, index, [SAMPLE], None)
-    assert store.num_keys() == 8 + 64
+    assert store.num_keys() == 8
 
 
 @pytest.mark.quick
-def test_a_store_that_is_gone_ends_no_run() -> None:
-
+def test_a_store_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
+        calls = 0
+
         def compare_set(self, *values: str) -> bytes:
+            self.calls += 1
             raise dist.DistNetworkError("gone")
 
-    lost = SameRows(Gone(), rank=0, kept=8)  # type: ignore[arg-type]
+    gone = Gone()
+    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: gone)
+    compare = SameRows(Namespace(rank=0))
     for index in range(2):
-        lost("training", 0, index, [SAMPLE], None)
+        compare("training", 0, index, [SAMPLE], None)
+    assert gone.calls == 1
 
 
 def trained(rank: int, *, flags: list[str], roots: list[Path], port: int) -> None:
