@@ -113,14 +113,15 @@ def refuse_differences(
 def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
     """Refuse to go on with the checkpoints in ``load_dir`` when the data have changed.
 
-    A folder without a note (checkpoints from elsewhere) passes. No collectives.
+    What has no note (checkpoints from elsewhere, parts of newer versions) passes. No collectives.
 
     Raises:
         ValueError: with what differs, or for a note that is damaged or another file.
     """
     path = load_dir / DATA_FILE
     noted = _read_note(path, keys=fingerprint.keys(), without=" to go on with the data unchecked.")
-    found, expected = (dict(_flat(_plain(each or {}), " ")) for each in (noted, fingerprint))
+    known = {part: value for part, value in fingerprint.items() if part in (noted or {})}
+    found, expected = (dict(_flat(_plain(each or {}), " ")) for each in (noted, known))
     if noted and (differences := _differences(found, expected, "{} was {}, is {}")):
         raise ValueError(
             f"The data are not those of the checkpoint in {load_dir}: {differences}. Its"

@@ -52,7 +52,7 @@ from loongplug.training.outputs import outputs_ready
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
 from loongplug.training.rules.lora import lora_own_folder
 from loongplug.training.rules.start import hf_own_folder
-from loongplug.training.same_start import require_same_start
+from loongplug.training.same_start import require_same_start, require_same_weights
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -92,6 +92,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
     model = parsed.family.load_hugging_face(parsed.model)
     processor_folder = Path(args.tokenizer_model)
     check_source_folders(args, parsed.model_yaml)
+    require_same_weights(args)
     table = adapter_table(parsed.model, model)
     check_exports(args, model)
     use_whole_checkpoints(current_platform(), asynchronous=False)

@@ -31,22 +31,29 @@ _PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+# Others of a tokenizer: a part of their own, since notes of older versions have none of them.
+_TOKENIZER_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "additional_chat_templates/*.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "*.model"),
+)
 
 
-def content_digest(*paths: Path) -> str:
+def content_digest(*paths: Path, most: int | None = None, head: int = 0) -> str:
     """A digest of the file's size and content, as 16 hexadecimal digits.
 
-    Several files count as one that has the content of all. Of a file above SAMPLED_BYTES, blocks
-    at even distances are read, the first and the last among them. What adds, drops or moves rows
-    shows; an edit that keeps the file's size and lies between two blocks does not, and neither
-    does it change which rows there are.
+    Several files count as one that has the content of all. Of a file above ``most`` bytes (else
+    SAMPLED_BYTES), its ``head`` and blocks at even distances are read, the first and the last among
+    them. What adds, drops or moves rows shows; an edit that keeps the file's size and lies between
+    two blocks does not, and neither does it change which rows there are.
     """
     ends = list(accumulate(path.stat().st_size for path in paths))
     size = ends[-1]
     digest = hashlib.sha256(str(size).encode())
+    most = SAMPLED_BYTES if most is None else most
     blocks, length = 1, size
-    if size > SAMPLED_BYTES:
-        blocks, length = SAMPLED_BYTES // BLOCK_BYTES, BLOCK_BYTES
+    if size > most:
+        digest.update(_read(paths, ends, start=0, length=min(head, size)))
+        blocks, length = max(1, most // BLOCK_BYTES), min(most, BLOCK_BYTES)
     for block in range(blocks):
         start = (size - length) * block // max(1, blocks - 1)
         digest.update(_read(paths, ends, start=start, length=length))
@@ -79,6 +86,11 @@ def fingerprint(
             for number, source in enumerate(sources, start=1)
         },
         "processor": processor_digest(processor.folder),
+        "tokenizer": {
+            str(file.relative_to(processor.folder)): content_digest(file)
+            for pattern in _TOKENIZER_FILES
+            for file in sorted(processor.folder.glob(pattern))
+        },
         "settings": settings,
     }
 

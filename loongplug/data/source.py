@@ -238,14 +238,16 @@ class LocalSource:
         lengths: NDArray[np.int32] | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
+        same: Callable[[int, Sequence[Sample], ResumePoint | None], None] = lambda *read: None,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
-        """``consumed_samples`` ends a step."""
+        """``consumed_samples`` ends a step; ``same`` compares each microbatch with other ranks'."""
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
         self._each = micro_batch_size * dp_size
         self._packed = look_ahead is not None
         self._encoders = encoders
         self._bad_samples = bad_samples or BadSamples()
+        self._same = same
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # media that this rank has read for its microbatches
         self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
@@ -255,6 +257,7 @@ class LocalSource:
         self._index = 0
         self._planned: deque[PlannedMicrobatch] = deque()
         self._to_load: deque[MediaBatch] = deque()
+        self._to_compare: deque[tuple[tuple[Sample, ...], ResumePoint | None]] = deque()
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
         dataset.share_cache(share)
@@ -309,6 +312,9 @@ class LocalSource:
     def _take(self, number: int) -> PlannedMicrobatch:
         if not self._planned:
             self._plan()
+        # All that was planned together: who encodes what of the first may depend on the last.
+        while self._to_compare:
+            self._same(self._index - len(self._to_compare), *self._to_compare.popleft())
         planned = self._planned.popleft()
         assert planned.number == number, (planned.number, number)
         self.consumed_samples += self._each
@@ -353,6 +359,7 @@ class LocalSource:
             load=self._load,
         )
         self._index += len(numbers)
+        self._to_compare += texts
         for place, (samples, begins), each in zip(numbers, texts, units, strict=True):
             self._planned.append(
                 PlannedMicrobatch(number=place, samples=samples, units=each, begins=begins)

@@ -54,6 +54,7 @@ from loongplug.training.question_source import (
 )
 from loongplug.training.rank_data import Microbatches, RankData, local_source
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
+from loongplug.training.same_start import SameRows
 from loongplug.training.step_sizes import step_sizes
 
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -158,6 +159,7 @@ class DatasetProvider:
         masked, _ = remarks.found.get(MASKED, (0, ""))
         self._unusable = 0 if indexed is None else int((indexed == 0).sum()) - masked
         self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
+        self._same_rows = SameRows(args)
 
     @property
     def planned(self) -> dict[str, str]:
@@ -215,6 +217,7 @@ class DatasetProvider:
             multiple=multiple,
             dp_size=decoder.dp,
             bad_samples=BadSamples(args.bad_sample),
+            same=partial(self._same_rows, "questions"),
         )
         data = self._data
         stream = data.stream(questions, channel=2, tells=False, seq_length=length, packed=False)
@@ -263,6 +266,7 @@ class DatasetProvider:
             lengths=self._lengths,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
+            same=partial(self._same_rows, "training"),
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
@@ -276,6 +280,7 @@ class DatasetProvider:
                 seed=None,
                 evaluation=self._evaluation,
                 bad_samples=valid_bad_samples,
+                same=partial(self._same_rows, "validation"),
             )
             self._streams.append(data.stream(valid, channel=1))
 

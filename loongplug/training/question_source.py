@@ -1,7 +1,7 @@
 """The first rows of the validation data as microbatches of questions."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class QuestionSource:
         dp_size: int,
         encoders: Mapping[str, EncoderUnits],
         bad_samples: BadSamples,
+        same: Callable[..., None],
     ) -> None:
         self.microbatches = microbatches_for(
             len(questions), each=micro_batch_size * dp_size, multiple=multiple
@@ -90,6 +91,7 @@ class QuestionSource:
         self._samples = [_asking(each, dataset, room=room) for each in self.questions]
         left = self.microbatches * micro_batch_size - len(self._samples)
         self._samples += [Sample.blank()] * left
+        same(dp_rank, 0, self._samples, None)
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """See :meth:`~loongplug.data.source.StepSource.next_step`."""

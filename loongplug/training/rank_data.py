@@ -145,15 +145,17 @@ def local_source(
     *,
     dp_rank: int,
     encoders: Mapping[str, EncoderUnits],
+    same: Callable[..., None],
     **options: Any,
 ) -> LocalSource:
-    """The steps of a decoder replica; ``options`` are training's or validation's."""
+    """The steps of a decoder replica; ``same`` and ``options`` are training's or validation's."""
     return LocalSource(
         dataset,
         dp_rank=dp_rank,
         dp_size=decoder_layout().dp,
         encoders=encoders,
         look_ahead=args.packing_look_ahead if args.packing else None,
+        same=partial(same, dp_rank),
         workers=WorkerSettings(
             processes=args.num_workers, pin_memory=current_platform().name == "cuda"
         ),

@@ -70,7 +70,11 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
-from loongplug.training.same_start import require_same_data, require_same_start
+from loongplug.training.same_start import (
+    require_same_data,
+    require_same_start,
+    require_same_weights,
+)
 from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
@@ -147,7 +151,6 @@ def _run(
         )
     elif engine.steps:
         platform.use(stepped_schedules_table(engine.schedules))
-    make_own_groups(args, engine)
     datasets = DatasetProvider(args, parsed.model, engine=engine)
     # The first rank has the outputs by now: no rank changes a folder that is another run's.
     require_same_data(
@@ -162,6 +165,8 @@ def _run(
         for line in datasets.told():
             print(line, flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
+    require_same_weights(args)
+    make_own_groups(args, engine)  # with a default group, nothing more is compared
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
     exports = Exports(

@@ -36,6 +36,15 @@ def test_the_same_data_pass_and_others_are_named(tmp_path: Path) -> None:
         check_data_note(tmp_path, {"rows": rows, "settings": {"a": 1}})
 
 
+def test_a_part_that_older_notes_lack_passes_once(tmp_path: Path) -> None:
+    newer = {**DATA, "tokenizer": {"added_tokens.json": "aa"}}
+    write_note(tmp_path / DATA_FILE, DATA)
+    check_data_note(tmp_path, newer)
+    write_note(tmp_path / DATA_FILE, newer)
+    with pytest.raises(ValueError, match=r"tokenizer added_tokens.json was aa, is absent"):
+        check_data_note(tmp_path, {**DATA, "tokenizer": {}})
+
+
 def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
     write_note(tmp_path / DATA_FILE, DATA)
     path = tmp_path / DATA_FILE

@@ -1,5 +1,7 @@
 """What a fingerprint of the data notices."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from loongplug.data import fingerprint as module
 from loongplug.data.fingerprint import content_digest, fingerprint
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.video import VideoProcessor, video_style_of
 
 pytestmark = pytest.mark.quick
 
@@ -93,3 +96,47 @@ def test_another_template_is_another_stream(
     assert template.is_file()
     template.write_text(template.read_text() + "\n")
     assert fingerprint([JsonlIndex(rows)], copied) != fingerprint([JsonlIndex(rows)], processor)
+
+
+def test_the_head_of_a_large_file_counts(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    content = rows.read_bytes()
+    unread = (len(content) - 64) // 3 - 10  # between two blocks
+    before = [content_digest(rows, most=256, head=head) for head in (0, unread + 1)]
+    rows.write_bytes(content[:unread] + b"?" + content[unread + 1 :])
+    after = [content_digest(rows, most=256, head=head) for head in (0, unread + 1)]
+    assert [first == second for first, second in zip(before, after, strict=True)] == [True, False]
+    assert content_digest(rows, most=8) != content_digest(rows, most=16)  # less than a block
+
+
+def test_every_file_that_a_processor_reads_counts(tmp_path: Path, processor: Processor) -> None:
+    """But ``config.json``, which is the model's; Python tells of what is opened."""
+    folder = tmp_path / "processor"
+    shutil.copytree(processor.folder, folder)
+    more = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "audio_tokenizer.json")
+    for name in (*more, "generation_config.json", "adapter_config.json", "processor_config.json"):
+        (folder / name).write_text("{}")
+    for name in ("merges.txt", "vocab.txt", "tokenizer.model", "README.md"):
+        (folder / name).write_text("")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ tools }}")
+    opened: set[str] = set()
+
+    def hook(event: str, values: tuple[object, ...]) -> None:
+        if event == "open" and str(values[0]).startswith(f"{folder}/"):
+            opened.add(str(values[0]).removeprefix(f"{folder}/"))
+
+    sys.addaudithook(hook)
+    found = load_processor(folder)
+    VideoProcessor(found, video_style_of(found))
+    assert "additional_chat_templates/tools.jinja" in opened
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    before = fingerprint([JsonlIndex(rows)], found)
+    known = {*before["processor"], *before["tokenizer"]}
+    assert opened - {"config.json"} <= known
+    assert {"merges.txt", "vocab.json", "tokenizer.model", *more[:2]} <= known
+    (templates / "tools.jinja").write_text("{{ tools | tojson }}")
+    assert fingerprint([JsonlIndex(rows)], found) != before

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from local_loader import local_loader
 
 from loongplug.data import loader
 from loongplug.data.bad_samples import BadSample
-from loongplug.data.dataset import ChatDataset
+from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, Share, TextNeeds
@@ -154,6 +155,46 @@ def test_what_is_left_at_a_step_s_end_is_shared(dataset: ChatDataset) -> None:
     assert len(read) == 6
     next(step)
     assert len(read) == 8
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
+    dataset: ChatDataset, processes: int
+) -> None:
+    """Also of what is read ahead, in the order of the replica's microbatches; here in the end."""
+    compared: list[tuple[int, tuple[Sample, ...]]] = []
+
+    def same(index: int, samples: tuple[Sample, ...], begins: None) -> None:
+        compared.append((index, samples))
+        if index == 11:
+            raise ValueError("rows differ")
+
+    encoders = image_units(assignment=Assignment(replicas=3, by_cost=last_to_the_first))
+    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
+    steps = source(
+        dataset,
+        encoders=encoders,
+        same=same,
+        workers=WorkerSettings(processes=processes),
+        **options,
+    )
+    given = []
+
+    def taken() -> None:
+        for planned in chain(steps.next_step(), steps.next_step()):
+            given.append(planned.samples)
+            assert len(compared) >= (8 if planned.number >= 6 else len(given))
+            for share in unit_of(planned).shares:
+                if share.load is not None:
+                    share.load()
+
+    with pytest.raises(ValueError, match="rows differ"):
+        taken()
+    steps.close()
+    assert [index for index, _ in compared] == [*range(12)]
+    assert len(given) >= 4
+    places = [[sample.where for sample in samples] for _, samples in compared]
+    assert places[: len(given)] == [[sample.where for sample in samples] for samples in given]
 
 
 def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(

@@ -21,7 +21,7 @@ def dataset_of(rows, demo, *, seq_length=80):
     return ChatDataset(rows, processor=processor, seq_length=seq_length, training_phase="sft")
 
 
-def source_of(questions, dataset, *, dp_rank, multiple=1):
+def source_of(questions, dataset, *, dp_rank, multiple=1, compared):
     return QuestionSource(
         questions,
         dataset,
@@ -32,19 +32,21 @@ def source_of(questions, dataset, *, dp_rank, multiple=1):
         dp_size=2,
         encoders=image_units(),
         bad_samples=BadSamples(),
+        same=lambda *read: compared.append(read),
     )
 
 
 def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
     dataset = dataset_of(demo / "test.jsonl", demo)
     questions = questions_in(dataset, limit=5)
-    asked = []
+    asked, compared = [], []
     for dp_rank in (0, 1):
-        source = source_of(questions, dataset, dp_rank=dp_rank, multiple=3)
+        source = source_of(questions, dataset, dp_rank=dp_rank, multiple=3, compared=compared)
         first, second = list(source.next_step()), list(source.next_step())
         assert [each.number for each in first] == [0, 1, 2]
         assert [each.samples for each in first] == [each.samples for each in second]
         samples = [sample for each in first for sample in each.samples]
+        assert compared[dp_rank:] == [(dp_rank, 0, samples, None)]  # once, with other ranks
         assert [len(sample) for sample in samples[len(source.questions) :]] == [0] * (
             6 - len(source.questions)
         )

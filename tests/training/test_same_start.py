@@ -1,15 +1,24 @@
 """Ranks that were started differently: all end with one sentence before they make groups."""
 
+import json
 import os
 import shutil
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from micro.random_folder import write_random_folder
 from ranks import run_ranks
+from small_checkpoints import write_checkpoint
 
+from loongplug.convert.rank import convert
+from loongplug.data import fingerprint
 from loongplug.data.demo import make_demo_data
 from loongplug.parallel import same_values
 from loongplug.training import same_start
@@ -50,6 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_demo_data(made, train=16, test=4)
     (made / "elsewhere").mkdir()
     shutil.copy(made / "test.jsonl", made / "elsewhere" / "train.jsonl")
+    write_random_folder(made / "node0" / "weights", model_name="qwen3_vl_tiny")
+    shutil.copytree(made / "node0", made / "node1")
+    weights = made / "node1" / "weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64] + bytes(64))
+    for node in ("node0", "node1"):
+        shutil.copy(made / "train.jsonl", made / node)
     return made
 
 
@@ -69,6 +84,14 @@ def told(rank: int, *, folder: Path, port: int) -> list[str]:
         os.chdir(folder / "elsewhere")
     with pytest.raises(ValueError, match=r"  data training rows file 1 digest: \w+ on rank 0; "):
         run([*flags_of(folder), "--save", str(folder / "shared")])
+    # A node with other weights, in files of the same name and size.
+    os.environ["GROUP_RANK"] = str(rank)
+    os.chdir(folder / f"node{rank}")
+    differs = r"  --load-hf model.safetensors: (\d+ bytes, digest )\w+ on rank 0; \1"
+    with pytest.raises(ValueError, match=differs):
+        run([*flags_of(folder), "--load-hf", "weights"])
+    with pytest.raises(ValueError, match=differs):
+        convert(["--device", "cpu", "--load-hf", "weights", "--save", str(folder / "shared")])
     assert not dist.is_initialized()
     # Nothing has been noted there, although the lock was taken before data were compared.
     assert not (folder / "run").exists()
@@ -110,13 +133,85 @@ def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, t
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
     monkeypatch.setattr(same_start, "version", lambda package: "0.0.1")
     after = start_values(parsed("--load", str(tmp_path), "--save", str(tmp_path)))
-    names = [line.partition(":")[0] for line in same_values.differences({0: before, 1: after})]
-    assert names == [
+    assert names(before, after) == [
         f"latest_checkpointed_iteration.txt in {tmp_path}",
-        "version of loongplug",
-        "version of torch",
-        "version of megatron-core",
+        *("version of loongplug", "version of torch", "version of megatron-core"),
+        *("version of transformers", "version of tokenizers", "version of pillow"),
     ]
+
+
+def weights_of(**given: Path) -> dict[str, str]:
+    folders = {"load": None, "load_hf": None, "load_lora": None, "ckpt_step": None} | given
+    return dict(same_start._weights(Namespace(**folders)))
+
+
+def names(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    lines = same_values.differences({0: before, 1: after})
+    return [line.partition(":")[0] for line in lines]
+
+
+def test_headers_and_blocks_of_weights_are_read_within_a_bound(monkeypatch, tmp_path):
+    """A header counts as a whole, also where it is longer than a block."""
+    file, read = tmp_path / "model.safetensors", []
+    header = json.dumps({f"a.{number}": [number] for number in range(1000)}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(2**20)
+    file.write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "cache.bin").write_text("of this node alone")
+    monkeypatch.setattr(same_start, "WEIGHTS_BYTES", 2**17)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 2**12)
+    before = weights_of(load_hf=tmp_path)
+    assert before.keys() == {"--load-hf config.json", "--load-hf model.safetensors"}
+    for place in (9_000, len(content) - 1):  # between two blocks, and in one
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert names(before, weights_of(load_hf=tmp_path)) == ["--load-hf model.safetensors"]
+    file.write_bytes(content + b" ")
+    (tmp_path / "model-2.safetensors").write_bytes(b"{")
+    assert len(names(before, weights_of(load_lora=tmp_path, load_hf=tmp_path))) == 5
+
+    opened = Path.open
+
+    @contextmanager
+    def counted(path: Path, mode: str):
+        with opened(path, mode) as found:
+            yield SimpleNamespace(
+                seek=found.seek, read=lambda size: read.append(size) or found.read(size)
+            )
+
+    monkeypatch.setattr(Path, "open", counted)
+    weights_of(load_hf=tmp_path)
+    assert 2**15 < sum(read) <= 2**17
+
+
+def test_a_checkpoint_goes_before_weights_of_a_folder(tmp_path):
+    write_checkpoint(tmp_path, "iter_0000004")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    before = weights_of(load=tmp_path, load_hf=tmp_path)
+    files = {file.name: file for file in (tmp_path / "iter_0000004").iterdir()}
+    assert before.keys() == {f"--load {name}" for name in files}
+    assert "--load .metadata" in before
+    largest = max(files.values(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"?")
+    assert names(before, weights_of(load=tmp_path)) == [f"--load {largest.name}"]
+
+
+def test_one_rank_of_a_node_looks_at_the_weights(monkeypatch):
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv("GROUP_RANK", "0")
+    looked = []
+    monkeypatch.setattr(same_start, "_weights", lambda args: looked.append(args) or {"a": "1"})
+
+    def rank(number: int) -> None:
+        args = Namespace(rank=number, ranks=3, distributed_timeout_minutes=1)
+        same_start.require_same_weights(args)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(rank, range(3)))
+    assert len(looked) == 1
 
 
 def test_keys_are_those_of_the_attempt_and_of_the_start(parsed, monkeypatch):

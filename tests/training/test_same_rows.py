@@ -1,0 +1,167 @@
+"""Ranks that read a row differently: a sentence with row and ranks, before any waits in vain."""
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from PIL import Image
+from ranks import RankError, run_ranks
+from sweeps import sweep
+
+from loongplug.data.bad_samples import BadSample
+from loongplug.data.dataset import Sample
+from loongplug.data.packing import PackingState
+from loongplug.data.text_stream import ResumePoint
+from loongplug.parallel.verdict import SharedFaultError
+from loongplug.training import same_start
+from loongplug.training.run import run
+from loongplug.training.same_start import SameRows
+
+SAMPLE = replace(Sample.blank(), input_ids=np.arange(7), grids=((1, 4, 6),), where="rows.jsonl:3")
+MISSING = Sample.blank(BadSample("media", "rows.jsonl:3: a.png is not there"))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    made = dist.HashStore()
+    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: made)
+    return made
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> list[SameRows]:
+    return [SameRows(Namespace(rank=rank)) for rank in (0, 1)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(SAMPLE, input_ids=np.arange(8)), "rows.jsonl:3: 8 tokens (digest "),
+        (replace(SAMPLE, input_ids=np.arange(1, 8)), "rows.jsonl:3: 7 tokens (digest "),
+        (replace(SAMPLE, grids=((1, 6, 4),)), "sizes of media 1x6x4 on rank 1, 7 tokens"),
+        (MISSING, "rows.jsonl:3: a.png is not there: left out (media) on rank 1, 7 tokens"),
+    ],
+)
+def test_a_row_that_differs_is_named_with_two_ranks(
+    other: Sample, said: str, ranks: list[SameRows]
+) -> None:
+    first, second = ranks
+    for compare in (first, second):
+        compare("training", 0, 0, [SAMPLE, SAMPLE], None)
+    first("training", 0, 1, [SAMPLE, SAMPLE], None)  # who comes first goes on, and is waited with
+    second("training", 1, 1, [SAMPLE, other], None)  # of another replica, with other rows
+    with pytest.raises(SharedFaultError) as raised:
+        second("training", 0, 1, [SAMPLE, other], None)
+    assert said in str(raised.value)
+    assert "on rank 1, " in str(raised.value)
+    assert str(raised.value).endswith(
+        "on rank 0. Ranks have to read the same of a row: give all of them the same media files."
+    )
+
+
+@pytest.mark.quick
+def test_packs_of_all_replicas_are_planned_alike(ranks: list[SameRows]) -> None:
+    first, second = ranks
+    before = ResumePoint(4, PackingState(read=9, held=((8, 17),)))
+    first("training", 0, 0, [SAMPLE], before)
+    second("training", 1, 0, [SAMPLE, SAMPLE], before)
+    first("training", 0, 1, [SAMPLE], before)
+    other = ResumePoint(4, PackingState(read=9, held=((8, 18),)))
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:3: in a pack behind .* on rank 1, in a pack b"
+    ):
+        second("training", 1, 1, [SAMPLE], other)
+    first("training", 0, 2, [SAMPLE], before)
+    with pytest.raises(ValueError, match=r"7 tokens .* on rank 1, nothing on rank 0"):
+        second("training", 0, 2, [SAMPLE, SAMPLE], before)
+
+
+@pytest.mark.quick
+def test_the_store_keeps_what_others_may_still_ask_for_and_no_more(
+    store: dist.Store, ranks: list[SameRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_start, "_KEPT", 8)
+    for index in range(100):
+        for compare in ranks:
+            compare("training", 0, index, [SAMPLE], None)
+    assert store.num_keys() == 8
+
+
+@pytest.mark.quick
+def test_a_store_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        calls = 0
+
+        def compare_set(self, *values: str) -> bytes:
+            self.calls += 1
+            raise dist.DistNetworkError("gone")
+
+    gone = Gone()
+    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: gone)
+    compare = SameRows(Namespace(rank=0))
+    for index in range(2):
+        compare("training", 0, index, [SAMPLE], None)
+    assert gone.calls == 1
+
+
+def trained(rank: int, *, flags: list[str], roots: list[Path], port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    run([*flags, "--media-root", str(roots[rank])])
+
+
+FULL = ("--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp")
+LAYOUTS = {
+    "context": ("--context-parallel-size", "2"),
+    "tensor": ("--tensor-model-parallel-size", "2"),
+    "stages": ("--pipeline-model-parallel-size", "2"),
+    "hetero-dp": ("--tensor-model-parallel-size", "2", "--enable-encoder-hetero-dp"),
+    "full": (*FULL, "--full-hetero-dp-schedule", "separated"),
+    "streamed": (*FULL, "--full-hetero-dp-schedule", "streamed"),
+    "apart": ("model.image_encoder.rank_offset=1",),
+}
+
+
+CASES = {f"{name} {how}": (name, how) for name in LAYOUTS for how in ("missing", "smaller")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    sweep(CASES, but=("context missing", "tensor smaller", "full smaller", "apart missing")),
+)
+def test_a_file_that_one_rank_has_otherwise_ends_a_run(
+    flags: list[str], demo: Path, tmp_path: Path, case: str
+) -> None:
+    name, how = CASES[case]
+    rows = [row for row in (demo / "train.jsonl").read_text().splitlines() if '"image"' in row][:8]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    parts = json.loads(rows[5])["messages"][0]["content"]
+    image = Path(next(part["image"] for part in parts if part["type"] == "image"))
+    other = tmp_path / image.parent
+    other.mkdir(parents=True)
+    for file in (demo / image.parent).iterdir():
+        if file.name != image.name:
+            (other / file.name).symlink_to(file)
+    if how == "smaller":
+        found = Image.open(demo / image)
+        found.resize((found.width, found.height // 2)).save(other / image.name)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankError, match=r"rows.jsonl:6: .*on rank [01], .*on rank [01]\. Ranks"):
+        run_ranks(
+            trained,
+            2,
+            flags=[
+                *(*flags, *LAYOUTS[name], "--train-data-path", str(data)),
+                *("--train-iters", "1", "--bad-sample", "skip"),
+            ],
+            roots=[demo, tmp_path],
+            port=agent.port,
+            timeout=120.0,
+        )
