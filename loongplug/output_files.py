@@ -49,7 +49,7 @@ def begins(pattern: bytes) -> Ours:
 
 _OF_RUNS = (
     "loss_first loss_last tokens_per_second train_seconds iterations",
-    "fill_rate valid_loss valid_exact_match bad_samples",
+    "fill_rate valid_loss valid_exact_match bad_samples empty_steps",
 )
 _is_run = keys(*_OF_RUNS)
 _is_case = keys("case step empty work bubbles predicted over_busiest over_even")
