@@ -114,6 +114,15 @@ def indexed_remarks(rows: Rows, settings: LengthSettings) -> list[tuple[Remark, 
     ]
 
 
+def indexed_media(rows: Rows, settings: LengthSettings) -> int | None:
+    """How many media the rows have by the indexes of their files; None without one that fits."""
+    try:
+        found = [kept_sizes(source, settings) for source in sources_of(rows)]
+    except ValueError:
+        return None
+    return sum(len(sizes.grids) for sizes in found if sizes) if all(found) else None
+
+
 def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:
     """The source's index, memory-mapped; None without one. ValueError for one that does not fit."""
     problems = []

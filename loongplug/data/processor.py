@@ -31,7 +31,7 @@ from loongplug.data.image_patches import (
     limited,
     processor_kind,
 )
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
 from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -93,6 +93,7 @@ class Processor:
     pad_token_id: int
     vocab_size: int  # one more than the highest id; a model may pad beyond it
     pixel_limits: PixelLimits
+    transparency: Transparency
     # Written around what stands for an image where the chat template has its token alone, and
     # their ids; InternVL's.
     around_images: tuple[str, str] = ("", "")
@@ -158,6 +159,7 @@ def load_processor(
     audio_sizes: AudioSizes | None = None,
     special_tokens_in_text: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
+    transparency: Transparency = "white",
 ) -> Processor:
     """Load tokenizer, chat template and processors from ``folder``, without any network.
 
@@ -166,7 +168,7 @@ def load_processor(
     them, all is as the folder says. A folder with a feature extractor alone is for sounds and text.
     Images or sounds that the model's family has no token for are left out. With
     ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
-    else they are text. ``pixel_limits`` stand above the folder's.
+    else they are text. ``pixel_limits`` stand above the folder's; ``transparency`` is for images.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind
@@ -210,6 +212,7 @@ def load_processor(
         ),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         pixel_limits=pixel_limits,
+        transparency=transparency,
         around_images=around,
         around_image_ids=tuple(ids[text] for text in around if text),
         audio=audio,

@@ -103,9 +103,10 @@ class DatasetProvider:
             "training_phase": args.training_phase,
             "video_fps": args.video_fps,
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
-            # Absent without it, as in the notes of runs before there was such a flag.
+            # Absent without them, as in the notes of runs before there were such flags.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
+            **({} if args.transparency == "drop" else {"transparency": args.transparency}),
             **PixelLimits.of(vars(args)).given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
@@ -290,6 +291,7 @@ class DatasetProvider:
             audio_sizes=None if hears is None else hears.sizes,
             special_tokens_in_text=args.special_tokens_in_text,
             pixel_limits=PixelLimits.of(vars(args)),
+            transparency=args.transparency,
         )
         patches = () if sees is None else _PATCH_SIZES
         require_fit(
