@@ -25,7 +25,7 @@ from loongplug.commands.options import (
     user_errors,
 )
 from loongplug.data.object_store import file_named
-from loongplug.data.pixel_limits import PixelLimits
+from loongplug.data.pixel_limits import PixelLimits, Transparency
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.output_files import PREDICTIONS, check_output, figures
@@ -123,6 +123,9 @@ def evaluate(
     max_pixels: MaxPixels = None,
     video_min_pixels: VideoMinPixels = None,
     video_max_pixels: VideoMaxPixels = None,
+    transparency: Annotated[
+        Transparency, typer.Option(help="What transparent parts of images become: white, or drop.")
+    ] = "white",
     device: Device = "auto",
     metric: Annotated[
         str,
@@ -162,6 +165,7 @@ def evaluate(
                 limit=limit,
                 special_tokens_in_text=special_tokens_in_text,
                 pixel_limits=PixelLimits.of(context.params),
+                transparency=transparency,
                 device=device,
                 metric=metric,
                 tolerance=tolerance,

@@ -68,6 +68,7 @@ def test_eval_defaults(calls: _Calls) -> None:
                 "limit": None,
                 "special_tokens_in_text": False,
                 "pixel_limits": PixelLimits(),
+                "transparency": "white",
                 "device": "auto",
                 "metric": "exact",
                 "tolerance": None,
@@ -83,7 +84,7 @@ def test_eval_options(calls: _Calls) -> None:
     options = (
         "--media-root m --confine-media --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu"
         " --metric number --tolerance 0.1 --trusted-packages p --predictions r --json j"
-        " --max-pixels 9 --video-min-pixels 8"
+        " --max-pixels 9 --video-min-pixels 8 --transparency drop"
     )
     assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
     assert calls[0][1] == {
@@ -93,6 +94,7 @@ def test_eval_options(calls: _Calls) -> None:
         "limit": 4,
         "special_tokens_in_text": False,
         "pixel_limits": PixelLimits(max_pixels=9, video_min_pixels=8),
+        "transparency": "drop",
         "device": "cpu",
         "metric": "number",
         "tolerance": 0.1,

@@ -20,6 +20,7 @@ from loongplug.checkpoint.hf_gather import (
     ignore_bytes,
     loaded_weight,
 )
+from loongplug.checkpoint.manifest import MANIFEST_FILE
 from loongplug.checkpoint.owned import own_rank
 from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import (
@@ -30,6 +31,7 @@ from loongplug.checkpoint.tensor_files import (
     write_index,
 )
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
+from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.hf_mapping import Bundle, Source
@@ -37,18 +39,18 @@ from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-_CARRIED = (
-    *TOKENIZER_FILES,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    *IMAGE_PROCESSOR_FILES,
-    "video_preprocessor_config.json",
-    GENERATION_CONFIG_FILE,
-    CONFIG_FILE,
+# What transformers reads for tokenizer, processors and configs.
+_USUAL = (
+    *(*TOKENIZER_FILES, *IMAGE_PROCESSOR_FILES, GENERATION_CONFIG_FILE, CONFIG_FILE),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "video_preprocessor_config.json"),
+)
+# Weights and what belongs to them, code, what is packed, notes of ours, and hidden files.
+_NOT_CARRIED = re.compile(
+    r"\..*|loongplug_.*|adapter_config\.json|.*\.index\.json|.*\.(safetensors|bin|pth?|ckpt|h5|msgpack"
+    r"|gguf|ggml|onnx(_data)?|pb|tflite|np[yz]|pkl|pickle|joblib|distcp|nemo|tar|zip|gz|pyc?|so|dll"
+    r"|sh|bat|js|c|cc|cpp|h|cu|ipynb|jar|exe|whl)",
+    re.IGNORECASE,
 )
 
 MAX_FILE_BYTES = 5 * 1024**3
@@ -56,7 +58,13 @@ _KIND = "model"
 _WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: Path) -> None:
+def check_hf_export(
+    folder: Path,
+    *,
+    model: HuggingFaceModel,
+    processor_folder: Path,
+    weights_folder: Path | None = None,
+) -> None:
     """Refuse an export that cannot work; for the start of a run that exports at its end.
 
     For one rank; no collectives.
@@ -69,7 +77,7 @@ def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: 
     check_all_is_read(model)
     fixed = {
         *(WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE),
-        *_carried_names(processor_folder),
+        *carried_files(processor_folder, weights_folder),
     }
     check_replaceable(
         folder,
@@ -91,11 +99,12 @@ def save_hf_folder(
     *,
     model: HuggingFaceModel,
     processor_folder: Path,
+    weights_folder: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: OnBytes = ignore_bytes,
     weight_of: WeightOf = loaded_weight,
 ) -> None:
-    """Write weights, config, generation config, tokenizer and processor into ``folder``.
+    """Write weights, configs and what :func:`carried_files` finds into ``folder``.
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
@@ -138,6 +147,7 @@ def save_hf_folder(
             if own_rank() == 0:
                 new = building.folder
                 write_index(new, files)
+                copy_carried_files(new, processor_folder, weights_folder)
                 _write_configs(new, model, dtype=dtype, processor_folder=processor_folder)
 
 
@@ -218,10 +228,9 @@ def _error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | No
 def _write_configs(
     folder: Path, model: HuggingFaceModel, *, dtype: torch.dtype, processor_folder: Path
 ) -> None:
-    """Carry the processor's files along, and its configs where they are this model's."""
+    """Keep the configs that were carried along where they are this model's."""
     from transformers import GenerationConfig
 
-    copy_carried_files(processor_folder, folder)
     carried = folder / CONFIG_FILE
     if carried.is_file() and not hf_config_differences(processor_folder, model, alone=True):
         _note_dtype(carried, dtype)
@@ -235,15 +244,35 @@ def _write_configs(
         generation.save_pretrained(folder)
 
 
-def _carried_names(source: Path) -> list[str]:
-    return [name for name in _CARRIED if (source / name).is_file()]
+def carried_files(processor_folder: Path, weights_folder: Path | None = None) -> dict[str, Path]:
+    """What stands beside a model's weights and is no code, by its place in an export.
+
+    Tokenizer, processors and configs are ``processor_folder``'s; what else it lacks and the
+    ``weights_folder`` has comes, too. Links are followed within a folder and the hub's cache around
+    it, those of the usual names anywhere. Exports and checkpoints within a folder are left out.
+    """
+    found: dict[str, Path] = {}
+    for source in (weights_folder or processor_folder, processor_folder):
+        found = {name: path for name, path in found.items() if name not in _USUAL}
+        found |= {name: source / name for name in _USUAL if (source / name).is_file()}
+        homes = (source.resolve(), source.resolve().parent.parent / "blobs")
+        for place, folders, files in source.walk():
+            if place != source and {MANIFEST_FILE, TRACKER} & {*files}:
+                folders.clear()
+                continue
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for path in (place / name for name in files if not _NOT_CARRIED.fullmatch(name)):
+                true = path.resolve()
+                if true.is_file() and any(map(true.is_relative_to, homes)):
+                    found[path.relative_to(source).as_posix()] = path
+    return found
 
 
-def copy_carried_files(source: Path, target: Path) -> None:
-    """Copy what a Hugging Face folder has beside its weights: tokenizer, processor, configs."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in _carried_names(source):
-        shutil.copyfile(source / name, target / name)
+def copy_carried_files(target: Path, processor_folder: Path, weights_folder: Path | None) -> None:
+    """Copy what :func:`carried_files` finds into ``target``."""
+    for name, path in carried_files(processor_folder, weights_folder).items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / name)
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:

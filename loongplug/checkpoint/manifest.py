@@ -24,7 +24,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one export, by name; all lie in the export's folder itself.
+    """The files of one export, by their places in its folder, such as ``a.json`` or ``b/c.md``.
 
     ``kind`` is what the export is of, so that adapters do not replace a model.
     """
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The list in ``folder``, or None where there is none.
 
     Raises:
-        ValueError: it is damaged, or names anything but files of the folder itself.
+        ValueError: it is damaged, or names anything but files of the folder.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -83,7 +83,8 @@ def _damaged(path: Path, why: str) -> ValueError:
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..", MANIFEST_FILE) and "/" not in name and "\0" not in name
+    parts = {*name.split("/")}
+    return name != MANIFEST_FILE and "\0" not in name and not parts & {"", ".", "..", HIDDEN}
 
 
 def _is_entry(file: WrittenFile) -> bool:
@@ -106,12 +107,12 @@ def other_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> li
 
 
 def seen_file(path: Path) -> Seen | None:
-    """A regular file as it is now; None for anything else, links among it."""
+    """A regular file as it is now; None for anything else, links and what is behind them."""
     try:
         found = os.lstat(path)
     except OSError:
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode) or path.parent.resolve() != path.parent:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
 

@@ -38,6 +38,7 @@ _OF_ITS_PLACE = (
     "tensor_model_parallel_size",
 )
 _SHOWN = 5
+_UNCHECKED = " to go on with the data unchecked."
 _LETTERS = 200  # of a value
 
 
@@ -119,7 +120,7 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         ValueError: with what differs, or for a note that is damaged or another file.
     """
     path = load_dir / DATA_FILE
-    noted = _read_note(path, keys=fingerprint.keys(), without=" to go on with the data unchecked.")
+    noted = _read_note(path, keys=fingerprint.keys(), without=_UNCHECKED)
     known = {part: value for part, value in fingerprint.items() if part in (noted or {})}
     found, expected = (dict(_flat(_plain(each or {}), " ")) for each in (noted, known))
     if noted and (differences := _differences(found, expected, "{} was {}, is {}")):
@@ -129,6 +130,12 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
             f" or start again from its weights with --finetune and another --save; or remove {path}"
             " to go on at the same number of samples in the new data."
         )
+
+
+def drops_transparency(load_dir: Path) -> bool:
+    """Whether a run there dropped it, as all once did: its note of data has no word of it."""
+    noted = _read_note(load_dir / DATA_FILE, keys=("settings",), without=_UNCHECKED)
+    return noted is not None and "settings transparency" not in dict(_flat(noted, " "))
 
 
 def write_note(path: Path, content: Mapping[Any, Any]) -> None:

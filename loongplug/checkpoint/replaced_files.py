@@ -74,7 +74,7 @@ def check_replaceable(folder: Path, *, kind: str, writes: Callable[[str], bool])
         with _alone(folder):
             _recover(folder)
         manifest = replaceable(folder, kind=kind)
-        found = {path.name for path in folder.iterdir()}
+        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     except OSError as error:
         raise write_error(folder, error) from error
     if manifest is None:
@@ -189,16 +189,17 @@ def _replace(
     """Put the new files in the place of those that were ``seen``, or leave all as it was."""
     new, old = folder / HIDDEN / "new", folder / HIDDEN / "old"
     files = {
-        path.name: WrittenFile(path.stat().st_size, digests.get(path.name) or digest_of(path))
-        for path in sorted(new.iterdir())
+        name: WrittenFile(path.stat().st_size, digests.get(name) or digest_of(path))
+        for path in sorted(new.rglob("*"))
+        if path.is_file() and (name := path.relative_to(new).as_posix())
     }
     write_manifest(new, Manifest(kind, files))
-    for path in new.iterdir():
+    for path in new.rglob("*"):
         flush(path)
     flush(new)
     refuse_changed(folder, [name for name in seen if seen_file(folder / name) != seen[name]])
-    added = {path.name for path in folder.iterdir()} - seen.keys()
-    refuse_foreign(folder, added & {MANIFEST_FILE, *files})
+    coming = {MANIFEST_FILE, *files} - seen.keys()
+    refuse_foreign(folder, filter(lambda name: os.path.lexists(folder / name), coming))
     old.mkdir()
     flush(folder / HIDDEN)
     done: list[tuple[Path, Path]] = []
@@ -207,7 +208,7 @@ def _replace(
     except BaseException:
         for source, target in reversed(done):
             target.rename(source)
-        old.rmdir()
+        _remove(old)
         raise
 
 
@@ -219,6 +220,10 @@ def _move(folder: Path, done: list[tuple[Path, Path]]) -> None:
     coming = [*_configs_last(after.files), MANIFEST_FILE]
 
     def move(source: Path, target: Path) -> None:
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True)
+        if target.parent.resolve() != target.parent:
+            raise OSError(f"{target.parent} is a link")
         source.rename(target)
         done.append((source, target))
 
@@ -230,7 +235,8 @@ def _move(folder: Path, done: list[tuple[Path, Path]]) -> None:
             if os.path.lexists(folder / name):  # another program put it there meanwhile
                 refuse_foreign(folder, [name])
             move(new / name, folder / name)
-    flush(folder)
+    for parent in {(folder / name).parent for name in coming}:
+        flush(parent)
 
 
 def _leaving(folder: Path, coming: Iterable[str]) -> list[str]:
@@ -266,15 +272,16 @@ def _recover(folder: Path) -> None:
 
 
 def _clear(hidden: Path) -> None:
-    """Remove the hidden folder: flat folders of files that exports made, or moved there."""
+    """Remove the hidden folder, with files that exports made, or moved there."""
     _refuse_links(hidden)
-    for part in (hidden / "new", hidden / "old"):
-        if part.is_dir():
-            for path in part.iterdir():
-                path.unlink()
-            part.rmdir()
-    if hidden.is_dir():
-        hidden.rmdir()
+    for folder in (hidden / "new", hidden / "old", hidden):
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    inside = [path for path in (folder, *folder.rglob("*")) if os.path.lexists(path)]
+    for path in sorted(inside, reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _refuse_links(hidden: Path) -> None:

@@ -45,7 +45,7 @@ from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
-from loongplug.training.exports import check_exports
+from loongplug.training.exports import check_exports, source_folders
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.outputs import outputs_ready
@@ -90,7 +90,6 @@ def convert(flags: Sequence[str], *, at_end: AtEnd = nothing_at_end) -> Converte
 def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Converted:
     args = parsed.args
     model = parsed.family.load_hugging_face(parsed.model)
-    processor_folder = Path(args.tokenizer_model)
     check_source_folders(args, parsed.model_yaml)
     require_same_weights(args)
     table = adapter_table(parsed.model, model)
@@ -120,14 +119,14 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
             if args.save:
                 if args.rank == 0:
                     write_note(Path(args.save) / ARCHITECTURE_FILE, parsed.model_yaml)
-                    copy_carried_files(processor_folder, Path(args.save) / CARRIED_FOLDER)
+                    copy_carried_files(Path(args.save) / CARRIED_FOLDER, **source_folders(args))
                 _save_checkpoint(chunks)  # whose last act makes it a checkpoint
             if args.save_hf:
                 save_hf_folder(
                     chunks,
                     Path(args.save_hf),
                     model=model,
-                    processor_folder=processor_folder,
+                    **source_folders(args),
                     on_bytes=progress_of("writing"),
                     weight_of=merged_weights(chunks, weight_of=weight_of),
                 )

@@ -18,6 +18,9 @@ from loongplug.data.remarks import Remarks
 BadKind = Literal["row", "media", "text", "length", "pixels", "masked"]
 BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
+# What is odd about videos that are used all the same: of any such video, and of the one.
+OddVideos = list[tuple[str, str]]
+
 BadSamplePolicy = Literal["skip", "fatal"]
 BAD_SAMPLE_POLICIES: tuple[BadSamplePolicy, ...] = get_args(BadSamplePolicy)
 
@@ -72,7 +75,8 @@ class BadSamples:
     def __init__(self, policy: BadSamplePolicy = "fatal", remarks: Remarks | None = None) -> None:
         self.skips = policy == "skip"
         self.speaks = True
-        self.counts: Counter[BadKind] = Counter()
+        # By kind; of what this rank has loaded, odd videos by what is odd, and media by encoder.
+        self.counts: Counter[str] = Counter()
         self.remarks = remarks or Remarks()  # on samples that are used
 
     def meet(self, sample: BadSample) -> None:
@@ -83,3 +87,10 @@ class BadSamples:
         self.counts[sample.kind] += 1
         if (self.speaks and not masked) or sample.kind == "pixels":
             _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)
+
+    def used(self, odd: OddVideos) -> None:
+        """Count odd videos that this rank has loaded; logs the first of each kind."""
+        for kind, message in odd:
+            self.counts[kind] += 1
+            if self.counts[kind] == 1:
+                _LOG.warning(message)

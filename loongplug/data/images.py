@@ -17,6 +17,7 @@ from loongplug.data.media_files import (
     unreadable,
 )
 from loongplug.data.object_store import RemoteFile, StoreError, remote_version
+from loongplug.data.pixel_limits import Transparency
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -58,11 +59,13 @@ def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
         raise ValueError(f"{where}: image {path} cannot be used: {error}.") from error
 
 
-def decode_image(path: MediaFile, *, where: str) -> Image.Image:
+def decode_image(
+    path: MediaFile, *, where: str, transparency: Transparency = "white"
+) -> Image.Image:
     """The image, upright and in RGB; ValueError for a file that is missing or damaged."""
     with _opened(path, where=where) as image:
         turn = _TURN_UPRIGHT.get(_orientation(image))
-        upright = _in_rgb(image)
+        upright = _in_rgb(image, transparency)
     return upright if turn is None else upright.transpose(turn)
 
 
@@ -129,14 +132,21 @@ def _unknown_range(image: Image.Image) -> str | None:
     return None
 
 
-def _in_rgb(image: Image.Image) -> Image.Image:
+def _in_rgb(image: Image.Image, transparency: Transparency) -> Image.Image:
     """In 8 bits per colour, without transparency, as image processors of transformers do it.
 
     But for grey of 16 bits, which Pillow would clip at 255: 0 to 65,535 become 0 to 255.
     """
+    ground, hidden = transparency == "white", image.info.get("transparency")
     if image.mode.startswith("I"):
         wide = np.asarray(image).astype(np.uint32)
-        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+        grey = ((wide + 128) // 257).astype(np.uint8)
+        if ground and hidden is not None:  # the one value that is transparent
+            grey[wide == hidden] = 255
+        image = Image.fromarray(grey)
+    elif ground and ("A" in image.getbands() or hidden is not None):
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
 
 

@@ -20,7 +20,6 @@ from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.kept_files import places
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import MultiTurn
-from loongplug.data.remarks import Remark
 from loongplug.data.row_sizes import RowSizes, read_sizes, write_sizes
 from loongplug.data.rows import ANY_ROW, MAX_ROW_MIB, RowAccess
 from loongplug.data.template import TrainingPhase
@@ -91,37 +90,18 @@ def sample_lengths(
         ValueError: an index is damaged, or of other rows or settings; with the command that makes
             it again.
     """
-    sources = sources_of(rows)
-    found = [kept_sizes(source, settings) for source in sources]
-    tokens = [sizes.tokens for sizes in found if sizes is not None]
-    if len(tokens) < len(sources):
+    if not (found := indexed_sizes(rows, settings)):
         return None
+    tokens = [sizes.tokens for _, sizes in found]
     lengths = rows.spread(tokens) if isinstance(rows, Blend) else tokens[0]
     return np.where(lengths > seq_length, 0, lengths)
 
 
-def indexed_remarks(rows: Rows, settings: LengthSettings) -> list[tuple[Remark, int, str]]:
-    """Remarks on rows, how many rows and where the first stands, by the files' indexes.
-
-    None, unless each file has an index that fits.
-    """
-    sources = sources_of(rows)
-    try:
-        found = [kept_sizes(source, settings) for source in sources]
-    except ValueError:  # which ends a run that needs it
-        return []
-    return [
-        (remark, count, source.where(int(row)))
-        for source, sizes in zip(sources, found, strict=True)
-        if sizes is not None and None not in found
-        for remark, (count, row) in sizes.remarks.found.items()
-    ]
-
-
-def trained_answers(rows: Rows, settings: LengthSettings, *, seq_length: int) -> int:
-    """How many answers of the rows are trained on, by their indexes; of no file twice."""
-    found = filter(None, [kept_sizes(source, settings) for source in sources_of(rows)])
-    return sum(int(each.answers[each.tokens <= seq_length].sum()) for each in found)
+def indexed_sizes(rows: Rows, settings: LengthSettings) -> list[tuple[Source, RowSizes]]:
+    """Each file of the rows with its index; nothing, unless all have one. ValueError as above."""
+    found = [(source, kept_sizes(source, settings)) for source in sources_of(rows)]
+    known = [(source, sizes) for source, sizes in found if sizes is not None]
+    return known if len(known) == len(found) else []
 
 
 def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from loongplug.data.audio_files import audio_length, decode_audio
@@ -32,7 +31,9 @@ from loongplug.data.video import VideoProcessor, patch_times
 _AT_ONCE = 16  # files of an object store that are asked for at a time
 
 
-def each_of[Result](function: Callable[[Medium], Result], media: Sequence[Medium]) -> list[Result]:
+def each_of[Kind: Medium, Result](
+    function: Callable[[Kind], Result], media: Sequence[Kind]
+) -> list[Result]:
     """What ``function`` makes of each, in order, and the first error that it raises in that order.
 
     Images and sounds of an object store are asked for at one time, as each of them takes little but
@@ -207,10 +208,9 @@ class MediaLoader:
 
     def _process(self, media: dict["_Version", Medium], *, where: str) -> dict["_Version", "_Rows"]:
         self.decoded += len(media)
-        files = {
-            version: medium for version, medium in media.items() if isinstance(medium, MediaFile)
-        }
-        decoded = each_of(partial(_decoded, where=where), list(files.values()))
+        files = {version: each for version, each in media.items() if isinstance(each, MediaFile)}
+        decode = partial(decode_image, where=where, transparency=self._processor.transparency)
+        decoded = each_of(decode, list(files.values()))
         images = dict(zip(files, decoded, strict=True))
         processed: dict[_Version, _Rows] = {}
         if images:
@@ -235,11 +235,6 @@ _Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
 
 # Of an image or a video as bytes; of a sound float32, [frames, mel_bins].
 _Rows = tuple[Tensor, Grid]
-
-
-def _decoded(medium: Medium, *, where: str) -> Image.Image:
-    assert isinstance(medium, MediaFile)
-    return decode_image(medium, where=where)
 
 
 def _version(medium: Medium, *, where: str) -> _Version:

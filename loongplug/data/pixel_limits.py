@@ -1,8 +1,13 @@
-"""How large images and videos are made before they are cut into patches."""
+"""How large images and videos are made before they are cut, and what transparency becomes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
+
+# What stands behind what is transparent: white, as where models are served, or the colours that the
+# file hides there, as in transformers before 5.24.
+Transparency = Literal["white", "drop"]
+TRANSPARENCIES: tuple[Transparency, ...] = get_args(Transparency)
 
 
 @dataclass(frozen=True, kw_only=True)

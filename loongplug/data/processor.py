@@ -31,7 +31,7 @@ from loongplug.data.image_patches import (
     limited,
     processor_kind,
 )
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
 from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -96,6 +96,7 @@ class Processor:
     pad_token_id: int
     vocab_size: int  # one more than the highest id; a model may pad beyond it
     pixel_limits: PixelLimits
+    transparency: Transparency
     # Written around what stands for an image where the chat template has its token alone, and
     # their ids; InternVL's.
     around_images: tuple[str, str] = ("", "")
@@ -163,6 +164,7 @@ def load_processor(
     multi_turn: MultiTurn = "last",
     train_template_thought: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
+    transparency: Transparency = "white",
 ) -> Processor:
     """Load tokenizer, chat template and processors from ``folder``, without any network.
 
@@ -217,6 +219,7 @@ def load_processor(
         ),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         pixel_limits=pixel_limits,
+        transparency=transparency,
         around_images=around,
         around_image_ids=tuple(ids[text] for text in around if text),
         audio=audio,

@@ -329,6 +329,8 @@ class LocalSource:
         found, expected = (loaded.index, loaded.encoder), (unit.index, unit.encoder)
         assert found == expected, (found, expected)
         self.decoded += loaded.decoded
+        self._bad_samples.used(loaded.odd)
+        self._bad_samples.counts[unit.encoder] += len(unit.media)
         for bad in loaded.bad.values():
             self._bad_samples.meet(bad)
         return loaded

@@ -1,14 +1,14 @@
 """The media of a microbatch, a *unit* for each encoder: named, measured, then loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
+from loongplug.data.bad_samples import BadSample, BadSampleError, OddVideos, bad_as
 from loongplug.data.coded_media import byte_rows, is_coded
 from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.dataset import Sample
@@ -127,6 +127,7 @@ class LoadedUnit:
     rows: Tensor
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
     decoded: int  # media that were read for it, and not found in a cache
+    odd: OddVideos = field(default_factory=list)  # among these
 
     def pin_memory(self) -> "LoadedUnit":
         """The same with rows in page-locked memory (torch's data loader asks for it)."""
@@ -140,6 +141,7 @@ class UnitLoader:
         self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
     ) -> None:
         self._media = MediaLoader(processor, videos=videos, cache_bytes=cache_bytes)
+        self._videos = videos
         self._byte_width = 0
         if processor.images is not None:
             self._byte_width = processor.images.pixel_bytes.width(processor.patch_dim)
@@ -159,12 +161,14 @@ class UnitLoader:
                     bad.setdefault(unit.samples[number], error.sample)
                     parts.append(self._zero(unit.part((number,))))
             rows = torch.cat(parts)
+        odd, self._videos.odd = self._videos.odd, []
         return LoadedUnit(
             index=unit.index,
             encoder=unit.encoder,
             rows=rows,
             bad=bad,
             decoded=self._media.decoded - before,
+            odd=odd,
         )
 
     def _zero(self, unit: MediaBatch) -> Tensor:

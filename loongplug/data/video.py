@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loongplug.data.bad_samples import OddVideos
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
@@ -95,6 +96,7 @@ class VideoProcessor:
         self._transform: Any = None
         self._fps = fps
         self.style = style
+        self.odd: OddVideos = []  # among those that were decoded, until somebody takes them
         if processor.pixel_limits.of_videos:
             where = "--video-min-pixels, --video-max-pixels"
             if processor.tokens.video is None:
@@ -175,9 +177,10 @@ class VideoProcessor:
         video that cannot be used.
         """
         if isinstance(video, VideoClip):
-            frames = decode_frames(video, where=where)
+            frames = decode_frames(video, where=where, odd=lambda *found: self.odd.append(found))
         else:
-            frames = [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
+            decode = partial(decode_image, where=where, transparency=self._processor.transparency)
+            frames = [np.asarray(decode(frame)) for frame in video.frames]
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(

@@ -1,6 +1,8 @@
 """Video files through PyAV, which the extra ``video`` installs: headers and chosen frames."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompr
 # All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
 # (hls, concat, image2) lead to other files, and to the network.
 CONTAINERS = ("mov", "matroska", "webm", "avi", "mpegts", "mpeg", "ogg", "flv", "asf", "gif")
+_MOST_APART = 1.05  # frames between a stamp, which is rounded, and index / rate
 _VIDEO = AvKind(
     name="video",
     containers=CONTAINERS,
@@ -58,26 +61,38 @@ def video_header(path: MediaFile, *, where: str) -> VideoHeader:
     return VideoHeader(frames=frames, fps=fps, height=height, width=width)
 
 
-def decode_frames(clip: VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
+def decode_frames(
+    clip: VideoClip, *, where: str, odd: Callable[[str, str], None] = lambda kind, said: None
+) -> list[NDArray[np.uint8]]:
     """The frames of the clip, upright and in RGB, [height, width, 3] each.
 
-    Decodes the file up to the last of them. Raises ValueError with ``where`` for a file that is
-    missing, damaged, or shorter than its header says.
+    Decodes the file up to the last of them. Where the header counts more frames than there are,
+    as in clips that were cut without encoding them again, the last one stands for those behind it.
+    ``odd`` is called with what is so of the file. Raises ValueError with ``where`` for a file that
+    is missing or damaged, or where less than half of the frames can be decoded.
     """
-    wanted = iter(clip.indices)
-    found: list[NDArray[np.uint8]] = []
-    index = next(wanted, None)
+    wanted, taken = frozenset(clip.indices), dict[int, NDArray[np.uint8]]()
+    count, start, apart, total = 0, None, 0.0, clip.total_frames
     with opened_stream(_VIDEO, clip.path, where=where) as (container, stream):
         stream.thread_type = "AUTO"
-        for number, frame in enumerate(container.decode(stream)):
-            if index is None:
-                break
-            if number == index:
-                found.append(_upright(frame))
-                index = next(wanted, None)
-        if index is not None:
-            raise ValueError(f"frame {index} is missing: the header says {clip.total_frames}")
-    return found
+        for frame in islice(container.decode(stream), max(wanted) + 1):
+            start = frame.time if start is None else start
+            if count in wanted:
+                taken[count] = _upright(frame)
+                if frame.time is not None and container.format.name != "avi":  # it has none
+                    apart = max(apart, abs((frame.time - start) * clip.file_fps - count))
+            count += 1
+        if (ends_early := count <= max(wanted)) and 2 * count < total:
+            raise ValueError(f"{count} frames can be decoded: the header says {total}")
+    told = f"{where}: video {clip.path}: "
+    if ends_early:
+        taken[count - 1] = _upright(frame)
+        said = f"its header counts {total} frames, but {count} can be decoded"
+        odd("fewer frames than its header counts", f"{told}{said}: the last stands for the rest.")
+    if apart > _MOST_APART:
+        said = f"its stamps are up to {apart:.1f} frames from index / rate, its time"
+        odd("stamps more than a frame from index / rate", f"{told}{said}.")
+    return [taken[min(index, count - 1)] for index in clip.indices]
 
 
 def _upright(frame: Any) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from loongplug.consoles import table_console
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.object_store import RemoteFile
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
 from loongplug.data.processor import TOKEN_IDS, Processor, load_processor, require_fit
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
@@ -38,6 +38,7 @@ def evaluate(
     limit: int | None,
     special_tokens_in_text: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
+    transparency: Transparency = "white",
     device: str,
     metric: str = "exact",
     tolerance: float | None = None,
@@ -74,6 +75,7 @@ def evaluate(
         audio_sizes=AudioSizes.of_config(said),
         special_tokens_in_text=special_tokens_in_text,
         pixel_limits=pixel_limits,
+        transparency=transparency,
     )
     _require_fit(processor, hf_model.config, patch_sizes)
 

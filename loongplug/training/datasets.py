@@ -20,7 +20,7 @@ from loongplug.data.evaluation import Evaluation
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import indexed_remarks, sample_lengths, trained_answers
+from loongplug.data.length_index import indexed_sizes, sample_lengths
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
@@ -109,11 +109,12 @@ class DatasetProvider:
             "training_phase": args.training_phase,
             "video_fps": args.video_fps,
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
-            # Absent without it, as in the notes of runs before there was such a flag.
+            # Absent without them, as in the notes of runs before there were such flags.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
             **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
             **({"train_template_thought": False} if leaves_thoughts else {}),
+            **({} if args.transparency == "drop" else {"transparency": args.transparency}),
             **PixelLimits.of(vars(args)).given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
@@ -126,16 +127,14 @@ class DatasetProvider:
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
 
-        index_settings = length_settings(args, model)
-
         def indexed_lengths(dataset: ChatDataset) -> NDArray[np.int32] | None:
-            # Without packing, nothing goes by an index: one of other rows ends no run.
-            with nullcontext() if args.packing else suppress(ValueError):
-                return sample_lengths(dataset.rows, index_settings, seq_length=args.seq_length)
-            return None
+            return sample_lengths(dataset.rows, by_index, seq_length=args.seq_length)
 
-        indexed = indexed_lengths(train)
-        self._lengths = indexed if args.packing else None
+        by_index, indexed, lengths = length_settings(args, model), [], None
+        # Without packing, nothing goes by an index: one of other rows ends no run.
+        with nullcontext() if args.packing else suppress(ValueError):
+            lengths, indexed = indexed_lengths(train), indexed_sizes(train.rows, by_index)
+        self._lengths = lengths if args.packing else None
         self._evaluation: Evaluation | None = None
         if self._valid is not None:
             self._evaluation = Evaluation.plan(
@@ -150,14 +149,17 @@ class DatasetProvider:
         if habits.renders_again and args.training_phase == "sft":
             self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
             if self._lengths is not None:
-                count = trained_answers(train.rows, index_settings, seq_length=args.seq_length)
-                self._turns += f", {count} answers are trained on"
+                counts = (each.answers[each.tokens <= args.seq_length] for _, each in indexed)
+                self._turns += f", {sum(map(np.sum, counts))} answers are trained on"
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         remarks = Remarks(literal_markers=args.literal_markers)
-        for remark, count, where in indexed_remarks(train.rows, index_settings):
-            remarks.add([remark], where=where, rows=count)
+        for source, sizes in indexed:
+            for remark, (count, row) in sizes.remarks.found.items():
+                remarks.add([remark], where=source.where(int(row)), rows=count)
         masked, _ = remarks.found.get(MASKED, (0, ""))
-        self._unusable = 0 if indexed is None else int((indexed == 0).sum()) - masked
+        self._unusable = 0 if lengths is None else int((lengths == 0).sum()) - masked
+        # By the indexes; None without.
+        self.media = sum(len(sizes.grids) for _, sizes in indexed) if indexed else None
         self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
         self._same_rows = SameRows(args)
 
@@ -336,6 +338,7 @@ class DatasetProvider:
             multi_turn=args.multi_turn,
             train_template_thought=args.train_template_thought,
             pixel_limits=PixelLimits.of(vars(args)),
+            transparency=args.transparency,
         )
         patches = () if sees is None else _PATCH_SIZES
         require_fit(

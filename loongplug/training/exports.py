@@ -24,6 +24,12 @@ from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.multimodal import MultimodalModel
 
 
+def source_folders(args: Namespace) -> dict[str, Any]:
+    """Where what stands beside the weights is taken from, as exports are told of it."""
+    weights = Path(args.load_hf) if args.load_hf else None
+    return {"processor_folder": Path(args.tokenizer_model), "weights_folder": weights}
+
+
 def check_exports(args: Namespace, model: HuggingFaceModel) -> None:
     """Refuse exports that cannot work; rank 0 looks for all.
 
@@ -35,8 +41,7 @@ def check_exports(args: Namespace, model: HuggingFaceModel) -> None:
     error: Exception | None = None
     try:
         if args.save_hf and args.rank == 0:
-            folder, processor = Path(args.save_hf), Path(args.tokenizer_model)
-            check_hf_export(folder, model=model, processor_folder=processor)
+            check_hf_export(Path(args.save_hf), model=model, **source_folders(args))
         if args.save_lora and args.rank == 0:
             check_adapter_export(Path(args.save_lora), model=model)
     except ValueError as caught:
@@ -73,7 +78,7 @@ class Exports:
                     chunks,
                     Path(args.save_hf),
                     model=self.model,
-                    processor_folder=Path(args.tokenizer_model),
+                    **source_folders(args),
                     weight_of=merged_weights(chunks),
                 )
             if args.save_lora:
@@ -116,7 +121,7 @@ class Exports:
         try:
             if args.rank == 0:
                 write_note(folder / ARCHITECTURE_FILE, self.model_yaml)
-                copy_carried_files(Path(args.tokenizer_model), folder / CARRIED_FOLDER)
+                copy_carried_files(folder / CARRIED_FOLDER, **source_folders(args))
         except OSError as caught:
             error = caught
         raise_together(error)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from loongplug.context.row_parts import BALANCES
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.packing import LOOK_AHEAD
+from loongplug.data.pixel_limits import TRANSPARENCIES
 from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.hetero.modes import SCHEDULES
 from loongplug.platform.device_flag import add_device_flag
@@ -213,6 +214,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
                 f"resize {each} to {least} N pixels; default: the model folder's",
                 type=int,
             )
+    group.add_argument(
+        "--transparency",
+        choices=TRANSPARENCIES,
+        help="what is transparent in images becomes white (default), or drop: shows its colours",
+    )
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,

@@ -32,6 +32,12 @@ def freezing_of(args: Namespace, model: Any) -> Freezing:
     )
 
 
+def trained_modules(freezing: Freezing, *, mapping: Mapping) -> list[str]:
+    """The modules, by their names in the built model, in which a parameter there trains."""
+    names = (each.name for each in mapping.entries() if freezing.trains(each.name))
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
 def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: Mapping) -> None:
     """Say of each of this rank's parameters whether it trains.
 

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from loongplug.data.bad_samples import BAD_KINDS, BadKind
+from loongplug.data.bad_samples import BAD_KINDS
 from loongplug.output_files import write_figures
 from loongplug.training.forward_step import ForwardStep
 
@@ -210,7 +210,7 @@ class TrainingProgress:
     has_loss: bool  # this rank speaks for the loss (the last stage's tp 0 of replica 0)
     sink: PlainLines | RichBar | None
     on_report: Callable[[StepReport], None] | None = None  # called on every rank
-    met: Mapping[BadKind, int] = field(default_factory=dict)  # bad samples of this rank so far
+    met: Mapping[str, int] = field(default_factory=dict)  # bad samples of this rank so far
     news: Callable[[], list[str]] = list  # remarks on rows that this rank met
     memory: Callable[[], int] = int  # the most bytes that this rank has held
     peak_tflops: float | None = None  # of this rank's device

@@ -2,7 +2,8 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,8 +18,10 @@ from megatron.training.global_vars import (
     set_global_variables,
 )
 
-from loongplug.checkpoint.agreement import raise_together, write_error
+from loongplug.checkpoint.agreement import of_all_ranks, raise_together, write_error
 from loongplug.checkpoint.kept import KeptCheckpoints
+from loongplug.checkpoint.notes import CARRIED_FOLDER
+from loongplug.data.bad_samples import BAD_KINDS
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
@@ -54,7 +57,7 @@ from loongplug.training.datasets import DatasetProvider
 from loongplug.training.decoder_data import first_of_stage, speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
-from loongplug.training.freezing import freezing_of
+from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.progress import (
@@ -76,9 +79,12 @@ from loongplug.training.same_start import (
     require_same_weights,
 )
 from loongplug.training.soundness import Soundness, finalized
+from loongplug.training.special_tokens import folder_differences
 from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.work import StepWork
+
+_WITHOUT_MEDIA = "{} trains, but has no media: weight decay alone moves it. Freeze it."
 
 
 class Watch(Protocol):
@@ -161,9 +167,7 @@ def _run(
             "plans": datasets.planned,
         },
     )
-    if args.rank == 0:
-        for line in datasets.told():
-            print(line, flush=True)
+    _say(datasets.told(), args=args)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     require_same_weights(args)
     make_own_groups(args, engine)  # with a default group, nothing more is compared
@@ -179,6 +183,13 @@ def _run(
     check_exports(args, hugging_face)
     from_folders = not has_checkpoint(args)
     mapping, freezing = with_adapters(hugging_face.mapping, table), freezing_of(args, parsed.model)
+    own = Path(args.load_hf) if args.load_hf else Path(args.load or "") / CARRIED_FOLDER
+    _say(folder_differences(own, Path(args.tokenizer_model)), args=args)
+    trained = trained_modules(freezing, mapping=mapping)
+    encoders = [name for name in parsed.model.encoders if name in trained]
+    if datasets.media == 0:
+        _say(map(_WITHOUT_MEDIA.format, encoders), args=args)
+        encoders = []
     provider = ModelProvider(
         parsed.model,
         parsed.family,
@@ -243,9 +254,20 @@ def _run(
             on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
         )
         datasets.close()
+        met = sum(of_all_ranks(datasets.bad_samples.counts), Counter())
+        odd = met.keys() - {*BAD_KINDS, *parsed.model.encoders}
+        _say((f"videos with {each}: {met[each]}" for each in sorted(odd)), args=args, file=terminal)
+        idle = (_WITHOUT_MEDIA.format(name) for name in encoders if not met[name])
+        _say(idle, args=args, file=terminal)
         exports.write(provider.chunks)
         raise_together(unwritten)
     return reports
+
+
+def _say(lines: Iterable[str], *, args: Namespace, file: TextIO | None = None) -> None:
+    """Print lines, by the first rank."""
+    for line in lines if args.rank == 0 else ():
+        print(line, file=file, flush=True)
 
 
 def _pretrain(

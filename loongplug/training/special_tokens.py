@@ -1,11 +1,16 @@
 """What a model takes from its tokenizer: the ids of special tokens, and how many ids there are."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
+
+from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, read_json
 
 FILE = "tokenizer.json"
 
@@ -38,6 +43,26 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
     # Unigram vocabularies are lists, whose positions are the ids.
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return TokenizerFacts(size=max([-1, *ids, *added.values()]) + 1, ids=added)
+
+
+def folder_differences(own: Path, given: Path) -> Iterator[str]:
+    """A line on a folder whose tokens or colours are not those of the weights' ``own`` folder."""
+    differences = []
+    with contextlib.suppress(Exception):  # tokenizers', of one that is not there or damaged
+        theirs, ours = (Tokenizer.from_file(str(each / FILE)).get_vocab() for each in (own, given))
+        if moved := sorted(text for text, number in theirs.items() if ours.get(text) != number):
+            differences.append(f"{len(moved)} tokens have other ids, such as {moved[0]!r}")
+    images = [
+        {**read_json(each / COMBINED_FILE, where=str(each)).get("image_processor", {})}
+        | read_json(each / IMAGE_FILE, where=str(each))
+        for each in (own, given)
+    ]
+    for name in ("image_mean", "image_std"):
+        before, now = (each.get(name) for each in images)
+        if None not in (before, now) and before != now:
+            differences.append(f"{name} is {now}, not {before}")
+    if differences:
+        yield f"{given} is not of the weights' own folder {own}: {'; '.join(differences)}."
 
 
 def token_problems(

@@ -1,6 +1,7 @@
 """Weights from a Hugging Face folder into every layout, and back to the same bits."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,15 @@ from tiny_qwen3_vl import (
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from loongplug.checkpoint import hf_export
-from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_export import (
+    carried_files,
+    check_hf_export,
+    copy_carried_files,
+    save_hf_folder,
+)
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.manifest import MANIFEST_FILE, digest_of, read_manifest
+from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.demo_processor import write_processor
 
 
@@ -296,3 +303,40 @@ def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_
         check(foreign / "config.json")
     with pytest.raises(ValueError, match=r"no tokenizer.json"):
         check_hf_export(tmp_path / "new", model=hugging_face(config), processor_folder=foreign)
+
+
+def test_what_stands_beside_the_weights_and_is_no_code_is_carried(tmp_path):
+    hub = tmp_path / "hub"
+    own, outside = hub / "snapshots" / "abc", tmp_path / "outside"
+    for path in (
+        *(own / "LICENSE", own / "a" / "b.md", own / ".cache" / "c.json", own / "d.SafeTensors"),
+        *(own / "e.py", own / "f.safetensors.index.json", own / "adapter_config.json"),
+        *(own / "out" / MANIFEST_FILE, own / "out" / "g.md", own / "run" / TRACKER),
+        *(own / "run" / "deeper" / "h.md", own / "loongplug_data.json", outside / "secret"),
+        *(hub / "blobs" / "12ab", outside / "tokenizer.json", own / "tokenizer.model"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    os.mkfifo(own / "pipe")
+    (own / "card.md").symlink_to("../../blobs/12ab")
+    (own / "inside").symlink_to("a/b.md")
+    (own / "secret").symlink_to(outside / "secret")
+    (own / "folder").symlink_to(outside)
+    (own / "gone").symlink_to("nowhere")
+    (own / "tokenizer.json").symlink_to(outside / "tokenizer.json")  # of a usual name
+    found = carried_files(own)
+    expected = {"LICENSE", "a/b.md", "card.md", "inside", "tokenizer.json", "tokenizer.model"}
+    assert found == {name: own / name for name in expected}
+
+    # Beside another folder's tokenizer, what that folder lacks and what is not in its place.
+    given = tmp_path / "given"
+    given.mkdir()
+    for name in ("tokenizer.json", "LICENSE"):
+        (given / name).write_text("given")
+    (own / "chat_template.jinja").write_text("{}")
+    ours = {name: given / name for name in ("tokenizer.json", "LICENSE")}
+    theirs = {name: own / name for name in expected - ours.keys()}
+    assert carried_files(given, own) == {**theirs, **ours}
+    copy_carried_files(tmp_path / "target", given, own)
+    assert (tmp_path / "target" / "card.md").read_text() == "12ab"
+    assert not (tmp_path / "target" / "card.md").is_symlink()

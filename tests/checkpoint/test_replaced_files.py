@@ -21,8 +21,19 @@ from loongplug.checkpoint.replaced_files import (
     replaced_files,
 )
 
-OLD = {"a.safetensors": "old a", "b.safetensors": "old b", "config.json": "{}"}
-NEW = {"a.safetensors": "new a", "c.safetensors": "new c", "config.json": '{"new": 1}'}
+OLD = {
+    "a.safetensors": "old a",
+    "b.safetensors": "old b",
+    "config.json": "{}",
+    "templates/a.jinja": "old",
+}
+NEW = {
+    "a.safetensors": "new a",
+    "c.safetensors": "new c",
+    "config.json": '{"new": 1}',
+    "templates/a.jinja": "new",
+    "templates/b.jinja": "new",
+}
 FOREIGN = {"README.md": "mine", "eval_results/scores.json": "[1]"}
 
 
@@ -34,6 +45,7 @@ def export(
 ) -> None:
     with replaced_files(folder, kind="model", rank=0) as building:
         for name, text in files.items():
+            os.makedirs((building.folder / name).parent, exist_ok=True)
             (building.folder / name).write_text(text)
         meanwhile(folder)
 
@@ -97,6 +109,15 @@ def link(folder: Path) -> None:
     (folder / "b.safetensors").symlink_to(folder.parent / "b")
 
 
+def link_folder(folder: Path) -> None:
+    shutil.move(folder / "templates", folder.parent / "templates")
+    (folder / "templates").symlink_to(folder.parent / "templates")
+
+
+def add_within(folder: Path) -> None:
+    (folder / "templates" / "b.jinja").write_text("mine")
+
+
 def add(folder: Path) -> None:
     (folder / "c.safetensors").write_text("mine")
 
@@ -124,7 +145,9 @@ def climb(folder: Path) -> None:
         (shorten, "changed or removed since LoongPlug exported them: b.safetensors"),
         (remove, "changed or removed since LoongPlug exported them: b.safetensors"),
         (link, "changed or removed since LoongPlug exported them: b.safetensors"),
+        (link_folder, "changed or removed since LoongPlug exported them: templates/a.jinja"),
         (add, "did not write, under names that the export needs: c.safetensors"),
+        (add_within, "did not write, under names that the export needs: templates/b.jinja"),
         (unlist, f"is not empty and is not an earlier export .* has no {MANIFEST_FILE}"),
         (damage, "cannot be used"),
         (climb, "not a file of the folder"),
@@ -279,7 +302,7 @@ def test_a_rename_that_fails_leaves_the_older_export(folder, monkeypatch, failin
 @pytest.mark.quick
 def test_a_file_that_came_into_the_way_of_a_cut_short_replacement_stays(folder):
     with pytest.MonkeyPatch.context() as patch, suppress(Killed):
-        kill_at(patch, 10)  # the older files have left, none has come
+        kill_at(patch, 12)  # the older files have left, none has come
         export(folder, NEW)
     assert contents(folder / HIDDEN / "new").keys() == NEW.keys()
     assert is_half_replaced(folder)
@@ -298,9 +321,10 @@ def on_ranks(rank: int, *, folder: Path, changed: bool) -> str:
     dist.barrier()
     try:
         with replaced_files(folder, kind="model", rank=rank) as building:
-            name = sorted(NEW)[rank]
-            (building.folder / name).write_text(NEW[name])
-            building.digests[name] = f"{rank}" * 64
+            for name in sorted(NEW)[rank::3]:
+                os.makedirs((building.folder / name).parent, exist_ok=True)
+                (building.folder / name).write_text(NEW[name])
+                building.digests[name] = f"{rank}" * 64
     except ValueError as error:
         return str(error)
     return ""
@@ -318,7 +342,7 @@ def test_ranks_share_the_reading_and_end_together(folder, changed):
     assert contents(folder) == NEW | FOREIGN
     manifest = read_manifest(folder)
     assert manifest is not None
-    assert [manifest.files[name].sha256[0] for name in sorted(NEW)] == ["0", "1", "2"]
+    assert [manifest.files[name].sha256[0] for name in sorted(NEW)] == [*"01201"]
 
 
 @pytest.mark.quick

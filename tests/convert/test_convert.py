@@ -19,6 +19,7 @@ from tensor_files import assert_same_weights
 from typer.testing import CliRunner
 
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.manifest import read_manifest
 from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.cli import app
 from loongplug.convert import streaming
@@ -30,6 +31,8 @@ from loongplug.training.run import run
 MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
+CARRIED = ("tokenizer.model", "LICENSE", "README.md", "additional_chat_templates/a.jinja")
+LEFT = ("modeling.py", "original/old.PTH", "model.bin.index.json", ".git/config", "a/b.pickle")
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
 
 
@@ -42,6 +45,9 @@ def folder(tmp_path_factory) -> Path:
     config["text_config"]["bos_token_id"] = 7
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    for name in (*CARRIED, *LEFT):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
     return folder
 
 
@@ -79,6 +85,12 @@ def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, bac
     assert '"bos_token_id": 7' in (folder / "config.json").read_text()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (result / name).read_bytes() == (folder / name).read_bytes(), name
+    for name in CARRIED:
+        assert (result / name).read_text() == name
+    assert not [name for name in LEFT if (result / name).exists()]
+    manifest = read_manifest(result)
+    assert manifest is not None
+    assert manifest.files.keys() >= set(CARRIED)  # so the next export replaces them
 
 
 @pytest.mark.parametrize(

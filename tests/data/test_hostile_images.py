@@ -7,13 +7,16 @@ import struct
 import zlib
 from collections.abc import Callable
 from contextlib import closing
+from inspect import signature
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from image_units import media_batch
 from PIL import Image, ImageFile, features
+from transformers.image_transforms import convert_to_rgb
 
 from loongplug.data import media_files
 from loongplug.data.bad_samples import BadSampleError
@@ -257,7 +260,7 @@ def test_colours_of_sixteen_bits_keep_the_high_byte(
     path = tmp_path / "deep.png"
     lines = b"\0" + VALUES[0].repeat(channels).astype(">u2").tobytes()
     path.write_bytes(png(10, 1, depth=16, colour=colour, lines=lines))
-    image = np.asarray(decode_image(path, where=WHERE))
+    image = np.asarray(decode_image(path, where=WHERE, transparency="drop"))
     assert image[0, :, 0].tolist() == (VALUES[0] >> 8).tolist()
 
 
@@ -292,30 +295,89 @@ def test_a_tiff_of_twelve_bits_is_refused(tmp_path: Path, use: Use) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour", "expected"),
+    ("mode", "colour", "seen", "dropped"),
     [
-        ("RGBA", (10, 20, 30, 0), (10, 20, 30)),
-        ("LA", (10, 0), (10, 10, 10)),
-        ("L", 10, (10, 10, 10)),
-        ("1", 1, (255, 255, 255)),
-        ("CMYK", (255, 0, 0, 0), (0, 255, 255)),
+        ("RGBA", (10, 20, 30, 0), (255, 255, 255), (10, 20, 30)),
+        ("RGBA", (10, 20, 30, 128), (132, 137, 142), (10, 20, 30)),
+        ("LA", (10, 0), (255, 255, 255), (10, 10, 10)),
+        ("L", 10, (10, 10, 10), (10, 10, 10)),
+        ("1", 1, (255, 255, 255), (255, 255, 255)),
+        ("CMYK", (255, 0, 0, 0), (0, 255, 255), (0, 255, 255)),
     ],
 )
-def test_modes_become_rgb_as_in_transformers(
-    tmp_path: Path, mode: str, colour: object, expected: tuple[int, int, int]
+def test_modes_become_rgb(
+    tmp_path: Path,
+    mode: str,
+    colour: object,
+    seen: tuple[int, int, int],
+    dropped: tuple[int, int, int],
 ) -> None:
-    """Transparency is dropped: what is below it shows."""
     path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
     Image.new(mode, (4, 4), colour).save(path)
-    assert decode_image(path, where=WHERE).getpixel((1, 1)) == expected
-    assert Image.open(path).convert("RGB").getpixel((1, 1)) == expected
+    assert decode_image(path, where=WHERE).getpixel((1, 1)) == seen
+    assert decode_image(path, where=WHERE, transparency="drop").getpixel((1, 1)) == dropped
 
 
-def test_a_palette_with_transparency_keeps_its_colours(tmp_path: Path) -> None:
-    image = Image.new("P", (4, 4), 1)
-    image.putpalette([0, 0, 0, 10, 20, 30])
-    image.save(tmp_path / "a.png", transparency=1)
-    assert decode_image(tmp_path / "a.png", where=WHERE).getpixel((1, 1)) == (10, 20, 30)
+def written(mode: str, kind: str, **options: Any) -> Callable[[Path], None]:
+    """Writes noise in that mode, in which 7 is among the values."""
+
+    def write(path: Path) -> None:
+        values = np.random.RandomState(0).randint(0, 256, (16, 16, 4), dtype=np.uint8)
+        values[:8, :8, :3] = 7
+        image = Image.fromarray(values[..., :3] if mode == "RGB" else values)
+        (image if mode in ("RGB", "RGBA") else image.convert(mode)).save(path, kind, **options)
+
+    return write
+
+
+TRANSPARENT = {
+    "RGBA": written("RGBA", "PNG"),
+    "RGBA in WebP": written("RGBA", "WEBP", lossless=True, exact=True),
+    "RGBA in TIFF": written("RGBA", "TIFF"),
+    "LA": written("LA", "PNG"),
+    "LA in TIFF": written("LA", "TIFF"),
+    "PA in TIFF": written("PA", "TIFF"),
+    "P with a colour": written("P", "PNG", transparency=7),
+    "P with a table": written("P", "PNG", transparency=bytes(range(256))),
+    "P in GIF": written("P", "GIF", transparency=7),
+    "L with a value": written("L", "PNG", transparency=7),
+    "1 with a value": written("1", "PNG", transparency=0),
+    "RGB with a colour": written("RGB", "PNG", transparency=(7, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSPARENT)
+def test_what_is_transparent_becomes_white_as_in_transformers(tmp_path: Path, kind: str) -> None:
+    """By ``convert_to_rgb`` of 5.24, or as it says where an older one is installed."""
+    path = tmp_path / "a"
+    TRANSPARENT[kind](path)
+    with Image.open(path) as image:
+        plain = np.asarray(image.convert("RGB"))
+        rgba = np.asarray(image.convert("RGBA")).astype(float)
+        if "return_numpy" in signature(convert_to_rgb).parameters:
+            expected = convert_to_rgb(image, return_numpy=True)
+        else:
+            ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            expected = np.asarray(Image.alpha_composite(ground, image.convert("RGBA")))[..., :3]
+    found = np.asarray(decode_image(path, where=WHERE))
+    np.testing.assert_array_equal(found, expected)
+    alpha = rgba[..., 3:] / 255
+    assert np.abs(found - (rgba[..., :3] * alpha + 255 * (1 - alpha))).max() <= 1
+    assert (found != plain).any()
+    dropped = np.asarray(decode_image(path, where=WHERE, transparency="drop"))
+    np.testing.assert_array_equal(dropped, plain)
+
+
+def test_a_transparent_grey_of_sixteen_bits_becomes_white(tmp_path: Path) -> None:
+    """Nothing else does, though transformers would clip all of it."""
+    path = tmp_path / "deep.png"
+    path.write_bytes(sixteen_bits("PNG"))
+    with Image.open(path) as image:
+        image.save(path, transparency=int(VALUES[0, 1]))
+    expected = [EXACT[0], 255, *EXACT[2:]]
+    assert np.asarray(decode_image(path, where=WHERE))[0, :, 0].tolist() == expected
+    dropped = decode_image(path, where=WHERE, transparency="drop")
+    assert np.asarray(dropped)[0, :, 0].tolist() == EXACT
 
 
 def enormous(name: str) -> bytes:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from loongplug.data.conversation import Video
 from loongplug.data.image_patches import QwenPatches
 from loongplug.data.images import image_grid
 from loongplug.data.media import MediaLoader, placeholder
-from loongplug.data.processor import QWEN_TOKENS, Processor
+from loongplug.data.processor import QWEN_TOKENS, Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 pytestmark = pytest.mark.quick
@@ -139,6 +140,18 @@ def test_other_colour_modes_become_rgb(processor: Processor, tmp_path: Path, mod
     Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode).save(tmp_path / "a.png")
     vision = media_loader(processor).load([tmp_path / "a.png"], where=WHERE)
     assert torch.equal(vision.rows, torch.ones(4, 1536))
+
+
+def test_transparency_reaches_images_and_frames_of_videos(
+    processor_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGBA", (32, 32), (0, 0, 0, 0)).save(path)
+    for transparency, expected in (("white", 1.0), ("drop", -1.0)):
+        loader = media_loader(load_processor(processor_folder, transparency=transparency))
+        for medium in (path, Video((path, path), fps=1.0)):
+            rows = loader.load([medium], where=WHERE).rows
+            assert torch.equal(rows, torch.full_like(rows, expected)), (transparency, medium)
 
 
 def test_a_grid_needs_the_header_only(

@@ -20,7 +20,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.formats import parse_conversation
 from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.length_index import LengthSettings, indexed_remarks, kept_sizes
+from loongplug.data.length_index import LengthSettings, indexed_sizes, kept_sizes
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED, Remarks
@@ -306,7 +306,7 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     assert f"{path}:2: left out by its loss or weight" in printed
 
     decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
-    assert indexed_remarks(JsonlIndex(path), decides) == []
+    assert indexed_sizes(JsonlIndex(path), decides) == []
     code, printed, said = run_data("index", path, *options)
     assert (code, printed) == (0, "")
     assert "4 rows in" in said
@@ -314,11 +314,11 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     sizes = kept_sizes(JsonlIndex(path), decides)
     assert sizes is not None
     assert (sizes.tokens > 0).tolist() == [True, False, True, False, True, True]
-    assert indexed_remarks(JsonlIndex(path), decides) == [
-        (MASKED, 2, f"{path}:2"),
-        (("key", "source"), 2, f"{path}:3"),
-        (("mark", "<image>"), 2, f"{path}:3"),
-    ]
+    assert sizes.remarks.found == {  # how many rows, and the number of the first
+        MASKED: (2, "1"),
+        ("key", "source"): (2, "2"),
+        ("mark", "<image>"): (2, "2"),
+    }
     dataset = ChatDataset(path, processor=processor, seq_length=40, training_phase="sft")
     samples = dataset.text_parts(range(6))
     assert [len(sample) for sample in samples] == sizes.tokens.tolist()

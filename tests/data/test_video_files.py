@@ -2,7 +2,8 @@
 
 import sys
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from transformers.video_utils import VideoMetadata
 from video_reference import Family, row_of
 
 from loongplug.data import video_files
+from loongplug.data.bad_samples import BadSamples
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
+from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
@@ -42,17 +45,23 @@ def write_video(tmp_path: Path) -> WriteVideo:
         width: int = 64,
         codec: str = "mpeg4",
         turned: int = 0,
+        stamps: Sequence[int] | None = None,
     ) -> str:
+        """``stamps``: of each frame, in units of 1 / fps."""
         noise = np.random.RandomState(frames)
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             if turned:
                 stream.set_display_rotation(turned)
-            for _ in range(frames):
+            stream.gop_size = 12
+            for number in range(frames):
                 blocks = noise.randint(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
                 pixels = blocks.repeat(16, axis=0).repeat(16, axis=1)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+                frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+                if stamps is not None:
+                    frame.pts, frame.time_base = stamps[number], 1 / Fraction(fps)
+                container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         return name
 
@@ -109,6 +118,93 @@ def test_the_header_decodes_one_frame(tmp_path: Path, write_video: WriteVideo) -
     # Behind the first frame, nothing but zeros: only the header can know of the others.
     path.write_bytes(content[:start] + bytes(end - start) + content[end:])
     assert video_header(path, where=WHERE).frames == 40
+
+
+def cut(path: Path, *, first: int, name: str = "cut.mp4") -> Path:
+    """The file's packets from one on, copied as they are: no frame can be decoded ahead of a key's.
+
+    So does ``ffmpeg -c copy``.
+    """
+    target = path.with_name(name)
+    with av.open(str(path)) as source, av.open(str(target), "w") as copy:
+        stream = copy.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if packet.size and number >= first:
+                packet.stream = stream
+                copy.mux(packet)
+    return target
+
+
+def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
+    processor: Processor, tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=7)
+    every = list(decode_all(path))
+    header = video_header(path, where=WHERE)
+    assert (header.frames, len(every)) == (53, 48)
+    said: list[tuple[str, str]] = []
+    clip = clip_of(path, header, (0, 47, 48, 52))
+    frames = decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
+    for frame, index in zip(frames, (0, 47, 47, 47), strict=True):
+        np.testing.assert_array_equal(frame, every[index])
+    (kind, message) = said.pop()
+    assert kind == "fewer frames than its header counts"
+    assert message.startswith(f"{WHERE}: video {path}: its header counts 53 frames, but 48 can be")
+    decode_frames(clip_of(path, header, (0, 47)), where=WHERE, odd=lambda *_: pytest.fail("odd"))
+
+    # What a run counts, and logs once.
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    load, met = UnitLoader(processor, videos=videos, cache_bytes=0), BadSamples()
+    taken = videos.clip(VideoFile(path, 30), where=WHERE)
+    assert taken.indices[-1] == 52
+    unit = MediaBatch(
+        index=0,
+        encoder="image_encoder",
+        media=(taken,),
+        grids=(videos.grid(taken, where=WHERE),),
+        samples=(0,),
+        where=(WHERE,),
+    )
+    for _ in range(2):
+        loaded = load(unit)
+        assert not loaded.bad
+        met.used(loaded.odd)
+    assert met.counts == {kind: 2}
+
+
+def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
+    tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=40)
+    count = len(list(decode_all(path)))
+    assert count < video_header(path, where=WHERE).frames == 20
+    clip = clip_of(path, video_header(path, where=WHERE), (0, 19))
+    decode_frames(replace(clip, total_frames=2 * count), where=WHERE)
+    message = rf"^{WHERE}: video .* \({count} frames can be decoded: the header says"
+    with pytest.raises(ValueError, match=message):
+        decode_frames(replace(clip, total_frames=2 * count + 1), where=WHERE)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_stamps_that_are_not_index_by_rate_are_told(
+    tmp_path: Path, write_video: WriteVideo, name: str
+) -> None:
+    """Times stay index / rate, as where models are served."""
+
+    def odd(stamps: Sequence[int]) -> list[tuple[str, str]]:
+        path, said = tmp_path / write_video(name, len(stamps), stamps=stamps), []
+        header = video_header(path, where=WHERE)
+        clip = clip_of(path, replace(header, fps=10.0), tuple(range(len(stamps))))
+        decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
+        assert clip.times == tuple(number / 10 for number in range(len(stamps)))
+        return said
+
+    assert odd(range(12)) == []
+    assert odd(range(5, 17)) == []  # an offset is no difference
+    assert odd([*range(11), 12]) == []  # one frame
+    ((kind, message),) = odd([*range(8), 20, 21, 22, 23])
+    assert kind == "stamps more than a frame from index / rate"
+    assert "its stamps are up to 12.0 frames from index / rate" in message
 
 
 RATES = [None, 1, 2, 3.7, 30]

@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 from stand_in.runs import train, trained, trained_on_the_cpu
 
 CELL = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2, optimizer="distributed")
-ADAPTERS = ("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=2")
+ADAPTERS = (
+    *("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=2"),
+    *("+model.image_encoder.freeze=true", "+model.image_projector.freeze=true"),
+)
 
 
 def weights(export: Path) -> dict[str, torch.Tensor]:

@@ -154,7 +154,8 @@ def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule:
             module = dataclasses.replace(getattr(prepared[1], part), lora=settings)
             model = dataclasses.replace(prepared[1], **{part: module})
             assert violated(prepared, model=model) == expected, settings
-            assert violated(prepared, model=model, save_lora="adapters") == expected
+            adapters = {"save_lora": "adapters", "freeze_parameters": ["*"]}
+            assert violated(prepared, model=model, **adapters) == expected
 
 
 def test_a_decoder_s_adapters_drop_nothing_of_parts_of_rows(prepared: Run) -> None:
@@ -189,7 +190,33 @@ def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> N
         for argument in ("save_hf", "save"):
             folders = {"save_lora": f"{tmp_path}/{lora}", argument: f"{tmp_path}/{other}"}
             expected = ["lora-own-folder"] if argument in shared else []
+            folders["freeze_parameters"] = ["*"]
             assert violated(prepared, model=model, **folders) == expected, folders
+
+
+def test_adapters_alone_are_not_saved_where_other_weights_train(prepared: Run) -> None:
+    rule = "lora-beside-weights"
+    foundation = dataclasses.replace(prepared[1].foundation, lora=LoraSettings(rank=2))
+    frozen, *others = (
+        dataclasses.replace(
+            prepared[1],
+            foundation=foundation,
+            **{
+                key: dataclasses.replace(getattr(prepared[1], key), freeze=True)
+                for key in ("image_encoder", "image_projector")[:number]
+            },
+        )
+        for number in (2, 1, 0)
+    )
+    for model in others:
+        assert violated(prepared, model=model, save_lora="a") == [rule]
+        assert violated(prepared, model=model, save_lora="a", save_hf="b") == []
+        assert violated(prepared, model=model) == []
+        patterns = ["image_*"]
+        assert violated(prepared, model=model, save_lora="a", freeze_parameters=patterns) == []
+    assert violated(prepared, model=frozen, save_lora="a") == []
+    norms = ["text_decoder.*norm*"]
+    assert violated(prepared, model=frozen, save_lora="a", train_parameters=norms) == [rule]
 
 
 def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
@@ -472,7 +499,13 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OMNI_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
-    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
+    with_bad_case |= {
+        *ADAPTERS,
+        "lora-beside-weights",
+        "lr-mult-decoupled",
+        "lora-own-folder",
+        "lora-shared-experts",
+    }
     with_bad_case |= {"context-parallel-adapters"}
     with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
     with_bad_case |= {"streamed-encoders", "streamed-stages", "streamed-queues"}

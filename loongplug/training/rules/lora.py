@@ -8,6 +8,7 @@ from typing import Any
 
 from loongplug.models.lora.settings import LINEARS, LoraSettings
 from loongplug.models.registry import family_of
+from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.rules.rule import any_of, flag, rule
 from loongplug.training.rules.start import WRITTEN, value_if_any, within_export
 
@@ -73,6 +74,21 @@ def lora_folders(args: Namespace, model: Any) -> str | None:
     """`--load-lora` or `--save-lora` where no module has `lora`"""
     given = any_of(flag("--load-lora"), flag("--save-lora"), joined=" and ").said(args)
     return f"{given} with a model without adapters" if given and not any(_lora(model)) else None
+
+
+@rule(
+    reason="a folder of adapters has no other weights, so those would be lost",
+    cure="add --save-hf DIR for the whole model, or freeze them (model.<module>.freeze=true)",
+    training_only=True,
+)
+def lora_beside_weights(args: Namespace, model: Any) -> str | None:
+    """`--save-lora` without `--save-hf` where other weights train than those of adapters"""
+    if not args.save_lora or args.save_hf or not any(_lora(model)):
+        return None
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    mapping = family.load_hugging_face(model).mapping
+    whole = trained_modules(freezing_of(args, model), mapping=mapping)
+    return f"--save-lora with weights of {', '.join(whole)} that train" if whole else None
 
 
 @rule(
