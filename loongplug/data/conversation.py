@@ -1,6 +1,8 @@
 """What a row says, whatever format it was written in: messages of text, images, videos, sounds."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from loongplug.data.media_files import InlineFile, MediaFile, MediaRoot, media_named
 from loongplug.data.remarks import Remark
@@ -42,11 +44,27 @@ class Message:
     role: str
     parts: tuple[Part, ...]
     trained: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict)  # that templates read beside the parts
+    tools: Sequence[dict[str, Any]] = ()  # that the row offers, at its first message
 
     @property
     def text(self) -> str:
         """The message's text without its media."""
         return "".join(part for part in self.parts if isinstance(part, str))
+
+
+def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Messages, or a value as JSON has it, with each text in it changed, an object's keys, too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): map_texts(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([map_texts(each, change) for each in value])
+    if isinstance(value, Message):
+        kept = {key: getattr(value, key) for key in ("tools", "fields", "parts")}
+        return replace(value, **{key: map_texts(each, change) for key, each in kept.items()})
+    return value
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,12 @@ PLAIN_ROLE = "text"  # of the one message of a row without roles
 
 # With the line break that is written between a marker and the text.
 _MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER}|{AUDIO_MARKER})\n?")
+_FIELDS = (
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+)  # what templates read beside the content
 _ROLES = {"human": "user", "gpt": "assistant"}
 _LONGEST_PATH = 4096  # of Linux
 # What files of images and sounds begin with, in base64.
@@ -76,18 +82,20 @@ def _conversation(checked: AnyRow, *, where: str) -> Conversation:
     if isinstance(checked, TextRow):
         if not _says_something(messages[0]):
             raise ValueError(f"{where}: the text is empty: drop the row.")
-        return Conversation(messages=messages, where=where, plain=True)
+        return Conversation(messages=tuple(messages), where=where, plain=True)
     if messages[0].role == "assistant":
         raise ValueError(
             f"{where}: the first message is the assistant's: put a user message before it."
         )
     for number, message in enumerate(messages, start=1):
-        if message.role == "assistant" and not _says_something(message):
+        calls = "tool_calls" in message.fields
+        if message.role == "assistant" and not calls and not _says_something(message):
             raise ValueError(
                 f"{where}: message {number}, the assistant's, is empty: write the answer, or drop"
                 " the row."
             )
-    return Conversation(messages=messages, where=where)
+    messages[0] = replace(messages[0], tools=checked.tools or ())
+    return Conversation(messages=tuple(messages), where=where)
 
 
 def _says_something(message: Message) -> bool:
@@ -111,10 +119,11 @@ def _is_trained(said: Spoken, role: str, *, where: str) -> bool:
 
 def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str) -> Iterator[Part]:
     """The pieces of a message; media ``beside`` it take the places of parts without a path."""
-    for part in [content] if isinstance(content, str) else content:
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, TextPart):
+    if isinstance(content, str):
+        yield from [content] if beside is None else _fill(content, beside)
+        return
+    for part in content:
+        if isinstance(part, TextPart):
             yield part.text
         elif (marker := _stands_for(part)) and beside is not None:
             yield beside.take(marker, fps=getattr(part, "fps", None))
@@ -138,7 +147,7 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
             yield _video(source, fps=part.fps, where=where)
 
 
-def _messages(row: AnyRow, *, where: str) -> tuple[Message, ...]:
+def _messages(row: AnyRow, *, where: str) -> list[Message]:
     """The messages, with media that stand beside them in the places of their markers.
 
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
@@ -149,40 +158,35 @@ def _messages(row: AnyRow, *, where: str) -> tuple[Message, ...]:
     if any(media.values()) or isinstance(row, ConversationsRow):
         beside = _Beside(media, fps=row.fps, where=where)
         for marker, kind in _KINDS.items():
-            written = sum(_places(content, marker) for _, content, _ in turns)
+            written = sum(_places(content, marker) for _, content in turns)
             if written != len(media[marker]):
                 raise ValueError(
                     f"{where}: {written} {marker} markers in the text for {len(media[marker])}"
                     f" {kind}s of the row: write one {marker} where each belongs, in a list of"
                     f' parts {{"type": "{kind}"}}.'
                 )
-    return tuple(
-        Message(
-            role,
-            tuple(
-                _fill(content, beside)
-                if isinstance(content, str) and beside is not None
-                else _parts(content, beside, where=where)
-            ),
-            trained,
-        )
-        for role, content, trained in turns
-    )
+    return [
+        replace(message, parts=tuple(_parts(content, beside, where=where)))
+        for message, content in turns
+    ]
 
 
-def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[str, str | list[AnyPart], bool]]:
-    """Of each message who says what, and whether it is trained on."""
+def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[AnyPart]]]:
+    """Each message of a row, still without its parts, and the content that they are of."""
     if isinstance(row, TextRow):
-        yield PLAIN_ROLE, row.text, True
-    elif isinstance(row, MessagesRow):
-        for message in row.turns:
-            yield message.role, message.content, _is_trained(message, message.role, where=where)
-    else:
-        if row.system:
-            yield "system", row.system, True
-        for turn in row.conversations:
-            role = _ROLES.get(turn.speaker, turn.speaker)
-            yield role, turn.value, _is_trained(turn, role, where=where)
+        yield Message(PLAIN_ROLE, ()), row.text
+        return
+    if row.system:
+        yield Message("system", ()), row.system
+    for said in row.messages if isinstance(row, MessagesRow) else row.conversations:
+        role = _ROLES.get(said.role, said.role)
+        fields = {key: value for key in _FIELDS if (value := getattr(said, key, None))}
+        if role != "assistant" and {"reasoning_content", "tool_calls"} & fields.keys():
+            raise ValueError(
+                f"{where}: a turn of the {role} has reasoning_content or tool_calls, which only the"
+                " assistant's have: drop the key, or mend the role."
+            )
+        yield Message(role, (), _is_trained(said, role, where=where), fields), said.content
 
 
 def _places(content: str | list[AnyPart], marker: str) -> int:

@@ -11,16 +11,21 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    JsonValue,
     Tag,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from loongplug.data.conversation import map_texts
 from loongplug.data.media_files import InlineFile
+from loongplug.data.rows import parse_row_json
 
 _MOST_ERRORS = 3  # of one row in one message
+_JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 LEAST_FPS = 1e-3  # of a video: slower ones have times beyond what positions can count
 
@@ -33,8 +38,8 @@ _MEANINGS = {
         " lang language model source metadata finish_reason cache_control": "",
         "rejected rejected_response rejected_messages rejected_images rejected_videos"
         " rejected_audios chosen": "another answer to compare with: LoongPlug trains on one",
-        "tools functions tool_calls function_call": "tools: LoongPlug does not put them into the"
-        " text",
+        "tools functions tool_calls function_call": "tools: LoongPlug takes them from tools beside"
+        " messages, tool_calls of an answer and the role tool",
         "objects": "boxes or points of objects: LoongPlug does not write them into the text",
         "img imgs image_path image_paths image_url image_urls video_path video_paths video_url"
         " video_urls audio_path audio_paths audio_url audio_urls": "media: LoongPlug takes them"
@@ -66,10 +71,37 @@ def _file_name(name: str) -> str:
     return name
 
 
+def _parsed(value: Any) -> Any:
+    """What JSON text says, else the value, if JSON can say it."""
+    try:
+        value = _JSON.validate_python(
+            parse_row_json(value.encode()) if isinstance(value, str) else value
+        )
+        return map_texts(value, _encodable)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "no_json", "It is not what JSON can say, in whole words"
+        ) from error
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with arguments that are an object, as serving engines give it to templates."""
+    function = call.get("function", call)
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        arguments = _parsed(function.get("arguments") or {})
+        if isinstance(arguments, dict):
+            function = function | {"arguments": arguments}
+            return call | {"function": function} if "function" in call else function
+    raise PydanticCustomError("no_call", 'A call is {"function": {"name": "...", "arguments": {}}}')
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Name = Annotated[Text, AfterValidator(_file_name)]
 Rate = Annotated[float, Field(ge=LEAST_FPS, allow_inf_nan=False)]
 Frames = Annotated[list[Name], Field(min_length=1)]
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+Tools = Annotated[list[JsonObject], BeforeValidator(_parsed)]
+Calls = Annotated[list[Annotated[JsonObject, AfterValidator(_call)]], BeforeValidator(_parsed)]
 
 
 def _string_or(other: str) -> Discriminator:
@@ -200,15 +232,25 @@ class Spoken(_Schema):
 
 
 class MessageRow(Spoken):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[Text, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
     ]
+    reasoning_content: Text | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Text | None = None
+    name: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_alone(cls, value: Any) -> Any:
+        calls = isinstance(value, dict) and value.get("tool_calls")
+        return value | {"content": value.get("content") or ""} if calls else value
 
 
 class ChatTurn(Spoken):
-    speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
-    value: Text
+    role: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
+    content: Text = Field(alias="value")
 
 
 class _Row(Spoken):
@@ -234,17 +276,13 @@ class _Row(Spoken):
 class MessagesRow(_Row):
     messages: Annotated[list[MessageRow], Field(min_length=1)]
     system: Text | None = None
-
-    @property
-    def turns(self) -> list[MessageRow]:
-        """The messages, behind what stands beside them for the system to say."""
-        first = [MessageRow(role="system", content=self.system)] if self.system else []
-        return [*first, *self.messages]
+    tools: Tools | None = None
 
 
 class ConversationsRow(_Row):
     conversations: Annotated[list[ChatTurn], Field(min_length=1)]
     system: Text | None = None
+    tools: Tools | None = None
 
 
 class TextRow(_Row):

@@ -4,17 +4,16 @@ A chat template writes special tokens between what people said. Whoever writes `
 a message would otherwise end it, and could forge turns, trained ones among them.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from loongplug.data.conversation import Message
+from loongplug.data.conversation import Message, map_texts
 
 # A mark is "1" and 16 of these digits: two marks never overlap, and no template changes them,
 # neither by the case of letters nor by JSON's escapes.
@@ -53,20 +52,20 @@ def hide_special(
     They are left as they are where no text has any. A writing that is spread over neighbouring
     texts, which a template may put together, is found too.
     """
-    whole = "".join(message.text for message in messages)
+    texts: list[str] = []
+    map_texts(messages, texts.append)
+    whole = "".join(texts)
     spans = [found.span() for found in special.pattern.finditer(whole)]
     if not spans:
         return messages, {}
     marks = _Marks(whole)
-    start, hidden = 0, []
-    for message in messages:
-        parts = list(message.parts)
-        for number, part in enumerate(parts):
-            if isinstance(part, str):
-                parts[number] = marks.replace(part, [(a - start, b - start) for a, b in spans])
-                start += len(part)
-        hidden.append(dataclasses.replace(message, parts=tuple(parts)))
-    return tuple(hidden), {mark: text for text, mark in marks.by_text.items()}
+    starts = iter(accumulate(map(len, texts), initial=0))
+
+    def mark(text: str) -> str:
+        start = next(starts)
+        return marks.replace(text, [(a - start, b - start) for a, b in spans])
+
+    return map_texts(messages, mark), {mark: text for text, mark in marks.by_text.items()}
 
 
 class _Marks:

@@ -205,6 +205,11 @@ def _renderings(
     conversation: Conversation, processor: Processor, *, phase: TrainingPhase | None
 ) -> list[_Rendering]:
     messages, where = conversation.messages, conversation.where
+    if messages[0].tools:
+        bare = dataclasses.replace(messages[0], tools=()), *messages[1:]
+        without = _render(bare, processor, where=where)
+        shown = without != _render(messages, processor, where=where)
+        _require_shown("tools", shown, where=where)
     if phase == "sft" and not conversation.plain:
         return _of_answers(messages, processor, where=where)
     if phase is None or not conversation.plain:
@@ -217,6 +222,9 @@ def _renderings(
         text = _render(messages, processor, where=where, prompt=phase is None)
         # Where the template does not end an answer, it is looked for, so that it can be ended.
         looks = left_out or habits_of(processor.tokenizer).leaves_answers_open
+        looks = looks or any(
+            each.fields and each.role == "assistant" and phase for each in messages
+        )
         found = _answers(messages, processor, where=where) if looks else []
         trained = [answer for answer in found if answer.message.trained and phase]
         cut = _cut(text, found, trained, processor, others=phase is not None, where=where)
@@ -334,7 +342,13 @@ def _cut(
             if not text.startswith(answer.history):
                 raise _differs(where)
             start, said, end = answer.begin, answer.begin, len(answer.history)
-        counts = answer in trained
+        if counts := answer in trained:
+            spoken, fields = text[said:end], answer.message.fields
+            shown = fields.get("reasoning_content", "").strip() in spoken
+            _require_shown("reasoning_content", shown, where=where)
+            calls = [call.get("function", call) for call in fields.get("tool_calls", ())]
+            shown = all(call["name"] in spoken for call in calls)
+            _require_shown("tool_calls", shown, where=where)
         segments += [
             _Segment(text[done:start], others),
             _Segment(text[start:said], counts and (others or processor.trains_thoughts)),
@@ -373,13 +387,22 @@ def _ended(answer: str, message: Message, processor: Processor, *, where: str) -
     )
 
 
+def _require_shown(key: str, shown: bool, *, where: str) -> None:
+    if not shown:
+        raise ValueError(
+            f"{where}: the chat template leaves out the {key} of the row: take the template of a"
+            " model that reads them, write them into the text, or drop the row."
+        )
+
+
 def _render(
     messages: Sequence[Message], processor: Processor, *, where: str, prompt: bool = False
 ) -> str:
     as_parts = habits_of(processor.tokenizer).takes_parts_alone
     inputs = [_as_template_input(message, as_parts=as_parts) for message in messages]
+    tools = list(messages[0].tools) if messages else []
     try:
-        return render_chat(inputs, processor.tokenizer, prompt=prompt)
+        return render_chat(inputs, processor.tokenizer, prompt=prompt, tools=tools or None)
     except TemplateError as error:
         reason = str(error)[:_MOST_REASON].rstrip(".")
         raise ValueError(f"{where}: the chat template refuses this row: {reason}.") from error
@@ -394,8 +417,9 @@ def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
     ``as_parts``: not so for this template.
     """
     if not as_parts and all(isinstance(part, str) for part in message.parts):
-        return {"role": message.role, "content": message.text}
-    return {"role": message.role, "content": [_part_input(part) for part in message.parts]}
+        return {"role": message.role, "content": message.text, **message.fields}
+    content = [_part_input(part) for part in message.parts]
+    return {"role": message.role, "content": content, **message.fields}
 
 
 def _part_input(part: Part) -> dict[str, str]:
@@ -432,11 +456,15 @@ def _write_placeholders(
 
 
 def render_chat(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """The text that ``tokenizer.apply_chat_template`` renders of one conversation.
 
-    ``messages`` are of strings, lists and dictionaries alone. With ``prompt``, the beginning of an
+    ``messages`` and ``tools`` are what JSON can say. With ``prompt``, the beginning of an
     answer follows.
 
     What templates may use is what the tokenizer's own environment has, with bounds on what they do
@@ -449,15 +477,16 @@ def render_chat(
     usual = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     # It may have another name in another transformers.
     if not hasattr(chat_template_utils, "_compile_jinja_template") or not usual:
+        offered: dict[str, Any] = {} if tools is None else {"tools": tools}
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt
+            list(messages), tokenize=False, add_generation_prompt=prompt, **offered
         )
         assert isinstance(text, str)
         return text
     return render_bounded(
         bounded_template(tokenizer.get_chat_template(), _usual_environment()),
         messages=messages,
-        tools=None,
+        tools=tools,
         documents=None,
         add_generation_prompt=prompt,
         **_special_tokens(tokenizer),

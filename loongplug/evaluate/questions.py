@@ -64,10 +64,11 @@ def _question(rows: Rows, index: int, processor: Processor, *, videos: VideoProc
     row, where = rows.read(index), rows.where(index)
     conversation = parse_conversation(row, where=where, ignored=rows.access.ignored)
     *asked, last = conversation.messages
-    if last.role != "assistant":
+    if last.role != "assistant" or "tool_calls" in last.fields:
+        calls = " and calls tools" * (last.role == "assistant")
         raise ValueError(
-            f"{where}: the last message is the {last.role}'s: end the row with the assistant's "
-            "right answer, which is compared with the model's."
+            f"{where}: the last message is the {last.role}'s{calls}: end the row with the"
+            " assistant's right answer in words, which is compared with the model's."
         )
     prompt = Conversation(messages=tuple(asked), where=where)
     media = tuple(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from audio_folders import noise, write_qwen2_audio, write_wav
+from bytes_tokenizer import with_bytes
+from qwen_templates import QWEN3
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor, load_processor
@@ -36,7 +38,8 @@ def test_samples_in_the_docs_run(
         container.mux(stream.encode(None))
     rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
     assert [next(iter(row)) for row in rows] == [
-        *("messages", "messages", "messages", "conversations", "id", "text", "text", "messages")
+        *("messages", "messages", "messages", "conversations", "id"),
+        *("messages", "text", "text", "messages"),
     ]
     write_wav(tmp_path / "moo.wav", noise(16_000))
     hearing = load_processor(write_qwen2_audio(tmp_path / "hearing"))
@@ -45,7 +48,8 @@ def test_samples_in_the_docs_run(
     for index, row in enumerate(rows):
         phase = "pretrain" if "text" in row else "sft"
         taken = hearing if "moo.wav" in json.dumps(row) else processor
+        taken = with_bytes(processor, QWEN3) if "tools" in row else taken
         dataset = ChatDataset(path, processor=taken, seq_length=500, training_phase=phase)
         assert dataset[index].loss_mask.sum() > 0
         media.append(len(dataset[index].media))
-    assert media == [3, 2, 1, 2, 1, 0, 1, 1]
+    assert media == [3, 2, 1, 2, 1, 2, 0, 1, 1]

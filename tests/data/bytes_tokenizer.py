@@ -1,0 +1,52 @@
+"""A tokenizer of Qwen's kind: of bytes, so that it has no unknown characters."""
+
+import dataclasses
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from loongplug.data.processor import Processor
+from loongplug.data.special_text import SpecialTexts
+
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+# Tokens, but not special.
+ADDED = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+
+
+def with_bytes(processor: Processor, template: str | None = None) -> Processor:
+    """The demo's processor with such a tokenizer, and its own chat template unless one is given."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("<", "|"), ("|", ">"), ("i", "m"), ("e", "n"), ("en", "d"), ("Ċ", "Ċ"), ("Ġ", "b")]
+    vocab = [*alphabet, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens(list(ADDED))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template or processor.tokenizer.chat_template,
+    )
+    ids = {text: made.convert_tokens_to_ids(text) for text in SPECIAL}
+    return dataclasses.replace(
+        processor,
+        tokenizer=made,
+        special_texts=SpecialTexts.of(made, more=SPECIAL),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        end_token_id=ids["<|im_end|>"],
+    )
