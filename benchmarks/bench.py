@@ -239,8 +239,8 @@ def bench_memory(
         )
 
 
-@bench.command("pipeline")
-def bench_pipeline(
+@bench.command("pipeline-tables")
+def bench_pipeline_tables(
     table: Annotated[str, typer.Argument(help="modes, published or figure-4a.")],
     steps: Steps = 3,
     json_path: Json = None,
@@ -255,6 +255,84 @@ def bench_pipeline(
         if table not in TABLES:
             raise ValueError(f"{table}: expected one of {', '.join(TABLES)}.")
         TABLES[table](steps=steps, json_path=json_path)
+
+
+@bench.command("levels")
+def bench_levels(
+    rounds: Annotated[int, typer.Option(help="How often each level is measured.")] = 3,
+    pictures: Annotated[
+        Path, typer.Option(help="A folder for a picture of one step of each level.")
+    ] = Path("runs/bench/levels"),
+    json_path: Json = None,
+) -> None:
+    """Measure the modes of heterogeneous parallelism side by side on the CPU."""
+    with user_errors(json_path, "bench levels"):
+        from modes.levels import bench_levels as run
+
+        run(rounds=rounds, json_path=json_path, pictures=pictures)
+
+
+@bench.command("context")
+def bench_context(
+    rounds: Annotated[int, typer.Option(help="How often each side is measured.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure context parallelism on two CPU ranks, a core each, beside what it is held against."""
+    with user_errors(json_path, "bench context"):
+        from modes.context import bench_context as run
+
+        run(rounds=rounds, json_path=json_path)
+
+
+@bench.command("pipeline")
+def bench_pipeline(
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="uniform, encoder_hetero_dp, full_hetero_dp or own_ranks. Default: all of these. "
+            "Also streamed: full separation, encoders in the pipeline's bubbles."
+        ),
+    ] = None,
+    decoder: Annotated[
+        str,
+        typer.Option(help="Milliseconds of a stage: 10/20, or with one for each stage 10/20,5/10."),
+    ] = "20/40",
+    encoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=10/20, on one rank; NAME=10/20x2: two replicas on ranks of its own. Repeat "
+            "it for more. Default: encoder=20/40."
+        ),
+    ] = None,
+    pp: Annotated[int, typer.Option(help="The decoder's pipeline stages.")] = 2,
+    tp: Annotated[int, typer.Option(help="Ranks of each of them.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(help="Of each rank.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Of a step.")] = 8,
+    steps: Steps = 3,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Also draw a step of each mode into this folder.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Run modes with stages that sleep: the time of a step, the bubble of each rank, a picture.
+
+    The schedules, policies and exchanges are those of a run; only the model is not there.
+    """
+    with user_errors(json_path, "bench pipeline"):
+        from modes.pipeline import bench_pipeline as run
+
+        run(
+            modes=mode or (),
+            decoder=decoder,
+            encoders=encoder or ("encoder=20/40",),
+            pp=pp,
+            tp=tp,
+            chunks=virtual_stages,
+            microbatches=microbatches,
+            steps=steps,
+            json_path=json_path,
+            pictures=pictures,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time the levels of two checkouts step by step in turn: ``python levels_of_commits.py OLD NEW``.
 
 Every round has new processes, since where memory lies is one process's luck. Weights and samples
-are those of ``loongplug bench levels``.
+are those of ``bench.py levels`` in this checkout, for both sides.
 """
 
 import argparse
@@ -19,16 +19,12 @@ from in_turn import Side, Step, in_turn
 
 # A side: one level's ranks, which do a step for each line that they are sent.
 _SIDE = """
-import importlib.util, json, os, sys, time
+import json, os, sys, time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-if importlib.util.find_spec("loongplug.bench.levels_work") is None:
-    from loongplug.bench.levels_data import write_levels_data
-    from loongplug.bench.levels_plan import SETTINGS, Work, level_variants
-else:
-    from loongplug.bench.levels_work import SETTINGS, Work, level_variants, write_levels_data
+from modes.levels_work import SETTINGS, Work, level_variants, write_levels_data
 from loongplug.verify.ranks import join, run_ranks
 from loongplug.verify.runs import preload
 
@@ -85,7 +81,8 @@ def _started(checkout: Path, *words: object, **options: object) -> subprocess.Po
 
 
 def _environment(checkout: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join((str(checkout), str(Path(__file__).parent)))
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def _print_level(title: str, pairs: Sequence[tuple[Step, Step]]) -> None:

@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment plots
 cd "$ROOT"
-OMP_NUM_THREADS=1 exec loongplug bench levels "$@"
+OMP_NUM_THREADS=1 exec python benchmarks/bench.py levels "$@"

@@ -143,7 +143,7 @@ def _trained(settings: RunSettings) -> RunFigures:
         forward_backward_ms=tuple(each[0] for each in timed),
         optimizer_ms=tuple(each[1] for each in timed),
         peak_bytes=peak,
-        losses=tuple(report.loss for report in reports[measured]),
+        losses=tuple(each.loss for each in reports[measured] if each.loss is not None),
         profile=profile,
         waits=waits,
         layers=clock.layers.times() if clock.layers is not None else None,

@@ -16,10 +16,10 @@ from time import process_time
 from typing import Any, Final
 from unittest.mock import patch
 
+from modes.levels_work import Work, write_levels_data
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.bench.levels_work import Work, write_levels_data
 from loongplug.observe.bars import threadless_bars
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
@@ -144,6 +144,7 @@ def _train(
         def after_step(report: StepReport) -> None:
             nonlocal since
             assert report.grad_norm is not None
+            assert report.loss is not None
             worked, since = process_time() - since, process_time()
             way = ways[len(found)]
             found.append(

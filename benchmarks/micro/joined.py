@@ -50,7 +50,7 @@ def run(*, units: int, side: int, rounds: int, json_path: Path | None) -> Joined
     from loongplug.train import started
 
     with TemporaryDirectory() as folder:
-        from loongplug.bench.levels_work import Work, write_levels_data
+        from modes.levels_work import Work, write_levels_data
 
         work = Work(micro_batch_size=1, microbatches=1, warmup=0, steps=1)
         write_levels_data(Path(folder), samples=work.samples)

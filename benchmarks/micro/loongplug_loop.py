@@ -19,6 +19,7 @@ def main() -> None:
         from loongplug.training.run import run
 
         def after_step(report: StepReport) -> None:
+            assert report.loss is not None
             tell(report.loss, report.tokens, done=done)
 
         run(flags, on_report=after_step)

@@ -1,4 +1,4 @@
-"""Tables of ``loongplug bench pipeline``: which mode wins when, and two published schedules."""
+"""Tables of ``bench.py pipeline``: which mode wins when, and two published schedules."""
 
 import json
 from collections import defaultdict
@@ -8,12 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from modes.pipeline import measure
+from modes.pipeline_clock import predicted
+from modes.pipeline_figures import CaseFigures, print_cases
+from modes.pipeline_work import Case, PacedEncoder
 from published_partitions import MICROBATCHES, TABLE_3, Row, Timed
 
-from loongplug.bench.pipeline import measure
-from loongplug.bench.pipeline_clock import predicted
-from loongplug.bench.pipeline_figures import CaseFigures, print_cases
-from loongplug.bench.pipeline_work import Case, PacedEncoder
 from loongplug.consoles import table_console
 from loongplug.partition.clock import StageTime
 

@@ -3,10 +3,9 @@
 import pytest
 from bench import bench
 from micro.pipeline_tables import SETTINGS, TABLES, Setting, fastest
+from modes.pipeline_clock import predicted
+from modes.pipeline_work import Case
 from typer.testing import CliRunner
-
-from loongplug.bench.pipeline_clock import predicted
-from loongplug.bench.pipeline_work import Case
 
 pytestmark = pytest.mark.quick
 

@@ -61,7 +61,7 @@ def losses(rank: int, *, flags: Sequence[str]) -> list[float]:
     """Of each step."""
     from loongplug.training.run import run
 
-    return [report.loss for report in run(flags)]
+    return [report.loss for report in run(flags) if report.loss is not None]
 
 
 def curve(flags: Sequence[str], *, ranks: int) -> list[float]:

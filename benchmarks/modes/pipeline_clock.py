@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loongplug.bench.pipeline_work import Case, PacedEncoder, streamed_time
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -28,6 +27,7 @@ from loongplug.hetero.pipeline_graph import ahead
 from loongplug.hetero.placement import ApartPiece, Edge
 from loongplug.hetero.policies import EncoderStep
 from loongplug.partition.clock import StageTime
+from modes.pipeline_work import Case, PacedEncoder, streamed_time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What ``loongplug bench context`` runs: rows of text, packs, rows of images, and their flags."""
+"""What ``bench.py context`` runs: rows of text, packs, rows of images, and their flags."""
 
 import itertools
 import json
@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from loongplug.bench.levels_work import SEQ_LENGTH, write_levels_data
 from loongplug.data.demo_processor import write_processor
 from loongplug.data.order import epoch_permutation
+from modes.levels_work import SEQ_LENGTH, write_levels_data
 
 RANKS: Final = 2  # of a row that is split
 UNIFORM: Final = "uniform"

@@ -5,10 +5,8 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from rich.console import Console
-
-from loongplug.bench.levels import bench_levels
-from loongplug.bench.levels_figures import (
+from modes.levels import bench_levels
+from modes.levels_figures import (
     RunFigures,
     SettingFigures,
     TracedFigures,
@@ -21,7 +19,7 @@ from loongplug.bench.levels_figures import (
     shown_step,
     traced_figures,
 )
-from loongplug.bench.levels_work import (
+from modes.levels_work import (
     APART,
     FULL,
     HETERO_DP,
@@ -37,6 +35,8 @@ from loongplug.bench.levels_work import (
     split_candidates,
     write_levels_data,
 )
+from rich.console import Console
+
 from loongplug.data.processor import load_processor
 from loongplug.observe.trace_file import RankTrace, TraceEvent
 from loongplug.output_files import write_figures

@@ -1,4 +1,4 @@
-"""What ``loongplug bench levels`` makes of its runs: ratios, phases, bytes, tables of them."""
+"""What ``bench.py levels`` makes of its runs: ratios, phases, bytes, tables of them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.bench.levels_work import UNIFORM, Work
 from loongplug.bench.step import spread
 from loongplug.consoles import table_console
 from loongplug.observe.shares import (
@@ -23,6 +22,7 @@ from loongplug.observe.shares import (
     union,
 )
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from modes.levels_work import UNIFORM, Work
 
 # What of a step is shown, and which states of a trace that is.
 PHASES: Final[Mapping[str, tuple[str, ...]]] = {

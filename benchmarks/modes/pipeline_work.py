@@ -1,4 +1,4 @@
-"""What ``loongplug bench pipeline`` runs: times of stages and encoders, in a mode. Pure."""
+"""What ``bench.py pipeline`` runs: times of stages and encoders, in a mode. Pure."""
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence

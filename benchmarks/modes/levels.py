@@ -16,7 +16,13 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from loongplug.bench.levels_figures import (
+from loongplug.observe.bars import threadless_bars
+from loongplug.observe.picture import draw_timeline
+from loongplug.observe.trace_file import read_folder
+from loongplug.output_files import check_pictures, write_figures
+from loongplug.verify.ranks import OnEvent, join, run_ranks
+from loongplug.verify.runs import preload
+from modes.levels_figures import (
     RunFigures,
     SettingFigures,
     TracedFigures,
@@ -29,7 +35,7 @@ from loongplug.bench.levels_figures import (
     traced_figures,
     wide_console,
 )
-from loongplug.bench.levels_work import (
+from modes.levels_work import (
     SETTINGS,
     UNIFORM,
     Setting,
@@ -39,12 +45,6 @@ from loongplug.bench.levels_work import (
     split_flags,
     write_levels_data,
 )
-from loongplug.observe.bars import threadless_bars
-from loongplug.observe.picture import draw_timeline
-from loongplug.observe.trace_file import read_folder
-from loongplug.output_files import check_pictures, write_figures
-from loongplug.verify.ranks import OnEvent, join, run_ranks
-from loongplug.verify.runs import preload
 
 _COLLECTIVE_MINUTES = 5.0
 _RUN_SECONDS = 600.0

@@ -1,4 +1,4 @@
-"""What ``loongplug bench pipeline`` makes of its runs: ratios, bubbles, a picture in text, JSON."""
+"""What ``bench.py pipeline`` makes of its runs: ratios, bubbles, a picture in text, JSON."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +10,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.bench.pipeline_clock import predicted
-from loongplug.bench.pipeline_ranks import EMPTY_STEPS, RankFigures
-from loongplug.bench.pipeline_work import Case
 from loongplug.bench.step import spread
 from loongplug.observe.shares import Interval, Shares, intersection, length, shares, states
 from loongplug.observe.trace_file import RankTrace, TraceEvent
+from modes.pipeline_clock import predicted
+from modes.pipeline_ranks import EMPTY_STEPS, RankFigures
+from modes.pipeline_work import Case
 
 # Of a lane of the picture: capitals are the decoder's, small letters an encoder's.
 LETTERS: Final[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""What ``loongplug bench levels`` runs: samples, settings, levels and their flags.
+"""What ``bench.py levels`` runs: samples, settings, levels and their flags.
 
 Samples have images enough that encoding them is a large share of the work. They look like the
 demo's: several images of various sizes, a short question, a short answer. What is on the images

@@ -1,4 +1,4 @@
-"""``loongplug bench context``: rows whose tokens lie on two ranks, a core each, sides in turn."""
+"""``bench.py context``: rows whose tokens lie on two ranks, a core each, sides in turn."""
 
 import tempfile
 from collections import defaultdict
@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress, TaskID
 
-from loongplug.bench.context_work import (
+from loongplug.consoles import table_console
+from loongplug.observe.bars import threadless_bars
+from loongplug.output_files import write_figures
+from loongplug.verify.ranks import run_ranks
+from loongplug.verify.runs import preload
+from modes.context_work import (
     IMAGES,
     RANKS,
     ContextComparison,
@@ -20,16 +25,11 @@ from loongplug.bench.context_work import (
     run_flags,
     write_data,
 )
-from loongplug.consoles import table_console
-from loongplug.observe.bars import threadless_bars
-from loongplug.output_files import write_figures
-from loongplug.verify.ranks import run_ranks
-from loongplug.verify.runs import preload
 
 if TYPE_CHECKING:
-    from loongplug.bench.context_attention import AttentionFigures
-    from loongplug.bench.context_figures import ContextFigures, ContextStepFigures
-    from loongplug.bench.context_runs import ContextRunFigures
+    from modes.context_attention import AttentionFigures
+    from modes.context_figures import ContextFigures, ContextStepFigures
+    from modes.context_runs import ContextRunFigures
 
 _ATTENTION_SECONDS = 1800.0
 _ALONE = Side(name="one rank", ranks=1)
@@ -48,7 +48,7 @@ def bench_context(
         raise ValueError(f"--rounds is {rounds}: expected at least 1.")
     work = work or ContextWork()
     preload("cpu")  # what is below brings Megatron
-    from loongplug.bench.context_figures import ContextFigures, as_json, print_figures
+    from modes.context_figures import ContextFigures, as_json, print_figures
 
     with (
         tempfile.TemporaryDirectory(prefix="loongplug-context-") as name,
@@ -73,7 +73,7 @@ def bench_context(
 def _attention(
     work: ContextWork, *, rounds: int, folder: Path, progress: Progress
 ) -> "AttentionFigures":
-    from loongplug.bench.context_attention import measured_attention
+    from modes.context_attention import measured_attention
 
     task = progress.add_task("attention", total=RANKS * (1 + rounds))
 
@@ -104,7 +104,7 @@ class _Runs:
         self, sides: Sequence[ContextComparison], *, rounds: int
     ) -> tuple[list["ContextStepFigures"], dict[str, str]]:
         """The figures of each comparison, and by name why others could not be made."""
-        from loongplug.bench.context_figures import ContextStepFigures
+        from modes.context_figures import ContextStepFigures
 
         found: dict[str, list[tuple[ContextRunFigures, ContextRunFigures]]] = defaultdict(list)
         refused: dict[str, str] = {}
@@ -131,15 +131,15 @@ class _Runs:
 
     def encoder_share(self) -> float:
         """Of the work of images on one rank, by a trace."""
-        from loongplug.bench.levels_figures import traced_figures
         from loongplug.observe.trace_file import read_folder
+        from modes.levels_figures import traced_figures
 
         trace = self._folder / "trace"
         self._run(replace(_ALONE, flags=("--trace", str(trace))), IMAGES)
         return traced_figures(read_folder(trace), warmup=self._work.warmup).encoder_share
 
     def _run(self, side: Side, data: str, *, task: TaskID | None = None) -> "ContextRunFigures":
-        from loongplug.bench.context_runs import measured_run
+        from modes.context_runs import measured_run
 
         def stepped() -> None:
             if task is not None:
@@ -158,7 +158,7 @@ class _Runs:
 
     def _weights_for(self, data: str) -> str:
         """Random ones of the model that takes these data: ranks draw each their own."""
-        from loongplug.bench.context_runs import measured_run
+        from modes.context_runs import measured_run
 
         if data not in self._weights:
             folder = self._folder / f"weights-{data}"

@@ -10,12 +10,12 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from loongplug.bench.pace import Pace, slept
-from loongplug.bench.pipeline_work import TOKENS, Case, PacedEncoder
 from loongplug.data.microbatch import MediaInput, Microbatch
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features, FeatureSource
 from loongplug.partition.clock import StageTime
+from modes.pace import Pace, slept
+from modes.pipeline_work import TOKENS, Case, PacedEncoder
 
 HIDDEN: Final = 8  # channels
 

@@ -1,4 +1,4 @@
-"""What ``loongplug bench context`` makes of its runs: a table, beside what figures should be."""
+"""What ``bench.py context`` makes of its runs: a table, beside what figures should be."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.bench.context_attention import AttentionFigures
-from loongplug.bench.context_runs import ContextRunFigures
-from loongplug.bench.context_work import LONG, ContextComparison, ContextWork
 from loongplug.bench.step import spread
+from modes.context_attention import AttentionFigures
+from modes.context_runs import ContextRunFigures
+from modes.context_work import LONG, ContextComparison, ContextWork
 
 
 @dataclass(frozen=True, kw_only=True)

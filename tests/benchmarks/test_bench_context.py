@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from loongplug.bench.context import bench_context
-from loongplug.bench.context_work import ContextWork, comparisons, document_lengths, run_flags
+from modes.context import bench_context
+from modes.context_work import ContextWork, comparisons, document_lengths, run_flags
 
 TINY = ContextWork(
     length=512,

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loongplug.bench.context_work import ContextWork, document_lengths, packs_of
-from loongplug.bench.cores import on_own_core
 from loongplug.context.balance import balanced
 from loongplug.context.row_parts import Balance, RowParts
 from loongplug.context.segments import Segments
@@ -28,6 +26,8 @@ from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.context.tile_attention import Gradients, Merged
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.verify.ranks import OnEvent, join
+from modes.context_work import ContextWork, document_lengths, packs_of
+from modes.cores import on_own_core
 
 COMM_TYPES = ("all_gather", "a2a", "p2p")
 _MINUTES = 5.0

@@ -1,4 +1,4 @@
-"""``loongplug bench pipeline``: modes and schedules with stages that sleep in the place of work.
+"""``bench.py pipeline``: modes and schedules with stages that sleep in the place of work.
 
 A rank that sleeps needs no core, so that many ranks run on few, and what a step takes is what its
 schedule makes of the times that were given.
@@ -19,8 +19,8 @@ from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload
 
 if TYPE_CHECKING:
-    from loongplug.bench.pipeline_figures import CaseFigures
-    from loongplug.bench.pipeline_work import Case
+    from modes.pipeline_figures import CaseFigures
+    from modes.pipeline_work import Case
 
 _WIDTH = 120  # columns of a picture in text
 
@@ -47,8 +47,8 @@ def bench_pipeline(
     if steps < 1:
         raise ValueError(f"--steps is {steps}: expected at least 1.")
     preload("cpu")  # what is below brings Megatron
-    from loongplug.bench.pipeline_figures import as_json, legend, print_cases, print_timeline
-    from loongplug.bench.pipeline_work import MODES, Case, parse_encoder, parse_stages
+    from modes.pipeline_figures import as_json, legend, print_cases, print_timeline
+    from modes.pipeline_work import MODES, Case, parse_encoder, parse_stages
 
     cases = [
         Case(
@@ -82,7 +82,7 @@ def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
     Raises:
         RankError: a rank failed.
     """
-    from loongplug.bench.pipeline_ranks import EMPTY_STEPS
+    from modes.pipeline_ranks import EMPTY_STEPS
 
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for number, case in enumerate(cases):
@@ -104,8 +104,8 @@ def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
 def _measured(
     cases: "Sequence[Case]", *, steps: int, on_step: Callable[[], None]
 ) -> "list[CaseFigures]":
-    from loongplug.bench.pipeline_figures import case_figures
-    from loongplug.bench.pipeline_ranks import live
+    from modes.pipeline_figures import case_figures
+    from modes.pipeline_ranks import live
 
     with tempfile.TemporaryDirectory(prefix="loongplug-pipeline-") as name:
         folder = Path(name)
@@ -122,7 +122,7 @@ def _measured(
 
 def draw(found: "Sequence[CaseFigures]", pictures: Path) -> None:
     """A picture of each case's shown step into the folder ``pictures``, by its mode."""
-    from loongplug.bench.pipeline_figures import shown_shares
+    from modes.pipeline_figures import shown_shares
 
     pictures.mkdir(parents=True, exist_ok=True)
     for each in found:

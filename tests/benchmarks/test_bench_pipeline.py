@@ -6,27 +6,27 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
-
-from loongplug.bench.pipeline import bench_pipeline, draw, measure
-from loongplug.bench.pipeline_clock import predicted
-from loongplug.bench.pipeline_figures import (
+from bench import bench
+from modes.pipeline import bench_pipeline, draw, measure
+from modes.pipeline_clock import predicted
+from modes.pipeline_figures import (
     CaseFigures,
     as_json,
     case_figures,
     print_cases,
     timeline,
 )
-from loongplug.bench.pipeline_ranks import RankFigures
-from loongplug.bench.pipeline_work import (
+from modes.pipeline_ranks import RankFigures
+from modes.pipeline_work import (
     MODES,
     Case,
     PacedEncoder,
     parse_encoder,
     parse_stages,
 )
-from loongplug.cli import app
+from rich.console import Console
+from typer.testing import CliRunner
+
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.output_files import write_figures
@@ -210,7 +210,7 @@ def test_tables_and_json_hold_every_case(tmp_path):
 def test_a_picture_of_someone_else_is_no_place_for_one(tmp_path):
     (tmp_path / "uniform.png").write_bytes(b"\x89PNG")
     options = ["--mode", "uniform", "--pictures", str(tmp_path)]
-    result = CliRunner().invoke(app, ["bench", "pipeline", *options])
+    result = CliRunner().invoke(bench, ["pipeline", *options])
     assert result.exit_code == 1
     assert "uniform.png is there and would be lost" in result.output
 
@@ -235,12 +235,10 @@ def test_no_steps_are_refused():
 @pytest.mark.quick
 def test_options_reach_the_measurement(monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        "loongplug.bench.pipeline.bench_pipeline", lambda **options: calls.append(options)
-    )
-    line = "bench pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
+    monkeypatch.setattr("modes.pipeline.bench_pipeline", lambda **options: calls.append(options))
+    line = "pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
     more = "--pp 2 --tp 3 --virtual-stages 4 --microbatches 8 --steps 9 --json j --pictures p"
-    found = CliRunner().invoke(app, [*line.split(), *more.split()])
+    found = CliRunner().invoke(bench, [*line.split(), *more.split()])
     assert found.exit_code == 0, found.output
     assert calls == [
         {

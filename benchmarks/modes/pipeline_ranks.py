@@ -17,17 +17,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from loongplug.bench.pace import Pace
-from loongplug.bench.paced_model import HIDDEN, PacedChunk
-from loongplug.bench.pipeline_work import (
-    TOKENS,
-    Case,
-    PacedEncoder,
-    grids_of,
-    in_turn,
-    media_of,
-    paced_costs,
-)
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
@@ -36,6 +25,17 @@ from loongplug.observe.trace_file import TraceEvent
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
 from loongplug.partition.clock import StageTime
 from loongplug.verify.ranks import OnEvent, join
+from modes.pace import Pace
+from modes.paced_model import HIDDEN, PacedChunk
+from modes.pipeline_work import (
+    TOKENS,
+    Case,
+    PacedEncoder,
+    grids_of,
+    in_turn,
+    media_of,
+    paced_costs,
+)
 
 EMPTY_STEPS: Final = 2  # without sleep, before the others; the first one makes connections
 _MINUTES = 5.0

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.bench.cores import on_own_core
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Mapping
 from loongplug.training.forward_step import LossReport
 from loongplug.verify.ranks import OnEvent, join, run_ranks
+from modes.cores import on_own_core
 
 _MINUTES = 10.0
 _SECONDS = 1800.0
