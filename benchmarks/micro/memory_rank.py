@@ -62,7 +62,7 @@ def _train(rank: int, tell: OnEvent, *, flags: Sequence[str], device: str, folde
     return Held(
         device_bytes=watch.most,
         host_bytes=host.most,
-        losses=tuple(report.loss for report in reports),
+        losses=tuple(each.loss for each in reports if each.loss is not None),
     )
 
 
