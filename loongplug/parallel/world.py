@@ -50,22 +50,23 @@ def served_store() -> TCPStore | None:
     rank, size = this_rank()
     if size == 1 or os.environ.get(_SERVED) == "True":
         return None
-    os.environ |= {_SERVED: "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.environ.setdefault("LOCAL_RANK", "0")
     address = os.environ.get("MASTER_ADDR")
     if not address:
         raise ValueError(f"{size} ranks without MASTER_ADDR: give all the name of rank 0's machine")
-    if rank > 0:
-        return None
-    port = _number("MASTER_PORT", "0")
-    print(f"Rank 0 of {size} meets the others at {address}:{port}.", flush=True)
+    port, store = _number("MASTER_PORT", "0"), None
     try:
-        return TCPStore(address, port, size, True, timedelta(seconds=60), False)
+        if rank == 0:
+            store = TCPStore(address, port, size, True, timedelta(seconds=60), False)
+            print(f"Rank 0 of {size} meets the others at {address}:{port}.", flush=True)
     except RuntimeError as error:
         raise ValueError(
             f"MASTER_PORT {port} cannot be served by rank 0, mostly as another rank 0 or program "
             f"uses it: give all ranks another one ({str(error).partition(' (')[0]})"
         ) from error
+    # Only now: torch would take another's port for the agent's store.
+    os.environ |= {_SERVED: "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.setdefault("LOCAL_RANK", "0")
+    return store
 
 
 def _number(name: str, default: str) -> int:
