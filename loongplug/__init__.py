@@ -5,3 +5,10 @@ found. Everything else is in a folder of its own, and imports between folders po
 ``bench`` > ``training``, ``evaluate`` > ``checkpoint`` > ``models`` > ``data`` > ``parallel``,
 ``platform``. Importing this package imports nothing heavy.
 """
+
+import os
+
+try:
+    os.getcwd()
+except FileNotFoundError:  # of which libraries would say that they are not installed
+    raise SystemExit("loongplug: error: the working directory is gone: cd to another one") from None

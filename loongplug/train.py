@@ -1,7 +1,8 @@
 """Train a multimodal model: ``torchrun ... loongplug/train.py FLAGS`` (or ``-m loongplug.train``).
 
-Started without torchrun it is a single rank. This file only chooses the platform, which has to
-happen before Megatron is imported, and sees to it that an error on one rank ends all of them.
+Started without torchrun, it is a single rank, or one of those that Slurm, MPI, or RANK and
+WORLD_SIZE tell of. This file only chooses the platform, which has to happen before Megatron is
+imported, and sees to it that an error on one rank ends all of them.
 """
 
 import os
@@ -19,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from loongplug.parallel.programs import ALONE
-
 if TYPE_CHECKING:
     from loongplug.parallel.failure import AtEnd
 
@@ -33,13 +32,16 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
     """
     with _ctrl_c_is_silent():
         from loongplug.parallel.failure import failure_board
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        os.environ.update(ALONE)
     # Megatron wants it on Hopper and before; CUDA reads it when it starts, so it is set first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with failure_board() as at_end:
+        from loongplug.parallel.programs import ALONE
+        from loongplug.parallel.world import served_store
         from loongplug.platform import activate, requested_device
 
+        _store = served_store()  # as long as we are here
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            os.environ |= {**ALONE, **os.environ}
         quiet()
         activate(requested_device(flags))
         yield at_end

@@ -1,6 +1,7 @@
 """The ``loongplug`` command: what reaches the functions behind it, and how it ends."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import loongplug
 from loongplug.cli import app
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import RowAccess
@@ -187,3 +189,17 @@ class TestTrain:
         code, printed = _run("train", "--ranks", "0")
         assert (code, started) == (2, [])
         assert "--ranks" in printed
+
+
+def test_a_working_directory_that_is_gone_is_said_before_libraries_fail(tmp_path):
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import loongplug"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(loongplug.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "loongplug: error: the working directory is gone: cd to another one\n"

@@ -1,16 +1,12 @@
 """An error on one rank becomes the same error on all of them, in words for the user."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
-_FULL = {
-    errno.ENOSPC: "No space left on device",
-    errno.EDQUOT: "No space left on device: the quota is used up",
-}
+from loongplug.parallel.failure import FULL, full_disk
 
 
 class CommonError(Exception):
@@ -37,8 +33,9 @@ def together(output: Path | None = None) -> Iterator[None]:
         yield
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
-        if output is not None and isinstance(caught, OSError):
-            error = write_error(output, caught)
+        of_the_system = caught if isinstance(caught, OSError) else full_disk(caught)
+        if output is not None and of_the_system is not None:
+            error = write_error(output, of_the_system)
     raise_together(error)
 
 
@@ -89,6 +86,6 @@ def _message(error: Exception) -> str:
 
 def write_error(output: Path | str, error: OSError) -> ValueError:
     """The sentence for an ``output``, a path with or without its flag, that cannot be written."""
-    what = _FULL.get(error.errno or 0)
+    what = FULL.get(error.errno or 0)
     cure = "make room, or give another place" if what else "give another place"
     return ValueError(f"{output} cannot be written ({what or error}): {cure}.")

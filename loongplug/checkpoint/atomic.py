@@ -32,7 +32,9 @@ _FILES_OF_A_CHECKPOINT = (".metadata", "metadata.json", "common.pt")
 class AtomicSaves:
     """Wraps Megatron's save of one checkpoint; knows which saves of this run are under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lock: Path | None = None) -> None:
+        """``lock`` is the first rank's, beside the checkpoints: where it is gone, so are they."""
+        self._lock = lock
         self._under_way: set[Path] = set()
 
     def wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +67,8 @@ class AtomicSaves:
         made: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
+                if self._lock is not None and not self._lock.exists():
+                    raise OSError(f"{final.parent} was removed or replaced since the run started")
                 remove_left_overs(final.parent, keep=self._under_way)
                 partial = final.with_name(f"{SAVING}{final.name}_{secrets.token_hex(4)}")
                 partial.mkdir(parents=True)
@@ -73,12 +77,12 @@ class AtomicSaves:
                 made = [None, f"cannot make a folder for the checkpoint: {error}"]
         dist.broadcast_object_list(made, src=0)
         if made[0] is None:
-            raise RuntimeError(made[1])
+            raise ValueError(made[1])
         self._under_way.add(Path(made[0]))
         return Path(made[0])
 
     def _finish(self, partial: Path, final: Path) -> None:
-        with together():
+        with together(final):
             if dist.get_rank() == 0:
                 put_in_place(partial, final)
         self._under_way.discard(partial)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from loongplug.parallel.failure import full_disk
+
 # What Megatron says of a writer that has ended without an answer.
 _NO_ANSWER = "results_queue should not be empty"
 
@@ -45,6 +47,7 @@ def write_buckets(
             written = number, error
         if isinstance(written[1], Exception):
             _let_go(written[1])
+            written = number, full_disk(written[1]) or written[1]
         return written
 
     collects = gc.isenabled()
@@ -73,7 +76,7 @@ def _let_go(error: BaseException) -> None:
 
 
 def told_to_all(original: Callable[..., None]) -> Callable[..., None]:
-    """``save_state_dict_async_finalize`` that raises the same RuntimeError on every rank.
+    """``save_state_dict_async_finalize`` that raises the same ValueError on every rank.
 
     Collective as that is: the group of ``dist_wrapper``.
     """
@@ -93,7 +96,7 @@ def told_to_all(original: Callable[..., None]) -> Callable[..., None]:
         dist.broadcast_object_list(
             told, src=dist_wrapper.coordinator_rank, group=dist_wrapper.group
         )
-        raise RuntimeError(told[0])
+        raise ValueError(told[0])
 
     return save_state_dict_async_finalize
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loongplug.data.kept_files import LOG, alone, places, version
+from loongplug.data.kept_files import LOG, alone, places, require_version, version
 from loongplug.data.media_files import InlineFile, MediaRoot
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
@@ -51,6 +51,7 @@ class ArrowRows:
         self.path = path
         self.access = access
         self.files, parquet = _files(path)  # those that the rows are of, in their order
+        self._versions = [version(file) for file in self.files]
         self._names = self.files if copy_of is None else [copy_of]
         self._media_root = access.media_of(copy_of or self.files[0])
         self._batches: list[Any] = []
@@ -84,7 +85,8 @@ class ArrowRows:
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is too large or damaged."""
         number = self._batch_of(index)
-        batch = self._batches[number]
+        batch, file = self._batches[number], self._file_of_batch[number]
+        require_version(self.files[file], self._versions[file])
         try:
             if not self._checked[number]:  # places in the file may lead out of it
                 batch.validate(full=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.object_store import StoreError
 from loongplug.data.remarks import Remarks
 
@@ -59,7 +60,7 @@ def bad_as(kind: BadKind) -> Iterator[None]:
     """Makes a ValueError within a BadSampleError of this kind, but for one of no sample's fault."""
     try:
         yield
-    except StoreError:
+    except (StoreError, ChangedFileError):
         raise
     except ValueError as error:
         raise BadSampleError(BadSample(kind, str(error))) from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.data.json_array import is_array
+from loongplug.data.kept_files import require_version, version
 from loongplug.data.line_index import line_index
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.object_store import RemoteFile
@@ -41,6 +42,7 @@ class JsonlIndex:
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
         _require_text(self.path)
+        self._version = version(self.path)
         self._array = is_array(self.path)
         self._index = line_index(self.path, array=self._array)
         if not len(self._index):
@@ -77,6 +79,7 @@ class JsonlIndex:
 
     def _row(self, index: int) -> bytes:
         """What the file has of the row, without a buffer, which takes half the time of a file."""
+        require_version(self.path, self._version)
         offsets = self._index.offsets
         start = int(offsets[index])
         file = os.open(self._name, os.O_RDONLY)

@@ -17,6 +17,19 @@ def version(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
+class ChangedFileError(ValueError):
+    """A file of rows is another one than at the start: that ends a run, it is no bad sample."""
+
+
+def require_version(path: Path, expected: tuple[int, int]) -> None:
+    """Raise ChangedFileError, alike for each row, where the file is not of this version."""
+    if not path.exists() or version(path) != expected:
+        raise ChangedFileError(
+            f"{path} has changed since the start of this run, which no longer knows where its rows "
+            "are: start the run again, and leave its data as they are."
+        )
+
+
 def places(path: Path, *, suffix: str) -> list[Path]:
     """Where what is made of the file may be kept, the first place that can be written."""
     name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import DataLoader, Dataset
 
+from loongplug.platform.forks import signals_wait
+
 _ROWS = 32  # of map_rows, at a time
 _FROZEN_FROM_THE_START = gc.get_freeze_count()  # Python's own
 
@@ -127,7 +129,7 @@ class Background[Item, Result](Iterator[Result]):
             generator=torch.Generator(),  # by default it draws from the one that training uses
         )
         before = signal.getsignal(signal.SIGCHLD)
-        with _garbage_stays_here():
+        with _garbage_stays_here(), signals_wait():
             results = iter(loader)
         # Torch's handler raises wherever the main thread is when a process dies, in the middle of
         # a step. That it is dead shows when its results are waited for: there it can be told.

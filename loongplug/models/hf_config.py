@@ -2,7 +2,8 @@
 
 import importlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from loongplug.models.parts import ANY_TYPE, Part, load
 from loongplug.models.registry import ANY, WHOLE, Family, InTransformers, dotted, families
 
 CONFIG_JSON = "config.json"
+# Names of options by which something is computed, and what they say where nothing is.
+_OPTION = re.compile("drop|softcap|_multiplier$|logits?_scal|attn_scalar$")
+_NEUTRAL = (None, 0, 1)
 # What it may say otherwise without changing what the weights mean.
 _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
 
@@ -55,8 +59,9 @@ def hf_config_differences(
         found = _read(folder, theirs)
     except ValueError as error:
         return [str(error)]
-    differences: list[str] = []
+    differences = _options(found, model.whole, name="")
     for section, values in model.sections.items():
+        differences += _options(getattr(found, section), values, name=f"{section}.")
         for key, value in values.items():
             if key in (*_WITHOUT_INFLUENCE, *model.unused.get(section, ())):
                 continue
@@ -76,6 +81,15 @@ def hf_config_differences(
     if other != tied:
         differences.append(f"{CONFIG_JSON} has tie_word_embeddings {other}, expected {tied}")
     return differences
+
+
+def _options(section: Any, known: Mapping[str, Any], *, name: str) -> list[str]:
+    """A line for each option of a section of config.json that no part reads and that counts."""
+    return [
+        f"{CONFIG_JSON} has {name}{key} {value}, which LoongPlug's model does not have"
+        for key, value in section.to_dict().items()
+        if _OPTION.search(key) and key not in known and value not in _NEUTRAL
+    ]
 
 
 def _tied(found: Any, theirs: InTransformers) -> bool:

@@ -1,7 +1,9 @@
 """A rank's trace on disk: JSON lines. The first names the rank."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from loongplug.output_files import begins
 
 RANK_TRACE = begins(rb'\{"rank": \d+, "world_size": \d+, "device": "\w+"\}\n|$')
+_LOG = logging.getLogger(__name__)
 _OWN_KEYS = ("phase", "name", "start", "end", "step")
 
 
@@ -60,7 +63,10 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 class TraceWriter:
-    """Appends events to one rank's file, each call's whole, so that a crash keeps what is there."""
+    """Appends events to one rank's file, each call's whole, so that a crash keeps what is there.
+
+    Where the disk takes no more, that is said once, and nothing more is written.
+    """
 
     def __init__(self, folder: Path, *, rank: int, world_size: int, device: str) -> None:
         """Raises ValueError when the file cannot be made; an old one is replaced."""
@@ -72,6 +78,7 @@ class TraceWriter:
                 f"--trace {folder}: expected a folder that can be written to, found {error}; give"
                 " another one."
             ) from error
+        self._full = False
         self._put([{"rank": rank, "world_size": world_size, "device": device}])
 
     def place(self, place: Mapping[str, int]) -> None:
@@ -86,11 +93,18 @@ class TraceWriter:
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._file.close()
+        with suppress(OSError):  # which was said
+            self._file.close()
 
     def _put(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
-        self._file.flush()  # also so that a process forked later holds nothing to write again
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            if not self._full:
+                self._file.write(text)
+                self._file.flush()  # so that a process forked later has nothing to write again
+        except OSError as error:
+            self._full = True
+            _LOG.warning("--trace ends here, the run goes on: %s: %s.", self._file.name, error)
 
 
 def read_folder(folder: Path) -> list[RankTrace]:

@@ -7,11 +7,13 @@ silence and with the same exit code, also from inside a collective. The main thr
 it, and every wait is bounded. Where the store is gone, whoever has failed says so itself.
 """
 
+import errno
 import json
 import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -33,6 +35,7 @@ from loongplug.parallel.verdict import (
     is_settled,
     read_verdict,
 )
+from loongplug.parallel.world import take_rank
 
 TRACEBACK_VARIABLE = "LOONGPLUG_TRACEBACK"
 
@@ -44,6 +47,15 @@ PARTING_SECONDS = 5.0
 STORE_SECONDS = 10.0
 
 _SEEN, _ALL_SEEN = "seen", "all_seen"
+# What gloo and NCCL say on ranks that did nothing wrong.
+_GONE = re.compile(
+    "connection (closed|reset) by peer|broken pipe|timed out waiting|socket closed|remote process",
+    re.IGNORECASE,
+)
+FULL = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "No space left on device: the quota is used up",
+}
 _SIGTERM_EXIT, _SIGINT_EXIT = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 StoreFactory = Callable[[timedelta], Store]
@@ -130,7 +142,7 @@ class FailureBoard:
             _exit(verdict)
 
     def _connect(self) -> Store | None:
-        """The watcher's connection; outside torchrun the store comes with the process group."""
+        """The watcher's connection; outside torchrun, rank 0 may come later."""
         while not self._stopped.is_set():
             try:
                 return self._open(timedelta(seconds=STORE_SECONDS))
@@ -156,14 +168,15 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     atexit handlers, because those of a process group may wait for ranks that are gone.
 
     A clean end, ``sys.exit(0)`` and an end by SIGTERM are told to nobody; Ctrl-C ends all ranks
-    with one line. RANK and WORLD_SIZE say which rank this is; the store is torchrun's unless one
-    is given.
+    with one line. The store is the one of ``world.py`` unless another is given.
 
     Gives what takes functions to call where another rank's failure ends this process: contexts are
     not left then, as they are where this rank fails itself.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        rank, world_size = take_rank()
+    except ValueError as error:
+        _fail(None, _report(error, 0), message=str(error), code=1)
     board = None
     if world_size > 1 and (store_factory is not None or "MASTER_ADDR" in os.environ):
         board = FailureBoard(store_factory or torchrun_store, rank=rank, world_size=world_size)
@@ -181,7 +194,8 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
         _fail(board, f"loongplug: error [rank {rank}]: {message}", message=message, code=1)
     except KeyboardInterrupt:
         _fail(board, "loongplug: interrupted", message="interrupted", code=_SIGINT_EXIT)
-    except BaseException as error:  # torch's CheckpointException is not an Exception
+    except BaseException as caught:  # torch's CheckpointException is not an Exception
+        error = _in_words(caught)
         knows = error.knows if isinstance(error, SharedFaultError) else 0
         _fail(board, _report(error, rank), message=_common(error), code=1, knows=knows)
     finally:
@@ -211,6 +225,23 @@ def torchrun_store(timeout: timedelta, *, purpose: str = "failure") -> Store:
     return PrefixStore(f"loongplug/{purpose}/{attempt}", store)
 
 
+def met_store(rank: int, *, limit: timedelta, purpose: str) -> Store:
+    """As :func:`torchrun_store`. ValueError where rank 0 is not there, or two have one rank."""
+    try:
+        store = torchrun_store(limit, purpose=purpose)
+    except RuntimeError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ValueError(
+            f"rank 0 was not at {where} within {limit}: give all ranks its MASTER_ADDR and one "
+            "MASTER_PORT, or see why it did not start"
+        ) from error
+    this = f"process {os.getpid()} on {socket.gethostname()}"
+    first = store.compare_set(f"process/{rank}", "", this).decode()
+    if first != this:
+        raise ValueError(f"rank {rank} was started twice, as {first} and {this}: start it once")
+    return store
+
+
 def _fail(
     board: FailureBoard | None, report: str, *, message: str, code: int, knows: int = 0
 ) -> NoReturn:
@@ -219,6 +250,28 @@ def _fail(
     endings.failed(code)
     _print(report)
     raise SystemExit(code)
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """That a disk is full, where an error is that or has come of it: libraries say it otherwise."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in FULL):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _in_words(error: BaseException) -> BaseException:
+    """One sentence for a full disk, and for the loss of another rank, which says more itself."""
+    words = error
+    gone = _GONE.search(str(error)) if isinstance(error, RuntimeError) else None
+    if (full := full_disk(error)) is not None and not isinstance(error, ValueError):
+        words = ValueError(f"{full.filename or 'a file'} cannot be written ({full}): make room.")
+    elif gone is not None:
+        what = f"another rank has ended or does not answer ({gone[0]})"
+        how = f"{TRACEBACK_VARIABLE}=1 shows where this one was"
+        words = SharedFaultError(f"{what}; {how}", fault="another rank", knows=-1)
+    if words is not error:
+        words.__cause__ = error
+    return words
 
 
 def _message(error: BaseException) -> str:

@@ -17,9 +17,11 @@ from pathlib import Path
 
 from loongplug.parallel import endings
 from loongplug.parallel.programs import ALONE, program_of
+from loongplug.platform.forks import signals_wait
 
 # What the process that ranks are forked from imports for them.
 _PRELOADED = "loongplug.preloaded"
+_PORT = "give --master-port, or --rdzv-endpoint, with a port that is free on its machine"
 
 
 def _one_line(record: logging.LogRecord) -> bool:
@@ -42,23 +44,32 @@ def main() -> None:
             sys.argv[1:] = program.forked()
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, but before torch is there
             multiprocessing.set_forkserver_preload([_PRELOADED])
-            forkserver.ensure_running()  # imports beside us
+            with signals_wait():
+                forkserver.ensure_running()  # imports beside us
         sys.exit(_torchrun(endings_in=Path(folder)))
 
 
 def _torchrun(*, endings_in: Path) -> int:
     """Torchrun by the command line; the code to end with."""
     # Here, and not above: the import of this module alone takes no torch.
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.run import main as torchrun
 
     # torchrun copies the ranks' reasons to this file for the program that started it, and complains
     # without one. It removes what is there first.
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
+    for context in (api.MultiprocessContext, api.SubprocessContext):
+        context._start = signals_wait()(context._start)  # torchrun ends what has started
     try:
         torchrun()
+    except (DistNetworkError, RendezvousConnectionError) as error:
+        reason = str(error.__cause__ or error)
+        print(f"loongplug: error: no store for ranks ({reason}): {_PORT}", file=sys.stderr)
+        return 1
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             name = failure.signal_name()
@@ -66,7 +77,7 @@ def _torchrun(*, endings_in: Path) -> int:
                 print(f"loongplug: rank {rank} was ended by {name}", file=sys.stderr)
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except SignalException as ended:
+    except api.SignalException as ended:
         return _told_to_end(endings_in, by=ended.sigval)
     return 0
 

@@ -35,7 +35,10 @@ class SharedFaultError(ValueError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank posts; ``message`` is what equal failures have in common."""
+    """What a rank posts; ``message`` is what equal failures have in common.
+
+    Below 0, it ``knows`` only that another rank is gone, and is silent where any knows more.
+    """
 
     rank: int
     message: str
@@ -68,6 +71,7 @@ def agree(store: Store, mine: Failure, *, world_size: int) -> Verdict:
     else:
         comes(store, _ALL_POSTED, seconds=AGREEMENT_SECONDS)
         posts = [mine, *_others(store)]
+    posts = [post for post in posts if post.knows >= 0] or posts
     speakers: dict[str, int] = {}
     for post in sorted(posts, key=lambda post: (-post.knows, post.rank)):
         speakers.setdefault(post.message, post.rank)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from loongplug.platform.forks import signals_wait
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _CHECKPOINTS = "megatron.core.dist_checkpointing"
@@ -70,7 +71,12 @@ def _results_queue(replacement: Callable[..., Any], *, reason: str) -> Replaceme
 def _forking_caller(queue_of_calls: Any) -> Any:
     from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-    return TemporalAsyncCaller()
+    class ForkingCaller(TemporalAsyncCaller):
+        def schedule_async_call(self, async_req: Any) -> None:
+            with signals_wait():
+                super().schedule_async_call(async_req)
+
+    return ForkingCaller()
 
 
 class ForkedResults:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bu
 from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
+from loongplug.parallel.world import this_rank
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -183,8 +183,8 @@ def complete(args: Namespace, *, device: str) -> None:
 
     args.device = device
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-    args.rank = int(os.environ.get("RANK", "0"))
-    args.ranks = args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.rank, args.ranks = this_rank()
+    args.world_size = args.ranks
     MultiStorageClientFeature.disable()
     args.multi_turn = args.multi_turn or ("split" if args.packing else "last")
 

@@ -34,12 +34,16 @@ from loongplug.training.packing_place import with_packing_place
 
 
 def use_whole_checkpoints(
-    platform: Platform, *, asynchronous: bool, saved: Callable[[], None] = lambda: None
+    platform: Platform,
+    *,
+    asynchronous: bool,
+    lock: Path | None = None,
+    saved: Callable[[], None] = lambda: None,
 ) -> None:
     """Have Megatron write checkpoints that are there whole or not at all, and check what it loads.
 
-    ``saved`` is called on the first rank when the tracker names a new one. Lasts until the platform
-    ends.
+    ``lock`` as of :class:`AtomicSaves`. ``saved`` is called on the first rank when the tracker
+    names a new one. Lasts until the platform ends.
     """
     if not asynchronous:
         platform.use(synchronous_save_table())
@@ -47,7 +51,7 @@ def use_whole_checkpoints(
         platform.use(asynchronous_save_on_cpu_table())
     platform.use(
         whole_checkpoints_table(
-            save=AtomicSaves().wrap,
+            save=AtomicSaves(lock=lock).wrap,
             load=checked_load,
             common=lambda read: with_own_ranks(with_packing_place(checked_common_state(read))),
             rates=checked_rates,

@@ -21,6 +21,7 @@ from megatron.training.global_vars import (
 from loongplug.checkpoint.agreement import of_all_ranks, raise_together, write_error
 from loongplug.checkpoint.kept import KeptCheckpoints
 from loongplug.checkpoint.notes import CARRIED_FOLDER
+from loongplug.checkpoint.save_lock import LOCK_FILE
 from loongplug.data.bad_samples import BAD_KINDS
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
@@ -146,6 +147,7 @@ def _run(
     use_whole_checkpoints(
         platform,
         asynchronous=args.async_save,
+        lock=Path(args.save) / LOCK_FILE if args.save else None,
         saved=kept.prune if kept is not None else lambda: None,
     )
     engine = engine_of(args, parsed.model)

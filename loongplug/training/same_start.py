@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.data.dataset import Sample
 from loongplug.data.fingerprint import content_digest
-from loongplug.parallel.failure import torchrun_store
+from loongplug.parallel.failure import met_store
 from loongplug.parallel.same_values import Values, require_same_values
 from loongplug.parallel.store_keys import comes
 from loongplug.parallel.verdict import SharedFaultError
@@ -35,13 +35,12 @@ MAY_DIFFER = {"local_rank": "torchrun gives each process of a node its own numbe
 _PACKAGES = ("loongplug", "torch", "megatron-core", "transformers", "tokenizers", "pillow")
 WEIGHTS_BYTES = 64 * 2**20  # of all files of weights: so much is read of them, once a node
 _KEPT = 1000  # microbatches of a replica: more than a rank is ahead of another
-_STORE_SECONDS = 60.0  # for one call; waits for other ranks have their own bound
 
 
 def require_same_start(parsed: ParsedArguments) -> None:
     """Return when all ranks were started alike; raise on every rank otherwise.
 
-    Every rank enters, before it makes groups: ranks meet in torchrun's store. Nothing is compared
+    Every rank enters, before it makes groups: ranks meet in their store. Nothing is compared
     where there is no such store or a default group exists, as among ranks that were forked from one
     process.
 
@@ -76,7 +75,8 @@ def start_store(args: Namespace, *, purpose: str) -> Store | None:
     """torchrun's, with keys of this start: a process may run again. None where there is none."""
     if args.ranks == 1 or "MASTER_ADDR" not in os.environ:
         return None
-    store = torchrun_store(timedelta(seconds=_STORE_SECONDS), purpose=purpose)
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
+    store = met_store(args.rank, limit=limit, purpose=purpose)
     return PrefixStore(str(store.add(f"starts/{args.rank}", 1)), store)
 
 

@@ -68,11 +68,13 @@ def folder_differences(own: Path, given: Path) -> Iterator[str]:
 def token_problems(
     model: Any, tokenizer: TokenizerFacts, *, special_tokens: Mapping[str, str]
 ) -> list[str]:
-    """Where the model's token ids and the tokenizer's differ, one sentence each."""
-    problems = []
+    """Where the model's token ids are none, or the tokenizer's differ, one sentence each."""
+    problems, size = [], model.foundation.vocab_size
     for field, text in special_tokens.items():
         wanted, found = getattr(model, field), tokenizer.ids.get(text)
-        if found is None:
+        if wanted is not None and not 0 <= wanted < size:
+            problems.append(f"model.{field} is {wanted}, but the model has ids 0 to {size - 1}")
+        elif found is None:
             problems.append(f"the tokenizer has no token {text} for model.{field}")
         elif wanted is not None and wanted != found:
             problems.append(f"model.{field} is {wanted}, but the tokenizer's {text} is {found}")

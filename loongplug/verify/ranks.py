@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from loongplug.platform.forks import signals_wait
 from loongplug.platform.loopback import own_address
 
 if TYPE_CHECKING:
@@ -131,12 +132,14 @@ def fork_ranks(
     try:
         for number in range(world_size):
             (folder / f"{number}.pickle").unlink(missing_ok=True)
-            pid = os.fork()
-            if pid == 0:
-                os.close(reading)
-                os.environ.update(address)
-                _live(function, number, world_size=world_size, folder=folder, events=writing)
-            ranks.append(Rank(number, pid, folder))
+            with signals_wait() as as_before:
+                pid = os.fork()
+                if pid == 0:
+                    as_before()
+                    os.close(reading)
+                    os.environ.update(address)
+                    _live(function, number, world_size=world_size, folder=folder, events=writing)
+                ranks.append(Rank(number, pid, folder))
         deadline = None if timeout is None else time.monotonic() + timeout
         on_timeout(_wait(ranks, reading, on_event=on_event, deadline=deadline, grace=grace))
     finally:

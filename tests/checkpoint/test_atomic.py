@@ -116,6 +116,22 @@ def test_saves_under_way_are_no_left_overs(tmp_path):
     assert content(tmp_path / "iter_0000003") == "the only one"
 
 
+@pytest.mark.quick
+def test_a_folder_that_was_removed_or_replaced_takes_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
+    lock = tmp_path / "run" / ".loongplug_lock"
+    folder(lock.parent, "mine")
+    lock.touch()
+    saves = AtomicSaves(lock=lock)
+    assert saves._begin(lock.parent / "iter_0000001").is_dir()
+    lock.parent.rename(tmp_path / "moved")
+    lock.parent.mkdir()
+    with pytest.raises(ValueError, match="run was removed or replaced since the run started"):
+        saves._begin(lock.parent / "iter_0000002")
+    assert not [*lock.parent.iterdir()]
+
+
 def save_twice(rank: int, *, save: Path, fail: bool) -> list[str]:
     """Two asynchronous saves under way at once, finished in order; where each was written."""
     written = []

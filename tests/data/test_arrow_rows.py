@@ -19,6 +19,7 @@ from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
+from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.rows import RowAccess
@@ -201,6 +202,17 @@ def _converted(rank: int, *, path: Path) -> tuple[bool, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_convert", noted)
         return bool(written), len(ArrowRows(path)) + 1000 * len(written)
+
+
+def test_a_saved_dataset_that_changes_is_no_bad_row(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    found = ArrowRows(save_to_disk(rows, tmp_path / "saved"))
+    assert found.read(len(rows) - 1)
+    (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
+    assert found.read(0)
+    with pytest.raises(ChangedFileError, match=r"-00002\.arrow has changed since the start"):
+        found.read(len(rows) - 1)
 
 
 def test_of_ranks_that_start_together_one_converts(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pace import times_slower
 
 from loongplug.data import json_array
+from loongplug.data.bad_samples import bad_as
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
@@ -26,6 +28,29 @@ def test_reads_rows_in_any_order_and_keeps_line_numbers(tmp_path: Path) -> None:
     assert len(index) == 3
     assert [index.read(i)["a"] for i in (2, 0, 1)] == [3, "é", 2]
     assert [index.where(i) for i in range(3)] == [f"{path}:{line}" for line in (1, 4, 5)]
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "removed"])
+def test_a_file_that_changes_is_no_bad_row(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    rows = JsonlIndex(path)
+    assert rows.read(1) == {"a": 2}
+    if change == "written to":
+        path.write_text(path.read_text() + '{"a": 3}\n')
+    else:
+        path.unlink()
+    if change == "replaced":
+        path.write_text('{"b": "longer"}\n{"b": 2}\n')
+    said = set()
+    for row in (0, 1):
+        with (
+            pytest.raises(ChangedFileError, match=r"rows\.jsonl has changed since") as raised,
+            bad_as("row"),
+        ):
+            rows.read(row)
+        said.add(str(raised.value))
+    assert len(said) == 1, "ranks and rows say the same, which is printed once"
 
 
 @pytest.mark.parametrize("content", ["", "\n  \n"])

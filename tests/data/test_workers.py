@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
+from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,28 @@ def test_a_handler_that_was_not_set_from_python_is_left_alone(
         assert next(background(uneven, count()))[0] == 0
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_ctrl_c_comes_when_all_processes_are_there(
+    background: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would leave one that nobody ends, or run this process's clean-up in a new one."""
+    usual, forks = signal.getsignal(signal.SIGINT), []
+
+    def interrupted(self: Any, process: Any) -> None:
+        forks.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+        launch(self, process)
+
+    launch = Popen._launch
+    monkeypatch.setattr(Popen, "_launch", interrupted)
+    results = background(lambda _: signal.getsignal(signal.SIGINT) is usual, count())
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert len(forks) == TWO.processes
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is usual
+    assert next(results), "a new process has the handlers that were there before"
 
 
 def test_closing_ends_the_processes(background: Any) -> None:

@@ -152,6 +152,27 @@ def test_keys_that_nothing_is_computed_from_may_say_anything(tmp_path):
     assert "moe_intermediate_size" in difference
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_tiny", "llava_tiny"])
+def test_options_that_the_model_does_not_have_are_refused_unless_they_say_nothing(name, tmp_path):
+    path = folder_of(tmp_path, name=name) / "config.json"
+    plain = json.loads(path.read_text())
+    model = compose_model(hf_folder=tmp_path)
+    for key, nothing, value in (
+        ("attention_dropout", 0.0, 0.1),
+        ("final_logit_softcapping", None, 30.0),
+        ("residual_multiplier", 1.0, 0.22),
+    ):
+        for said in (nothing, value):
+            changed = json.loads(json.dumps(plain))
+            changed.get("text_config", changed)[key] = said
+            path.write_text(json.dumps(changed))
+            if said == nothing:
+                assert compose_model(hf_folder=tmp_path).config == model.config
+                continue
+            with pytest.raises(ValueError, match=rf"has (text_config\.)?{key} {value}, which"):
+                compose_model(hf_folder=tmp_path)
+
+
 def test_heads_that_turn_in_part_are_seen(tmp_path):
     composed = compose_model(model_name="qwen3_vl_tiny")
     path = folder_of(tmp_path) / "config.json"

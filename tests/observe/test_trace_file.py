@@ -38,6 +38,16 @@ def test_every_write_is_on_disk_at_once(tmp_path):
     writer.close()
 
 
+def test_a_full_disk_ends_the_trace_in_one_line(tmp_path, caplog):
+    rank_file(tmp_path, 0).symlink_to("/dev/full")
+    writer = write(tmp_path, events=[event(1)])
+    writer.write([event(2)])
+    writer.close()
+    (line,) = caplog.messages
+    assert line.startswith("--trace ends here, the run goes on: ")
+    assert "No space left on device" in line
+
+
 def test_a_cut_off_line_is_left_out_and_told(tmp_path):
     write(tmp_path, events=[event(1), event(2)]).close()
     path = rank_file(tmp_path, 0)

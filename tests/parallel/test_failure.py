@@ -41,6 +41,14 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "WATCH_SECONDS", 0.05)
 
 
+def _write_text(file: Any) -> None:
+    """As a library that says something else."""
+    try:
+        file.write(b"text")
+    except OSError:
+        raise RuntimeError("cannot write") from None
+
+
 def _enter(rank: int, *, work: Any, path: str | None = None, port: int | None = None) -> str:
     """``work(rank)`` behind the board, as a training main is; the store is torchrun's by port."""
     if port is not None:
@@ -161,6 +169,21 @@ def test_of_a_shared_fault_the_lowest_of_those_that_know_most_tells(
     monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
     _, printed = _failed_run(_one_fault_in_own_words, port=port)
     assert printed == {2: "loongplug: error [rank 2]: rank 2: step 2 is not finite"}
+
+
+def _others_lose_it(rank: int) -> None:
+    if rank == 2:
+        raise ValueError("the third rank is unwell")
+    raise RuntimeError(f"[gloo/pair.cc:5{rank}] Connection closed by peer [127.0.0.1]:{rank}")
+
+
+@pytest.mark.not_quick
+def test_that_another_rank_is_gone_is_said_where_nothing_better_is(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
+    _, printed = _failed_run(_others_lose_it, port=port)
+    assert printed == {2: "loongplug: error [rank 2]: the third rank is unwell"}
 
 
 def _enter_without_a_store(rank: int) -> None:
@@ -398,6 +421,22 @@ class TestOneProcess:
         printed = capsys.readouterr().err
         assert "Traceback" in printed
         assert "loongplug: error [rank 0]: RuntimeError: boom" in printed
+
+    def test_the_loss_of_another_rank_is_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self._end(RuntimeError("[pair.cc:54] Connection reset by peer [::1]:7")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another rank has ended or does not answer (Connection reset by peer); " in line
+
+    @pytest.mark.parametrize("save", [lambda file: torch.save({"a": 1}, file), _write_text])
+    def test_a_full_disk_is_one_line_whatever_a_library_says(
+        self, save: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises((OSError, RuntimeError)) as caught, open("/dev/full", "wb", 0) as file:
+            save(file)
+        assert self._end(caught.value) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot be written ([Errno 28] No space left on device" in line
+        assert line.endswith("make room.")
 
     def test_what_is_no_exception_is_told_too(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self._end(CheckpointException("read", {})) == 1

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import eventually
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import loongplug
@@ -100,6 +102,45 @@ def test_our_launcher_tells_of_what_cannot_speak(
         launch.main()
     assert ended.value.code == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.quick
+def test_a_port_in_use_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def torchrun() -> None:
+        raise DistNetworkError("port: 29500, name: EADDRINUSE")
+
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(SystemExit) as ended:
+        launch.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "EADDRINUSE" in line
+    assert "give --master-port" in line
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("context", [MultiprocessContext, SubprocessContext])
+def test_no_signal_comes_between_a_rank_and_the_note_of_it(
+    context: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = []
+
+    def start(self: None) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        noted.append("the rank")
+
+    for each in (MultiprocessContext, SubprocessContext):
+        monkeypatch.setattr(each, "_start", start)
+    monkeypatch.setattr("torch.distributed.run.main", lambda: context._start(None))
+    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(KeyboardInterrupt):
+        launch.main()
+    assert noted == ["the rank"]
 
 
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"

@@ -23,6 +23,12 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0")])
+def test_ranks_that_are_none(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert refusal(command_line(tmp_path)).startswith("RANK is ")
+
+
 def refusal(argv: list[str]) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the tests look at the message)
         parse_arguments(argv)

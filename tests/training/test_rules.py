@@ -540,6 +540,9 @@ def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> N
     args.tokenizer_model = str(write_tokenizer(tmp_path / "mine"))
     (line,) = violated_rules(args, model)
     assert "model.image_token_id is 7, but the tokenizer's <|image_pad|> is 5" in line
+    for none in (-1, model.foundation.vocab_size):
+        (line,) = violated_rules(args, dataclasses.replace(prepared[1], image_token_id=none))
+        assert f"model.image_token_id is {none}, but the model has ids 0 to " in line
     (tmp_path / "mine" / "tokenizer.json").write_text("{")
     (line,) = violated_rules(args, model)
     assert "is not a tokenizer of Hugging Face's format" in line

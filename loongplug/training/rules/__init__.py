@@ -55,10 +55,14 @@ RULES: tuple[Rule, ...] = tuple(rule for rules in SUBJECTS.values() for rule in 
 def violations(
     args: Namespace, model: Any, *, training: bool = True, verified: bool = False
 ) -> list[tuple[Rule, str]]:
-    """The rules that ``args`` and ``model`` violate, in the table's order, and what is wrong."""
+    """The rules that ``args`` and ``model`` violate, in the table's order, and what is wrong.
+
+    Of numbers that are none, nothing else is said: others divide by them.
+    """
+    numbers = [each for each in RULES if each.name == "positive-numbers"]
     return [
         (rule, problem)
-        for rule in RULES
+        for rule in (numbers if numbers[0].check(args, model) else RULES)
         if (training or not rule.training_only)
         and (rule.verified or not verified)
         and (problem := rule.check(args, model)) is not None

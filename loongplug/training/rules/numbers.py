@@ -22,10 +22,13 @@ def finite_numbers(args: Namespace, model: Any) -> str | None:
 
 @rule(reason="no optimizer takes them", cure="correct the numbers; betas are below 1")
 def optimizer_numbers(args: Namespace, model: Any) -> str | None:
-    """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay` or `--adam-eps`
-    below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
+    """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay`, `--adam-eps`,
+    `--clip-grad` or a warm-up below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
     """
-    least = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_eps")
+    least = (
+        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_eps"),
+        *("clip_grad", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction"),
+    )
     given = {name: getattr(args, name) for name in (*least, "adam_beta1", "adam_beta2")}
     wrong = [
         f"{flag_of(name)} is {value:g}"

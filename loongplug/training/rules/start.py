@@ -28,6 +28,7 @@ _COUNTS = (
     *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
     *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--epochs"),
     *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
+    "--ckpt-step",
 )
 
 
@@ -52,13 +53,21 @@ def run_length(args: Namespace, model: Any) -> str | None:
 
 @rule(reason="they count things", cure="give 1 or more")
 def positive_numbers(args: Namespace, model: Any) -> str | None:
-    """a parallel size, batch size, length or interval below 1"""
+    """a parallel size, batch size, length or interval, or `--ckpt-step`, below 1"""
     wrong = [
         f"{flag} is {value}"
         for flag in _COUNTS
         if (value := value_of(args, flag)) is not None and value < 1
     ]
     return ", ".join(wrong) or None
+
+
+@rule(reason="it names no place, and would be left aside", cure="give one, or drop the flag")
+def empty_places(args: Namespace, model: Any) -> str | None:
+    """a file or folder that is named by an empty text"""
+    flags = (*WRITTEN, *READ, "--save-hf", "--save-lora")
+    found = [flag for flag in flags if (value := value_if_any(args, flag)) == "" or value == [""]]
+    return ", ".join(found) or None
 
 
 @rule(reason="there are no checkpoints, or two flags say which stay", cure="give --save, and one")

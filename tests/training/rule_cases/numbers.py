@@ -25,8 +25,12 @@ CASES: Cases = {
             {"weight_decay": -0.1},
             {"adam_beta1": -0.1},
             {"adam_beta2": 1.0},
+            {"clip_grad": -1.0},
+            {"lr_warmup_iters": -1},
+            {"lr_warmup_fraction": -0.5},
+            {"lr_warmup_init": -1e-4},
         ],
-        [{"weight_decay": 0.0}, {"lr": 0.0}, {"adam_beta1": 0.0}, {"clip_grad": -1.0}],
+        [{"weight_decay": 0.0}, {"lr": 0.0}, {"adam_beta1": 0.0}, {"clip_grad": 0.0}],
     ),
     "seed": ([{"seed": -5}, {"seed": 0}, {"seed": 2**31}], [{"seed": 1}, {"seed": 2**31 - 1}]),
     "evaluation": (

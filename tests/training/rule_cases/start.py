@@ -20,8 +20,15 @@ CASES: Cases = {
             {"train_iters": None, "epochs": 0},
             {"packing_look_ahead": 0},
             {"tensor_model_parallel_size": -1},
+            {"tensor_model_parallel_size": 0},
+            {"pipeline_model_parallel_size": 0, "context_parallel_size": 0},
+            {"ckpt_step": 0},
         ],
-        [{"seq_length": 1}],
+        [{"seq_length": 1}, {"ckpt_step": 1}],
+    ),
+    "empty-places": (
+        [{"save": ""}, {"save_hf": ""}, {"trace": ""}, {"metrics_json": ""}],
+        [],
     ),
     "kept-checkpoints": (
         [

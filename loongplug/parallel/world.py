@@ -1,0 +1,76 @@
+"""Which rank this process is, by what started it; without torchrun, rank 0 serves the store."""
+
+import os
+import re
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+# What starters call a process's number, how many there are, and its number on its machine.
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_STARTERS = (
+    _NAMES,
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+_SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
+
+
+def take_rank() -> tuple[int, int]:
+    """As :func:`this_rank`, once the environment says what another starter does, as torchrun."""
+    given = (each for each in _STARTERS if {*each[:2]} & {*os.environ})
+    for name, theirs in zip(_NAMES, next(given, ()), strict=False):
+        if theirs in os.environ:
+            os.environ[name] = os.environ[theirs]
+    rank, size = this_rank()
+    if size > 1 and "MASTER_PORT" not in os.environ:
+        job = int(os.environ.get("SLURM_JOB_ID", "9500"))
+        os.environ["MASTER_PORT"] = str(20000 + job % 10000)
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
+    first = re.match(r"([^\[,]+)\[?([^\[\],-]*)", nodes)  # node03 of node[03-05,9]
+    if size > 1 and first is not None:
+        os.environ.setdefault("MASTER_ADDR", "".join(first.groups()))
+    return rank, size
+
+
+def this_rank() -> tuple[int, int]:
+    """RANK and WORLD_SIZE; 0 and 1 without them. Raises ValueError where these are none."""
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    if rank < size or "WORLD_SIZE" not in os.environ:
+        return rank, size
+    raise ValueError(f"RANK is {rank} with WORLD_SIZE {size}: expected a number below the size")
+
+
+def served_store() -> TCPStore | None:
+    """Where torchrun does not, have rank 0 serve the store of ranks: as long as what is given.
+
+    Raises ValueError where it cannot be.
+    """
+    rank, size = this_rank()
+    if size == 1 or os.environ.get(_SERVED) == "True":
+        return None
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise ValueError(f"{size} ranks without MASTER_ADDR: give all the name of rank 0's machine")
+    port, store = _number("MASTER_PORT", "0"), None
+    try:
+        if rank == 0:
+            store = TCPStore(address, port, size, True, timedelta(seconds=60), False)
+            print(f"Rank 0 of {size} meets the others at {address}:{port}.", flush=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"MASTER_PORT {port} cannot be served by rank 0, mostly as another rank 0 or program "
+            f"uses it: give all ranks another one ({str(error).partition(' (')[0]})"
+        ) from error
+    # Only now: torch would take another's port for the agent's store.
+    os.environ |= {_SERVED: "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.setdefault("LOCAL_RANK", "0")
+    return store
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if text.isdecimal():
+        return int(text)
+    raise ValueError(f"{name} is {text!r}: expected a whole number, not below 0")

@@ -1,0 +1,156 @@
+"""Ranks that torchrun has not started: who they are, and where they meet."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from socket import create_server
+
+import pytest
+
+import loongplug
+from loongplug.parallel.world import served_store, take_rank, this_rank
+
+ROOT = str(Path(loongplug.__file__).parents[1])
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def starter(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment without a rank's variables; what is set there is gone behind a test."""
+    for name in (*NAMES, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ],
+)
+def test_each_starter_says_which_rank_it_is(
+    starter: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    for name, value in zip(names, "351", strict=True):
+        starter.setenv(name, value)
+    assert take_rank() == (3, 5)
+    assert this_rank() == (3, 5)
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.quick
+def test_torchrun_s_own_numbers_win_and_without_any_it_is_a_single_rank(
+    starter: pytest.MonkeyPatch,
+) -> None:
+    assert take_rank() == (0, 1)
+    starter.setenv("RANK", "1")
+    starter.setenv("WORLD_SIZE", "2")
+    starter.setenv("SLURM_PROCID", "0")
+    starter.setenv("SLURM_NTASKS", "1")  # one torchrun on each node
+    assert take_rank() == (1, 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rank", "size", "said"),
+    [
+        ("abc", "2", "RANK is 'abc': expected a whole number"),
+        ("-1", "2", "RANK is '-1': expected"),
+        ("0", "", "WORLD_SIZE is '': expected"),
+        ("0", "0", "RANK is 0 with WORLD_SIZE 0: expected a number below the size"),
+        ("2", "2", "RANK is 2 with WORLD_SIZE 2"),
+    ],
+)
+def test_numbers_that_are_none(
+    starter: pytest.MonkeyPatch, rank: str, size: str, said: str
+) -> None:
+    starter.setenv("RANK", rank)
+    starter.setenv("WORLD_SIZE", size)
+    for read in (take_rank, this_rank):
+        with pytest.raises(ValueError, match=said):
+            read()
+
+
+@pytest.mark.quick
+def test_where_ranks_meet(starter: pytest.MonkeyPatch) -> None:
+    assert served_store() is None  # alone
+    starter.setenv("RANK", "1")
+    starter.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 ranks without MASTER_ADDR: give all the name"):
+        served_store()
+    for nodes, first in (("n[03-05,9],m1", "n03"), ("m1,m2", "m1"), ("m-7", "m-7")):
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            starter.delenv(name, raising=False)
+        starter.setenv("SLURM_JOB_NODELIST", nodes)
+        starter.setenv("SLURM_JOB_ID", "1234567")
+        assert take_rank() == (1, 2)
+        assert served_store() is None
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (first, "24567")
+
+
+@pytest.mark.quick
+def test_a_port_in_use_is_a_sentence(starter: pytest.MonkeyPatch) -> None:
+    with create_server(("", 0)) as taken:
+        for name, value in zip(NAMES, ("0", "2", "0", "127.0.0.1"), strict=False):
+            starter.setenv(name, value)
+        starter.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match=r"MASTER_PORT \d+ cannot be served .*EADDRINUSE"):
+            served_store()
+
+
+def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
+    """One process is rank 1 by Slurm, one rank 0; then a second rank 1 comes."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, torch.distributed as dist
+            from datetime import timedelta
+            from loongplug.parallel.failure import failure_board, met_store
+            from loongplug.parallel.world import served_store
+            with failure_board():
+                served = served_store()
+                rank = int(os.environ["RANK"])
+                store = met_store(rank, limit=timedelta(minutes=5), purpose="start")
+                if sys.argv[1] == "twice":
+                    store.set(f"{rank} came", "1")
+                    store.get("1 came")
+                    store.get("never")
+                if sys.argv[1] == "meet":
+                    dist.init_process_group("gloo")
+                    dist.barrier()
+                    print("met", flush=True)
+            """
+        )
+    )
+    with create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    plain = {name: value for name, value in os.environ.items() if name not in NAMES}
+    plain |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def started(rank: int, size: int, how: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(script), how],
+            env=plain | {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    met = [started(rank, 2, "meet") for rank in (1, 0)]
+    said = [each.communicate(timeout=200) for each in met]
+    assert [each.returncode for each in met] == [0, 0], said
+    assert all("met\n" in out for out, _ in said)
+    twice = [started(rank, 3, "twice") for rank in (0, 1, 1)]
+    errors = [each.communicate(timeout=200)[1] for each in twice]
+    assert {each.returncode for each in twice} == {1}
+    assert "".join(errors).count("rank 1 was started twice, as process ") == 1
+    assert "Traceback" not in "".join(errors)
