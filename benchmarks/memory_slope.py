@@ -31,8 +31,8 @@ def main(way: str, steps: int = 3000) -> None:
     with tempfile.TemporaryDirectory(prefix="loongplug-slope-") as folder:
         demo = ["scripts/make_demo_data.py", "--out", folder, "--train", "40", "--test", "8"]
         subprocess.run([sys.executable, *demo], check=True, stdout=subprocess.DEVNULL)
-        data = ("--tokenizer-model", f"{folder}/processor")
-        data += ("--train-data-path", f"{folder}/train.jsonl")
+        data = ["--tokenizer-model", f"{folder}/processor"]
+        data += ["--train-data-path", f"{folder}/train.jsonl"]
         run = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
@@ -52,9 +52,11 @@ def main(way: str, steps: int = 3000) -> None:
     if run.wait() or not found:
         sys.exit(f"the run ended with {run.returncode}")
     for rank, samples in sorted(found.items()):
-        half = np.array(samples[len(samples) // 2 :])
+        steps_of_half, mib_of_half = np.array(samples[len(samples) // 2 :], dtype=float).T
         shown = " ".join(f"{mib:.1f}" for _, mib in samples[:: max(1, len(samples) // 10)])
-        print(f"{way}, rank {rank}: {np.polyfit(*half.T, 1)[0]:.5f} MiB a step ({shown})")
+        print(
+            f"{way}, rank {rank}: {np.polyfit(steps_of_half, mib_of_half, 1)[0]:.5f} MiB a step ({shown})"
+        )
 
 
 def resident(launcher: int) -> dict[int, float]:
