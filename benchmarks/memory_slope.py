@@ -54,9 +54,8 @@ def main(way: str, steps: int = 3000) -> None:
     for rank, samples in sorted(found.items()):
         steps_of_half, mib_of_half = np.array(samples[len(samples) // 2 :], dtype=float).T
         shown = " ".join(f"{mib:.1f}" for _, mib in samples[:: max(1, len(samples) // 10)])
-        print(
-            f"{way}, rank {rank}: {np.polyfit(steps_of_half, mib_of_half, 1)[0]:.5f} MiB a step ({shown})"
-        )
+        slope = np.polyfit(steps_of_half, mib_of_half, 1)[0]
+        print(f"{way}, rank {rank}: {slope:.5f} MiB a step ({shown})")
 
 
 def resident(launcher: int) -> dict[int, float]:
