@@ -4,16 +4,15 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import Environment, TemplateError
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from loongplug.data.bounded_template import bounded_template, render_bounded
 from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part
 from loongplug.data.processor import MediaTokens, Processor
 from loongplug.data.special_text import (
@@ -29,6 +28,7 @@ from loongplug.data.token_ids import among
 TrainingPhase = Literal["pretrain", "sft"]
 
 _MOST_REASON = 300  # characters of what a template says
+_MOST_SOURCE = 2**17  # characters of a template, which take seconds to compile
 _OPENED = re.compile(r"<[\w:]+>\s*\Z")  # the mark of a thought that a prompt begins
 _EMPTY_THOUGHT = re.compile(r"<([\w:]+)>\s*</\1>\s*")
 
@@ -467,13 +467,15 @@ def render_chat(
     ``messages`` and ``tools`` are what JSON can say. With ``prompt``, the beginning of an
     answer follows.
 
-    What templates may use is what the tokenizer's own environment has, with bounds on what they do
-    (:mod:`loongplug.data.bounded_template`). What is left out is its search through tools,
-    documents and foreign objects, which takes as long as rendering does. A tokenizer class with an
-    ``apply_chat_template`` of its own is asked, without bounds.
+    Templates run in transformers' own sandbox, kept compiled by it. What is left out is its search
+    through tools, documents and foreign objects, which takes as long as rendering does. A tokenizer
+    class with an ``apply_chat_template`` of its own is asked.
 
-    Raises jinja2.TemplateError where the template refuses the conversation or does too much.
+    Raises jinja2.TemplateError where the template refuses the conversation, or is too long.
     """
+    source = tokenizer.get_chat_template()
+    if len(source) > _MOST_SOURCE:
+        raise TemplateError(f"it is longer than {_MOST_SOURCE:,} characters")
     usual = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     # It may have another name in another transformers.
     if not hasattr(chat_template_utils, "_compile_jinja_template") or not usual:
@@ -483,27 +485,20 @@ def render_chat(
         )
         assert isinstance(text, str)
         return text
-    return render_bounded(
-        bounded_template(tokenizer.get_chat_template(), _usual_environment()),
+    rendered: str = chat_template_utils._compile_jinja_template(source).render(
         messages=messages,
         tools=tools,
         documents=None,
         add_generation_prompt=prompt,
         **_special_tokens(tokenizer),
     )
+    return rendered
 
 
 @lru_cache(maxsize=8)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """By their names, as templates know them; the tokenizer would look them up each time."""
     return dict(tokenizer.special_tokens_map)
-
-
-@cache
-def _usual_environment() -> Environment:
-    """What transformers gives to templates; it makes one for each, here for one of no text."""
-    environment: Environment = chat_template_utils._compile_jinja_template("").environment
-    return environment
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from loongplug.data.conversation import Conversation, Message
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.template import render_chat
+from loongplug.data.template import render_chat, tokenize_conversation
 
 pytestmark = pytest.mark.quick
 
@@ -95,3 +96,22 @@ def test_a_class_with_a_way_of_its_own_is_asked(
 
     monkeypatch.setattr(type(fresh.tokenizer), "apply_chat_template", own)
     assert render_chat(CHATS[2], fresh.tokenizer, prompt=True) == "4 True"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 + 'a' }}", r"fails on this row \(TypeError: "),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"fails on this row \(RecursionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"fails on this row \(Recursion"),
+        ("{{ messages.__class__.__mro__ }}", r"refuses this row: access to attribute '__class__'"),
+        ("{{ raise_exception('a' * 1000) }}", r"refuses this row: a{300}\.$"),
+        ("x" * (2**17 + 1), r"refuses this row: it is longer than 131,072 characters\.$"),
+    ],
+    ids=["type", "nested", "recursive", "unsafe", "raises", "long"],
+)
+def test_rows_are_refused_with_their_place(fresh: Processor, template: str, message: str) -> None:
+    fresh.tokenizer.chat_template = template
+    messages = (Message("user", ("Hi",)), Message("assistant", ("1",)))
+    with pytest.raises(ValueError, match=f"^rows:1: the chat template {message}"):
+        tokenize_conversation(Conversation(messages, "rows:1"), fresh, phase="sft", placeholders=[])
