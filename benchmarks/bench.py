@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from modes import CONTEXT, LEVELS, are_cases
 
 from loongplug.commands.options import (
     HANDS_ON,
@@ -266,7 +267,7 @@ def bench_levels(
     json_path: Json = None,
 ) -> None:
     """Measure the modes of heterogeneous parallelism side by side on the CPU."""
-    with user_errors(json_path, "bench levels"):
+    with user_errors(json_path, LEVELS):
         from modes.levels import bench_levels as run
 
         run(rounds=rounds, json_path=json_path, pictures=pictures)
@@ -278,7 +279,7 @@ def bench_context(
     json_path: Json = None,
 ) -> None:
     """Measure context parallelism on two CPU ranks, a core each, beside what it is held against."""
-    with user_errors(json_path, "bench context"):
+    with user_errors(json_path, CONTEXT):
         from modes.context import bench_context as run
 
         run(rounds=rounds, json_path=json_path)
@@ -318,7 +319,7 @@ def bench_pipeline(
 
     The schedules, policies and exchanges are those of a run; only the model is not there.
     """
-    with user_errors(json_path, "bench pipeline"):
+    with user_errors(json_path, are_cases):
         from modes.pipeline import bench_pipeline as run
 
         run(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Fits = Callable[[Any], bool]  # whether an object has our keys
+Kind = str | Fits  # of figures: a command's name, or what tells them
 Ours = Callable[[Path], bool]  # whether LoongPlug made a regular file; ValueError: it did not
 
 MADE_BY = {"Software": "LoongPlug"}  # a text chunk of every picture
@@ -52,7 +53,6 @@ _OF_RUNS = (
     "fill_rate valid_loss valid_exact_match bad_samples empty_steps",
 )
 _is_run = keys(*_OF_RUNS)
-_is_case = keys("case step empty work bubbles predicted over_busiest over_even")
 
 
 def _are_metrics(found: Any) -> bool:
@@ -76,25 +76,22 @@ _FIGURES: Mapping[str, Fits] = {
         "copies_apart faults tensors losses"
     ),
     "bench step": keys("ranks warmup step_seconds step_tokens losses peak_memory_bytes"),
-    "bench levels": keys("work rounds settings"),
-    "bench context": keys("work rounds attention steps refused encoder_share activations"),
-    "bench pipeline": lambda found: isinstance(found, list) and all(map(_is_case, found)),
 }
 PREDICTIONS = json_lines(keys("row task question answer prediction score"))
 PICTURE = begins(rb"\x89PNG.*tEXtSoftware\0LoongPlug")
 
 
-def figures(kind: str) -> Ours:
+def figures(kind: Kind) -> Ours:
     """A JSON file with what a command writes."""
-    fits = _FIGURES[kind]
+    fits = _FIGURES[kind] if isinstance(kind, str) else kind
     return lambda path: path.stat().st_size <= _LARGEST and fits(json.loads(path.read_bytes()))
 
 
 def check_output(path: Path | None, ours: Ours, *, inputs: Iterable[str] = ()) -> None:
     """Refuse a file that is there and is not LoongPlug's own of its kind; for a start.
 
-    ``inputs`` are what a run reads, or the words of its command line. Raises ValueError. What is no
-    regular file will be written to, and is not read here.
+    ``inputs`` are what a run reads, or the words of its command line. Raises ValueError. An empty
+    file is nobody's. What is no regular file will be written to, and is not read here.
     """
     if path is None:
         return
@@ -106,7 +103,7 @@ def check_output(path: Path | None, ours: Ours, *, inputs: Iterable[str] = ()) -
                 path.exists() and os.path.exists(each) and path.samefile(each)
             ):
                 raise ValueError(f"{path} is {each}, which the run needs: give another file.")
-        if not path.exists() or is_stream(path):
+        if not path.exists() or is_stream(path) or path.stat().st_size == 0:
             return
         try:
             mine = ours(path)
@@ -144,14 +141,15 @@ def is_stream(path: Path) -> bool:
     return printed or not stat.S_ISREG(found.st_mode)
 
 
-def write_figures(path: Path | None, content: Any, kind: str, *, beside: bool = False) -> None:
+def write_figures(path: Path | None, content: Any, kind: Kind, *, beside: bool = False) -> None:
     """Write ``content`` as JSON where a file was asked for; ``beside`` what it has, if told so."""
     if path is None:
         return
     if beside and path.exists() and not is_stream(path):
         check_output(path, figures(kind))
-        content = json.loads(path.read_bytes()) | content
-    assert _FIGURES[kind](content), content  # or the next run would refuse it
+        content = json.loads(path.read_bytes() or "{}") | content
+    fits = _FIGURES[kind] if isinstance(kind, str) else kind
+    assert fits(content), content  # or the next run would refuse it
     write_output(path, json.dumps(content, indent=2) + "\n", figures(kind))
 
 

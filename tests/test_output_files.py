@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench import bench
+from modes import CONTEXT, LEVELS, are_cases
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -59,7 +60,7 @@ OURS = {
         dict.fromkeys(("microbatches", "kept", "flags", "encoder_stages", "splits"), 1),
     ],
     "bench step": [asdict(STEP)],
-    "bench levels": [{"work": {}, "rounds": 1, "settings": []}],
+    LEVELS: [{"work": {}, "rounds": 1, "settings": []}],
 }
 ANOTHERS = [
     *({}, [1], "text", 3, ROW, {"iterations": 500}, EVALUATION | {"mine": "x"}, RUN | {"mine": 1}),
@@ -73,10 +74,10 @@ COMMANDS = [
     ("eval --model none --data none.jsonl --json {file}", "file.json", "metrics"),
     ("eval --model none --data none.jsonl --predictions {file}", "file.jsonl", PREDICTIONS),
     ("bench step --json {file}", "file.json", "bench step"),
-    ("bench.py levels --json {file} --pictures {folder}", "file.json", "bench levels"),
+    ("bench.py levels --json {file} --pictures {folder}", "file.json", LEVELS),
     ("bench.py levels --pictures {folder}", "pp2_uniform.png", PICTURE),
-    ("bench.py context --json {file}", "file.json", "bench context"),
-    ("bench.py pipeline --json {file}", "file.json", "bench pipeline"),
+    ("bench.py context --json {file}", "file.json", CONTEXT),
+    ("bench.py pipeline --json {file}", "file.json", are_cases),
     ("data inspect none.jsonl --tokenizer-model none --plots {folder}", "images.png", PICTURE),
     ("trace {folder}", "trace.json", MERGED),
     ("trace {folder}", "timeline.png", PICTURE),
@@ -140,7 +141,7 @@ def test_files_of_every_version_are_known_by_their_keys(tmp_path, kind, number):
 
 
 @pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("content", [*map(json.dumps, ANOTHERS), "{", "", "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("content", [*map(json.dumps, ANOTHERS), "{", "\n", "[" * 100_000, "\xff"])
 def test_other_files_are_not(tmp_path, kind, content):
     file = tmp_path / "theirs"
     file.write_bytes(content.encode("latin-1"))
@@ -156,6 +157,20 @@ def test_the_keys_are_those_that_are_written(tmp_path):
     newest["empty_steps"] = 0
     write_figures(tmp_path / "metrics.json", asdict(TrainingMetrics(**RUN, **newest)), "metrics")
     check_output(tmp_path / "metrics.json", figures("metrics"))
+
+
+def test_an_empty_file_has_nothing_to_lose(tmp_path):
+    for name, kind, content in (
+        *(("run", "metrics", RUN), ("levels", LEVELS, OURS[LEVELS][0])),
+        ("partition", "partition", OURS["partition"][0]),
+    ):
+        file = tmp_path / name
+        file.touch()
+        check_output(file, figures(kind))
+        write_figures(file, content, kind, beside=True)
+        assert json.loads(file.read_text()) == content
+    (tmp_path / "picture.png").touch()
+    check_output(tmp_path / "picture.png", PICTURE)
 
 
 def test_figures_join_those_of_a_run_or_take_their_place(tmp_path):

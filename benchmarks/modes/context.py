@@ -15,6 +15,7 @@ from loongplug.observe.bars import threadless_bars
 from loongplug.output_files import write_figures
 from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload
+from modes import CONTEXT
 from modes.context_work import (
     IMAGES,
     RANKS,
@@ -66,7 +67,7 @@ def bench_context(
             encoder_share=bench.encoder_share(),
         )
     print_figures(figures, console=table_console())
-    write_figures(json_path, as_json(figures, work=work, rounds=rounds), "bench context")
+    write_figures(json_path, as_json(figures, work=work, rounds=rounds), CONTEXT)
     return figures
 
 

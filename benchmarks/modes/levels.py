@@ -22,6 +22,7 @@ from loongplug.observe.trace_file import read_folder
 from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
+from modes import LEVELS
 from modes.levels_figures import (
     RunFigures,
     SettingFigures,
@@ -82,7 +83,7 @@ def bench_levels(
     console = wide_console()
     print_settings(figures, console=console)
     console.print(f"A step of each level as a picture: {pictures}", soft_wrap=True)
-    write_figures(json_path, as_json(figures, work=work, rounds=rounds), "bench levels")
+    write_figures(json_path, as_json(figures, work=work, rounds=rounds), LEVELS)
     return figures
 
 

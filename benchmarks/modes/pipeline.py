@@ -17,6 +17,7 @@ from loongplug.observe.picture import draw_timeline
 from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload
+from modes import are_cases
 
 if TYPE_CHECKING:
     from modes.pipeline_figures import CaseFigures
@@ -70,7 +71,7 @@ def bench_pipeline(
         print_timeline(each, console=console, width=_WIDTH)
     if pictures is not None:
         draw(found, pictures)
-    write_figures(json_path, as_json(found), "bench pipeline")
+    write_figures(json_path, as_json(found), are_cases)
     return found
 
 

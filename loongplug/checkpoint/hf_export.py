@@ -121,7 +121,12 @@ def save_hf_folder(
     """
     with together():
         if own_rank() == 0:
-            check_hf_export(folder, model=model, processor_folder=processor_folder)
+            check_hf_export(
+                folder,
+                model=model,
+                processor_folder=processor_folder,
+                weights_folder=weights_folder,
+            )
     tensors = WholeTensors(model_chunks, model.mapping, weight_of=weight_of)
     files = plan_files(
         (

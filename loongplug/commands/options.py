@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from loongplug.output_files import check_output, figures
+from loongplug.output_files import Kind, check_output, figures
 
 
 def _finite(value: float | None) -> float | None:
@@ -68,8 +68,10 @@ SpecialTokensInText = Annotated[
         help="Read special tokens in the text of rows as special tokens.",
     ),
 ]
-IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys that need not be used.")]
-LiteralMarkers = Annotated[bool, typer.Option("--literal-markers", help="<image> may be text.")]
+IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys to count, not to refuse.")]
+LiteralMarkers = Annotated[
+    bool, typer.Option("--literal-markers", help="Do not count <image> and the like as text.")
+]
 MultiTurnRule = Annotated[
     Literal["split", "last"],
     typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
@@ -88,7 +90,7 @@ HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": 
 
 @contextmanager
 def user_errors(
-    json_path: Path | None = None, kind: str = "metrics", *, words: Iterable[str] = ()
+    json_path: Path | None = None, kind: Kind = "metrics", *, words: Iterable[str] = ()
 ) -> Iterator[None]:
     """A ValueError is the user's, of what is at ``json_path``, too: one sentence, exit code 1."""
     try:

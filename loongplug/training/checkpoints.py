@@ -87,12 +87,13 @@ def refuse_others_checkpoints(args: Namespace) -> None:
     if whole != "none" and not goes_on(args):
         raise ValueError(
             f"--save {save} has checkpoints that this run does not load, and would replace: {whole}"
-            f". Go on from them with --load {save}, without --finetune, or give another folder."
+            ". Give another folder. Training can also go on from them: --load "
+            f"{save}, without --finetune."
         )
     if whole != "none":  # killed behind its first save, or the tracker was lost
         newest = whole.partition(",")[0]
         with put_whole(save / TRACKER) as tracker:
-            tracker.write_text(newest.removeprefix("iter_").lstrip("0"), encoding="utf-8")
+            tracker.write_text(newest.removeprefix("iter_").lstrip("0") or "0", encoding="utf-8")
         print(f"{save / TRACKER} was not there: it names {newest}.", flush=True)
 
 

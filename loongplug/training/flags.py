@@ -236,8 +236,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
-    value("--ignore-keys", "KEY,...", "keys that rows may have anywhere without a use", default="")
-    switch("--literal-markers", "<image> and the like in rows without media are meant as text")
+    value("--ignore-keys", "KEY,...", "unused keys anywhere to count, not to refuse", default="")
+    switch("--literal-markers", "do not count <image> and the like as text in rows without media")
     group.add_argument(
         "--multi-turn",
         choices=("split", "last"),

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import socket
 import zlib
 from argparse import Namespace
@@ -200,16 +201,22 @@ class SameRows:
             if here != there:
                 sample = samples[min(place, len(samples) - 1)]
                 where = sample.where if sample.bad is None else sample.bad.message
+                where = re.sub(r"(?s)^(.{150}).{6,}(.{130})$", r"\1 ... \2", where)
                 said = (
-                    f"{where}: {here} on rank {self._rank}, {there} on rank {rank}. Ranks have to "
-                    "read the same of a row: give all of them the same media files."
+                    f"{where}: {_said(here)} on rank {self._rank}, {_said(there)} on rank {rank}. "
+                    "Ranks have to read the same of a row: give all of them the same media files."
                 )
                 raise SharedFaultError(said, fault="rows that ranks read differently", knows=0)
 
 
 def _read(sample: Sample) -> str:
+    """Tokens, and a digest of them and the sizes of media: short, since the store keeps many."""
     if sample.bad is not None:
         return f"left out ({sample.bad.kind})"
-    grids = " ".join("x".join(map(str, grid)) for grid in sample.grids) or "none"
-    digest = zlib.crc32(sample.input_ids.tobytes())
-    return f"{len(sample)} tokens (digest {digest:08x}), sizes of media {grids}"
+    sizes = str([tuple(map(int, grid)) for grid in sample.grids]).encode()
+    return f"{len(sample)}:{zlib.crc32(sizes, zlib.crc32(sample.input_ids.tobytes())):08x}"
+
+
+def _said(read: str) -> str:
+    tokens, _, digest = read.partition(":")
+    return f"{tokens} tokens (digest {digest}, with sizes of media)" if digest else read

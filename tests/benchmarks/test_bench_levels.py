@@ -5,6 +5,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from modes import LEVELS
 from modes.levels import bench_levels
 from modes.levels_figures import (
     RunFigures,
@@ -242,7 +243,7 @@ def test_tables_and_json_hold_every_level(tmp_path):
     assert text.count("44%") == 4  # four of the nine phases, on each rank of each level
     assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
     content = as_json([figures], work=Work(), rounds=1)
-    write_figures(tmp_path / "levels.json", content, "bench levels")
+    write_figures(tmp_path / "levels.json", content, LEVELS)
     content = json.loads((tmp_path / "levels.json").read_text())
     (setting,) = content["settings"]
     assert setting["encoder_share"] == 0.5

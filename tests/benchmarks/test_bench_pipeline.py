@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench import bench
+from modes import are_cases
 from modes.pipeline import bench_pipeline, draw, measure
 from modes.pipeline_clock import predicted
 from modes.pipeline_figures import (
@@ -200,7 +201,7 @@ def test_tables_and_json_hold_every_case(tmp_path):
     shown = StringIO()
     print_cases([drawn()], console=Console(file=shown, width=132))
     assert "80 (60 to 100)" in shown.getvalue()
-    write_figures(tmp_path / "figures.json", as_json([drawn()]), "bench pipeline")
+    write_figures(tmp_path / "figures.json", as_json([drawn()]), are_cases)
     (content,) = json.loads((tmp_path / "figures.json").read_text())
     assert content["case"]["encoders"][0]["time"] == {"forward": 6, "backward": 12}
     assert content["bubbles"] == pytest.approx([0.525, 0.425])

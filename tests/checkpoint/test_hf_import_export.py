@@ -30,7 +30,13 @@ from loongplug.checkpoint.hf_export import (
     save_hf_folder,
 )
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.checkpoint.manifest import MANIFEST_FILE, digest_of, read_manifest
+from loongplug.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    digest_of,
+    read_manifest,
+    write_manifest,
+)
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.demo_processor import write_processor
 
@@ -266,6 +272,15 @@ def export_twice(rank, *, source, target, processor):
         add, hf_export.TensorFileWriter.add = hf_export.TensorFileWriter.add, full_disk
         with pytest.raises(ValueError, match="No space left") as caught:
             save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
+        (source / "README.md").touch()
+        with pytest.raises(ValueError, match=r"README\.md"):  # before anything is written
+            save_hf_folder(
+                chunks,
+                target,
+                model=hugging_face(config),
+                processor_folder=processor,
+                weights_folder=source,
+            )
         kept = (target / "model.safetensors").stat().st_ino == first
         hf_export.TensorFileWriter.add = add
         save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
@@ -297,6 +312,14 @@ def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_
     (tmp_path / "empty").mkdir()
     check(tmp_path / "empty")
     foreign = save_random_hf_model(tmp_path / "foreign", tied=False)
+    older = tmp_path / "older"
+    older.mkdir()
+    write_manifest(older, Manifest("model", {}))
+    for folder in (older, foreign):
+        (folder / "LICENSE").touch()
+    check(older)
+    with pytest.raises(ValueError, match="LICENSE"):
+        check(older, weights_folder=foreign)
     with pytest.raises(ValueError, match="not an earlier export"):
         check(foreign)
     with pytest.raises(ValueError, match="is a file"):

@@ -44,7 +44,7 @@ def ranks(store: dist.Store) -> list[SameRows]:
     [
         (replace(SAMPLE, input_ids=np.arange(8)), "rows.jsonl:3: 8 tokens (digest "),
         (replace(SAMPLE, input_ids=np.arange(1, 8)), "rows.jsonl:3: 7 tokens (digest "),
-        (replace(SAMPLE, grids=((1, 6, 4),)), "sizes of media 1x6x4 on rank 1, 7 tokens"),
+        (replace(SAMPLE, grids=((1, 6, 4),)), "rows.jsonl:3: 7 tokens (digest "),
         (MISSING, "rows.jsonl:3: a.png is not there: left out (media) on rank 1, 7 tokens"),
     ],
 )
@@ -56,13 +56,34 @@ def test_a_row_that_differs_is_named_with_two_ranks(
         compare("training", 0, 0, [SAMPLE, SAMPLE], None)
     first("training", 0, 1, [SAMPLE, SAMPLE], None)  # who comes first goes on, and is waited with
     second("training", 1, 1, [SAMPLE, other], None)  # of another replica, with other rows
+    same = replace(SAMPLE, where="rows.jsonl:2")
     with pytest.raises(SharedFaultError) as raised:
-        second("training", 0, 1, [SAMPLE, other], None)
+        second("training", 0, 1, [same, other], None)
     assert said in str(raised.value)
     assert "on rank 1, " in str(raised.value)
     assert str(raised.value).endswith(
         "on rank 0. Ranks have to read the same of a row: give all of them the same media files."
     )
+
+
+@pytest.mark.quick
+def test_what_is_kept_and_said_is_short(store: dist.Store, ranks: list[SameRows]) -> None:
+    where = f"{'folder/' * 99}rows.jsonl:12345678"
+    video = replace(SAMPLE, grids=((1, 4, 6),) * 500, where=where)
+    first, second = ranks
+    first("training", 0, 0, [video] * 100, None)
+    assert len(store.get("training/0/0")) < 2000
+    missing = Sample.blank(BadSample("media", f"{where}: {'no file ' * 99}"))
+    for other in (replace(video, grids=(*video.grids[1:], (1, 6, 4))), missing):
+        with pytest.raises(SharedFaultError) as raised:
+            second("training", 0, 0, [*[video] * 99, other], None)
+        assert len(str(raised.value)) <= 500
+        assert "7 tokens" in str(raised.value)
+    before = ResumePoint(4, PackingState(read=9, held=((8, 17),)))
+    first("training", 0, 1, [video], before)
+    with pytest.raises(SharedFaultError, match=r"rows\.jsonl:12345678: in a pack") as raised:
+        second("training", 1, 1, [video], ResumePoint(4, PackingState(read=9, held=())))
+    assert len(str(raised.value)) <= 500
 
 
 @pytest.mark.quick
