@@ -195,9 +195,9 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     except KeyboardInterrupt:
         _fail(board, "loongplug: interrupted", message="interrupted", code=_SIGINT_EXIT)
     except BaseException as caught:  # torch's CheckpointException is not an Exception
-        error = _in_words(caught)
-        knows = error.knows if isinstance(error, SharedFaultError) else 0
-        _fail(board, _report(error, rank), message=_common(error), code=1, knows=knows)
+        words = _in_words(caught)
+        knows = words.knows if isinstance(words, SharedFaultError) else 0
+        _fail(board, _report(words, rank), message=_common(words), code=1, knows=knows)
     finally:
         if board is not None:
             board.stop()

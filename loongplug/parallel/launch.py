@@ -63,7 +63,8 @@ def _torchrun(*, endings_in: Path) -> int:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
     for context in (api.MultiprocessContext, api.SubprocessContext):
-        context._start = signals_wait()(context._start)  # torchrun ends what has started
+        # What has started when it comes, torchrun ends.
+        context._start = signals_wait()(context._start)  # type: ignore[method-assign]
     try:
         torchrun()
     except (DistNetworkError, RendezvousConnectionError) as error:
