@@ -37,13 +37,14 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
     with failure_board() as at_end:
         from loongplug.parallel.programs import ALONE
         from loongplug.parallel.world import served_store
-        from loongplug.platform import activate, requested_device
+        from loongplug.platform import activate, choose_device, requested_device
 
-        _store = served_store()  # as long as we are here
+        device = choose_device(requested_device(flags))
+        _store = served_store(on_gpus=device == "cuda")  # as long as we are here
         if os.environ.get("WORLD_SIZE", "1") == "1":
             os.environ |= {**ALONE, **os.environ}
         quiet()
-        activate(requested_device(flags))
+        activate(device)
         yield at_end
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from loongplug.consoles import table_console
 from loongplug.data.audio_files import decode_audio
-from loongplug.data.bad_samples import BadSample, BadSampleError
+from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.conversation import AudioClip, Medium, Video
 from loongplug.data.dataset import require_length, tokenize_sample
@@ -66,11 +66,12 @@ class RowChecker:
         """Decodes the row's media, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
-            conversation = parse_conversation(
-                rows.read(index), where=where, ignored=rows.access.ignored
-            )
-        except ValueError as error:
-            return CheckedRow(where, (BadSample("row", str(error)),))
+            with bad_as("row"):
+                conversation = parse_conversation(
+                    rows.read(index), where=where, ignored=rows.access.ignored
+                )
+        except BadSampleError as error:
+            return CheckedRow(where, (error.sample,))
         if MASKED in conversation.remarks:
             return CheckedRow(where, remarks=conversation.remarks)
         findings: list[BadSample] = []

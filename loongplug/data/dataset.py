@@ -15,6 +15,7 @@ from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import AudioClip, Conversation, Medium, Video, VideoClip
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.object_store import StoreError
@@ -131,6 +132,8 @@ class ChatDataset:
                 parts.append(self[index])
             except BadSampleError as error:
                 parts.append(Sample.blank(error.sample))
+            except ChangedFileError:
+                raise  # alike for each row and rank
             except StoreError as error:
                 raise ValueError(f"{self.rows.where(index)}: {error}") from error
             except Exception as error:  # no fault of the row, but it helps to know which

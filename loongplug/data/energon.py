@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.kept_files import require_version, version
 from loongplug.data.media_files import TarMember, open_media_file
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
@@ -85,6 +86,7 @@ class EnergonRows:
             for path in (shard, _index_of(shard)):
                 if not path.is_file():
                     raise ValueError(f"{path} is missing: prepare the dataset again.")
+        self._versions = {shard: version(shard) for shard in self.shards}
         counts = [count for _, count in shards]
         self._shard = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [rows]
         numbers = [np.arange(count, dtype=np.uint32) for count in counts]
@@ -116,6 +118,8 @@ class EnergonRows:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row; ValueError with its place when it is none, or for parts that are refused."""
+        shard = self.shards[self._shard[index]]
+        require_version(shard, self._versions[shard])
         sample, where = self.media_root(index), self.where(index)
         if pickled := sample.named(_PICKLED):
             raise ValueError(

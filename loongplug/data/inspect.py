@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from loongplug.data.audio_sizes import SAMPLE_RATE
+from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
 from loongplug.data.conversation import AudioClip, Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
@@ -82,7 +83,7 @@ def inspect(
             remarks.add(sample.remarks, where=sample.where)
             for line in describe(sample, processor):
                 console.print(line)
-        except ValueError as error:
+        except BadSampleError as error:
             console.print(escape(str(error)), style="red")
         console.print()
     for line in remarks.news():
@@ -93,7 +94,7 @@ def inspect(
     def measure(index: int) -> tuple[int, int] | None:
         try:
             sample = dataset[index]
-        except ValueError:
+        except BadSampleError:
             return None
         return len(sample), len(sample.media)
 

@@ -63,7 +63,7 @@ def _torchrun(*, endings_in: Path) -> int:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
     for context in (api.MultiprocessContext, api.SubprocessContext):
-        # In whole, as torchrun ends what has started.
+        # A signal waits: what has started when it comes, torchrun ends.
         context._start = signals_wait()(context._start)  # type: ignore[method-assign]
     try:
         torchrun()

@@ -6,12 +6,14 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-# What starters call a process's number, how many there are, and its number on its machine.
+# What starters call a process's number, how many there are, and its number on its machine; in a
+# Slurm job, mpirun's count.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STARTERS = (
     _NAMES,
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # a shell in a job is a step of one
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
@@ -19,7 +21,7 @@ _SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
 
 def take_rank() -> tuple[int, int]:
     """As :func:`this_rank`, once the environment says what another starter does, as torchrun."""
-    given = (each for each in _STARTERS if {*each[:2]} & {*os.environ})
+    given = (each for each in _STARTERS if {*each[:2]} <= {*os.environ})
     for name, theirs in zip(_NAMES, next(given, ()), strict=False):
         if theirs in os.environ:
             os.environ[name] = os.environ[theirs]
@@ -37,12 +39,15 @@ def take_rank() -> tuple[int, int]:
 def this_rank() -> tuple[int, int]:
     """RANK and WORLD_SIZE; 0 and 1 without them. Raises ValueError where these are none."""
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
-    if rank < size or "WORLD_SIZE" not in os.environ:
+    if rank < size and (size == 1 or "RANK" in os.environ):
         return rank, size
-    raise ValueError(f"RANK is {rank} with WORLD_SIZE {size}: expected a number below the size")
+    given = [os.environ.get(name, "not given") for name in _NAMES]
+    raise ValueError(
+        f"RANK is {given[0]} with WORLD_SIZE {given[1]}: expected both, and a number below the size"
+    )
 
 
-def served_store() -> TCPStore | None:
+def served_store(*, on_gpus: bool) -> TCPStore | None:
     """Where torchrun does not, have rank 0 serve the store of ranks: as long as what is given.
 
     Raises ValueError where it cannot be.
@@ -50,6 +55,8 @@ def served_store() -> TCPStore | None:
     rank, size = this_rank()
     if size == 1 or os.environ.get(_SERVED) == "True":
         return None
+    if on_gpus and "LOCAL_RANK" not in os.environ:
+        raise ValueError(f"{size} ranks without LOCAL_RANK: give each the number of its GPU")
     address = os.environ.get("MASTER_ADDR")
     if not address:
         raise ValueError(f"{size} ranks without MASTER_ADDR: give all the name of rank 0's machine")

@@ -17,7 +17,8 @@ def signals_wait() -> Iterator[Callable[..., None]]:
     as those of multiprocessing do by themselves.
     """
     held: list[int] = []
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each)]
+    alone = (None, signal.SIG_IGN)  # not set from Python, or nothing to hold
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in alone]
     if threading.current_thread() is not threading.main_thread():
         numbers = []  # nowhere else do handlers run
     before = {each: signal.signal(each, lambda number, _: held.append(number)) for each in numbers}

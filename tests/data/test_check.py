@@ -14,12 +14,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.data import check
 from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.processor import Processor
+from loongplug.data.kept_files import ChangedFileError
+from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
-from loongplug.data.workers import map_rows
+from loongplug.data.workers import Background, WorkerSettings, map_rows
 
 Row = Callable[..., dict[str, Any]]
 
@@ -141,6 +143,48 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
     assert f"{len(lines) + 100} rows in" in summary
     assert "22 cannot be used (1 length, 7 media, 2 pixels, 13 row, 1 text)." in summary
+
+
+def test_a_file_that_changes_is_one_sentence(
+    processor: Processor, write_rows: Callable[..., Path], row: Row
+) -> None:
+    """Alike for each row, and so for each rank; in this process and from another."""
+    path = write_rows(row("a", "b"), row("c", "d"))
+    data = ChatDataset(path, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    checker = RowChecker(processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    path.write_text(path.read_text() + "{}\n")
+    said = set()
+    for index in (0, 1):
+        with pytest.raises(ChangedFileError) as raised:
+            data.text_parts([index])
+        work = Background(data.text_parts, iter([[index]]), settings=WorkerSettings(processes=1))
+        with pytest.raises(ValueError, match="has changed") as behind:
+            next(work)
+        work.close()
+        with pytest.raises(ChangedFileError) as checked:
+            checker.check(data.rows, index)
+        said |= {str(each.value) for each in (raised, behind, checked)}
+    (sentence,) = said
+    assert sentence.startswith(f"{path} has changed since the start of this run")
+
+
+def test_a_file_that_changes_ends_the_command(
+    processor_folder: Path,
+    write_rows: Callable[..., Path],
+    row: Row,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_rows(*[row("a", "b")] * 100)
+
+    def load(*arguments: Any, **options: Any) -> Processor:
+        path.write_text("{}\n")  # the rows are open by then
+        return load_processor(*arguments, **options)
+
+    monkeypatch.setattr(check, "load_processor", load)
+    options = ("--tokenizer-model", processor_folder, "--seq-length", SEQ_LENGTH)
+    code, printed, errors = run_check(path, *options, "--processes", 2)
+    assert (code, printed, errors.count("has changed since")) == (1, [], 1)
+    assert "Traceback" not in errors
 
 
 def test_limits_and_special_tokens_in_text(

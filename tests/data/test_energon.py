@@ -23,6 +23,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
 from loongplug.data.workers import WorkerSettings
@@ -341,6 +342,22 @@ def test_damaged_datasets_say_what_is_wrong(
     damage(folder / "train" / "shard_0.tar")
     with pytest.raises(ValueError, match=message):
         EnergonRows(folder, split="train").read(0)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize(
+    "change", [Path.unlink, lambda shard: shard.write_bytes(shard.read_bytes() + bytes(512))]
+)
+def test_a_shard_that_changes_is_no_bad_sample(
+    demo: Path, tmp_path: Path, change: Callable[[Path], Any], read_before: bool
+) -> None:
+    rows = EnergonRows(of_demo(demo, tmp_path, shards=2), split="train")
+    if read_before:
+        rows.read(0)
+    change(rows.shards[0])
+    with pytest.raises(ChangedFileError, match=r"shard_0\.tar has changed since the start"):
+        rows.read(0)
+    assert rows.read(len(rows) - 1), "the other shard has not changed"
 
 
 def test_a_damaged_header_within_a_sample_is_no_end_of_it(tmp_path: Path) -> None:

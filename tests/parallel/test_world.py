@@ -10,16 +10,20 @@ from socket import create_server
 import pytest
 
 import loongplug
+from loongplug import platform
 from loongplug.parallel.world import served_store, take_rank, this_rank
+from loongplug.train import started
 
 ROOT = str(Path(loongplug.__file__).parents[1])
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @pytest.fixture
 def starter(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The environment without a rank's variables; what is set there is gone behind a test."""
-    for name in (*NAMES, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+    theirs = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MPI_")
+    for name in [*NAMES, *filter(lambda name: name.startswith(theirs), os.environ), AGENTS]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -33,6 +37,7 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ],
 )
 def test_each_starter_says_which_rank_it_is(
@@ -59,20 +64,51 @@ def test_torchrun_s_own_numbers_win_and_without_any_it_is_a_single_rank(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
+    ("given", "rank", "size"),
+    [
+        ({"SLURM_NTASKS": "8"}, 0, 1),  # salloc -n 8: its shell, in which nothing is started
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "2"}, 1, 2),
+        # mpirun in a job's shell
+        (
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "8",
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+            },
+            3,
+            4,
+        ),
+    ],
+)
+def test_a_starter_says_rank_and_size(
+    starter: pytest.MonkeyPatch, given: dict[str, str], rank: int, size: int
+) -> None:
+    for name, value in given.items():
+        starter.setenv(name, value)
+    assert take_rank() == (rank, size)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
     ("rank", "size", "said"),
     [
+        ("3", None, "RANK is 3 with WORLD_SIZE not given: expected both"),
+        (None, "2", "RANK is not given with WORLD_SIZE 2: expected both"),
         ("abc", "2", "RANK is 'abc': expected a whole number"),
         ("-1", "2", "RANK is '-1': expected"),
         ("0", "", "WORLD_SIZE is '': expected"),
-        ("0", "0", "RANK is 0 with WORLD_SIZE 0: expected a number below the size"),
+        ("0", "0", "RANK is 0 with WORLD_SIZE 0: expected both, and a number below the size"),
         ("2", "2", "RANK is 2 with WORLD_SIZE 2"),
     ],
 )
 def test_numbers_that_are_none(
-    starter: pytest.MonkeyPatch, rank: str, size: str, said: str
+    starter: pytest.MonkeyPatch, rank: str | None, size: str | None, said: str
 ) -> None:
-    starter.setenv("RANK", rank)
-    starter.setenv("WORLD_SIZE", size)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        if value is not None:
+            starter.setenv(name, value)
     for read in (take_rank, this_rank):
         with pytest.raises(ValueError, match=said):
             read()
@@ -80,18 +116,18 @@ def test_numbers_that_are_none(
 
 @pytest.mark.quick
 def test_where_ranks_meet(starter: pytest.MonkeyPatch) -> None:
-    assert served_store() is None  # alone
+    assert served_store(on_gpus=True) is None  # alone
     starter.setenv("RANK", "1")
     starter.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 ranks without MASTER_ADDR: give all the name"):
-        served_store()
+        served_store(on_gpus=False)
     for nodes, first in (("n[03-05,9],m1", "n03"), ("m1,m2", "m1"), ("m-7", "m-7")):
-        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        for name in ("MASTER_ADDR", "MASTER_PORT", AGENTS):
             starter.delenv(name, raising=False)
         starter.setenv("SLURM_JOB_NODELIST", nodes)
         starter.setenv("SLURM_JOB_ID", "1234567")
         assert take_rank() == (1, 2)
-        assert served_store() is None
+        assert served_store(on_gpus=False) is None
         assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (first, "24567")
 
 
@@ -102,7 +138,22 @@ def test_a_port_in_use_is_a_sentence(starter: pytest.MonkeyPatch) -> None:
             starter.setenv(name, value)
         starter.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(ValueError, match=r"MASTER_PORT \d+ cannot be served .*EADDRINUSE"):
-            served_store()
+            served_store(on_gpus=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("device", "said"), [("cuda", "LOCAL_RANK"), ("cpu", "MASTER_ADDR")])
+def test_on_gpus_no_two_ranks_of_a_machine_take_the_first(
+    starter: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], device: str, said: str
+) -> None:
+    starter.setenv("RANK", "1")
+    starter.setenv("WORLD_SIZE", "2")
+    starter.setattr(platform, "choose_device", lambda _: device)
+    starter.setattr(platform, "activate", lambda _: pytest.fail("behind the refusal"))
+    with pytest.raises(SystemExit), started([]):
+        pass
+    told = f"loongplug: error [rank 1]: 2 ranks without {said}: give "
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
@@ -116,7 +167,7 @@ def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
             from loongplug.parallel.failure import failure_board, met_store
             from loongplug.parallel.world import served_store
             with failure_board():
-                served = served_store()
+                served = served_store(on_gpus=False)
                 rank = int(os.environ["RANK"])
                 store = met_store(rank, limit=timedelta(minutes=5), purpose="start")
                 if sys.argv[1] == "twice":

@@ -365,6 +365,7 @@ def test_print_config_needs_no_other_flag_and_prints_on_rank_0_only(
 ) -> None:
     argv = ["--device", "cpu", "--model-name", "qwen3_vl_8b", "--print-config"]
     printed = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as caught:

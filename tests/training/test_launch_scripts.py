@@ -160,6 +160,7 @@ def parse(launched: Launch) -> ParsedArguments:
     """Parse and check in this process, in the first rank's environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(launched.world_size))
+        patch.setenv("RANK", "0")
         # As on GPUs, where nothing streams before it is asked for.
         return parse_arguments([*launched.argv, "--full-hetero-dp-schedule", "separated"])
 
