@@ -110,7 +110,7 @@ class RowChecker:
             return CheckedRow(where, (error.sample,))
         visual, audio = tokens_of_media(tokens.ids, self._processor)
         try:
-            require_length(len(tokens.ids), where=where, seq_length=self._seq_length)
+            require_length(*tokens.lengths, where=where, seq_length=self._seq_length)
         except BadSampleError as error:
             findings = [error.sample]
         return CheckedRow(

@@ -155,7 +155,7 @@ class ChatDataset:
             self.rows, index, self.processor, videos=self.videos, phase=self.training_phase
         )
         where, tokens = self.rows.where(index), made.tokens
-        require_length(len(tokens.ids), where=where, seq_length=self.seq_length)
+        require_length(*tokens.lengths, where=where, seq_length=self.seq_length)
         ends = np.cumsum(tokens.lengths)
         labels, mask = np.roll(tokens.ids, -1), np.roll(tokens.trained, -1)
         labels[ends - 1], mask[ends - 1] = tokens.ids[ends - 1], False
@@ -258,11 +258,15 @@ def tokenize_sample(
         )
 
 
-def require_length(tokens: int, *, where: str, seq_length: int) -> None:
-    """BadSampleError for a sample that is longer than a sequence."""
+def require_length(*renderings: int, where: str, seq_length: int) -> None:
+    """BadSampleError for a sample whose renderings have more tokens than a sequence."""
     with bad_as("length"):
-        if tokens > seq_length:
+        if (tokens := sum(renderings)) > seq_length:
+            turns = cure = ""
+            if len(renderings) > 1:
+                turns = f" in {len(renderings)} renderings of its turns"
+                cure = "give --multi-turn last, "
             raise ValueError(
-                f"{where}: the sample has {tokens} tokens, but --seq-length is {seq_length}: raise"
-                " it, or shorten or drop the sample."
+                f"{where}: the sample has {tokens} tokens{turns}, but --seq-length is {seq_length}:"
+                f" raise it, {cure}or shorten or drop the sample."
             )

@@ -139,7 +139,8 @@ class _Schema(BaseModel):
         fields = {each.alias or name: each for name, each in cls.model_fields.items()}
         (ignored, unused), used = info.context, {}
         for key, each in value.items():
-            if key in fields:
+            no_name = key == "name" and not isinstance(each, str)  # which a template may read
+            if key in fields and not no_name:
                 if fields[key].is_required() or not _is_empty(each):
                     used[key] = each
             elif not _is_empty(each):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -31,6 +31,7 @@ _MOST_REASON = 300  # characters of what a template says
 _MOST_SOURCE = 2**17  # characters of a template, which take seconds to compile
 _OPENED = re.compile(r"<[\w:]+>\s*\Z")  # the mark of a thought that a prompt begins
 _EMPTY_THOUGHT = re.compile(r"<([\w:]+)>\s*</\1>\s*")
+_MAYBE_THOUGHT = re.compile(r"(?:<([\w:]+)>\s*</\1>)?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +206,6 @@ def _renderings(
     conversation: Conversation, processor: Processor, *, phase: TrainingPhase | None
 ) -> list[_Rendering]:
     messages, where = conversation.messages, conversation.where
-    if messages[0].tools:
-        bare = dataclasses.replace(messages[0], tools=()), *messages[1:]
-        without = _render(bare, processor, where=where)
-        shown = without != _render(messages, processor, where=where)
-        _require_shown("tools", shown, where=where)
     if phase == "sft" and not conversation.plain:
         return _of_answers(messages, processor, where=where)
     if phase is None or not conversation.plain:
@@ -220,13 +216,19 @@ def _renderings(
                 " alone: drop them from the other turns."
             )
         text = _render(messages, processor, where=where, prompt=phase is None)
+        habits = habits_of(processor.tokenizer)
+        ends = [at for at, each in enumerate(messages, start=1) if each.role == "assistant"]
+        shown = (_render(messages[:end], processor, where=where) for end in ends)
+        if phase and habits.renders_again and any(_end_of(each, text) < 0 for each in shown):
+            raise _differs(where, splits=not habits.leaves_answers_open)
         # Where the template does not end an answer, it is looked for, so that it can be ended.
-        looks = left_out or habits_of(processor.tokenizer).leaves_answers_open
+        looks = left_out or habits.leaves_answers_open
         looks = looks or any(
             each.fields and each.role == "assistant" and phase for each in messages
         )
         found = _answers(messages, processor, where=where) if looks else []
         trained = [answer for answer in found if answer.message.trained and phase]
+        _require_read(messages, trained, processor, where=where)
         cut = _cut(text, found, trained, processor, others=phase is not None, where=where)
         return [_Rendering(cut, messages)]
     if phase == "sft":
@@ -259,8 +261,7 @@ class _Answer:
     start: int  # where in it the answer begins, behind the prompt
     said: int  # where it begins without a thought of nothing that the template puts there
     served: str  # the rendering up to the answer's end
-    history: str  # the same without any thought of nothing
-    begin: int  # where in that the answer begins
+    begin: int  # where the answer begins, with a thought that the prompt opens
     ends: bool  # as of :class:`_Segment`
 
 
@@ -272,17 +273,16 @@ def _answers(messages: Sequence[Message], processor: Processor, *, where: str) -
         asked = _render(messages[:number], processor, where=where, prompt=True)
         whole = _render(messages[: number + 1], processor, where=where)
         if not whole.startswith(asked):
-            raise _differs(where)
+            raise _differs(where, splits=False)
         start = said = len(asked)
         spoken, ends = _ended(whole[start:], message, processor, where=where)
-        served = history = asked + spoken
+        served = asked + spoken
         opened = _OPENED.search(asked)
         begin = opened.start() if opened else start
         empty = _EMPTY_THOUGHT.match(served, begin)
         if empty and start < empty.end() < len(served):
-            history = served[:begin] + served[empty.end() :]
             said = start if f"</{empty[1]}>" in message.text else empty.end()
-        found.append(_Answer(number, message, whole, start, said, served, history, begin, ends))
+        found.append(_Answer(number, message, whole, start, said, served, begin, ends))
     return found
 
 
@@ -312,6 +312,7 @@ def _of_answers(
         question = max((at for at, turn in enumerate(turns) if turn == ("user", False)), default=-1)
         groups = [[each for group in groups for each in group if each.number > question]]
     made = []
+    _require_read(messages, [each for group in groups for each in group], processor, where=where)
     for group in groups:
         shown, text = messages[: group[0].number + 1], group[0].rendering
         if group is groups[0] and len(shown) < len(messages):
@@ -339,16 +340,11 @@ def _cut(
         if not text.startswith(answer.served):
             if not (answer in trained or others or answer.ends):
                 continue
-            if not text.startswith(answer.history):
-                raise _differs(where)
-            start, said, end = answer.begin, answer.begin, len(answer.history)
-        if counts := answer in trained:
-            spoken, fields = text[said:end], answer.message.fields
-            shown = fields.get("reasoning_content", "").strip() in spoken
-            _require_shown("reasoning_content", shown, where=where)
-            calls = [call.get("function", call) for call in fields.get("tool_calls", ())]
-            shown = all(call["name"] in spoken for call in calls)
-            _require_shown("tool_calls", shown, where=where)
+            start = said = _end_of(answer.served[: answer.begin], text)
+            end = _end_of(answer.served, text)
+            if end < 0:
+                raise _differs(where, splits=not answer.ends)
+        counts = answer in trained
         segments += [
             _Segment(text[done:start], others),
             _Segment(text[start:said], counts and (others or processor.trains_thoughts)),
@@ -358,10 +354,26 @@ def _cut(
     return [*segments, _Segment(text[done:], others)]
 
 
-def _differs(where: str) -> ValueError:
+def _end_of(part: str, text: str) -> int:
+    """Where ``part`` ends in ``text``, which may lack its thoughts of nothing; -1: it is lost."""
+    end = 0
+    for number, said in enumerate(_EMPTY_THOUGHT.split(part)[::2]):
+        if number:
+            thought = _MAYBE_THOUGHT.match(text, end)
+            assert thought is not None, "it matches everywhere"
+            end = thought.end()
+        if not text.startswith(said, end):
+            return -1
+        end += len(said)
+    return end
+
+
+def _differs(where: str, *, splits: bool) -> ValueError:
+    more = " train by sft with --packing and --multi-turn split," if splits else ""
     return ValueError(
         f"{where}: the chat template renders earlier messages differently once later ones follow,"
-        " so the answers cannot be told apart: use a template that only appends, or --packing."
+        f" so what they say is lost or not found: use a template that only appends,{more} or drop"
+        " what it leaves out, such as earlier thoughts."
     )
 
 
@@ -387,12 +399,47 @@ def _ended(answer: str, message: Message, processor: Processor, *, where: str) -
     )
 
 
-def _require_shown(key: str, shown: bool, *, where: str) -> None:
-    if not shown:
-        raise ValueError(
-            f"{where}: the chat template leaves out the {key} of the row: take the template of a"
-            " model that reads them, write them into the text, or drop the row."
-        )
+def _without(message: Message) -> Iterator[tuple[str, Message]]:
+    """What a template may leave out of a message, and the message without it."""
+    if message.tools:
+        yield "tools", dataclasses.replace(message, tools=())
+    if message.role == "tool" and message.text.strip():
+        yield "results (role tool)", dataclasses.replace(message, parts=())
+    if message.fields.get("reasoning_content", "").strip():
+        fields = {**message.fields, "reasoning_content": ""}
+        yield "reasoning_content", dataclasses.replace(message, fields=fields)
+    calls = message.fields.get("tool_calls", [])
+    for number, call in enumerate(calls):
+        function = call.get("function", call)
+        function = function | {"arguments": {} if function["arguments"] else {"x": 1}}
+        other = call | {"function": function} if "function" in call else function
+        changed = [*calls[:number], other, *calls[number + 1 :]]
+        fields = {**message.fields, "tool_calls": changed}
+        yield "tool_calls", dataclasses.replace(message, fields=fields)
+
+
+def _require_read(
+    messages: Sequence[Message], answers: Sequence[_Answer], processor: Processor, *, where: str
+) -> None:
+    """Refuse a row whose tools, results or fields of ``answers`` the template leaves out."""
+    served, whole = {answer.number: answer.served for answer in answers}, ""
+    for number, message in enumerate(messages):
+        for key, changed in _without(message):
+            if message.role == "assistant" and number not in served:
+                continue
+            end = number + 1 if number in served else len(messages)
+            row = [*messages[:number], changed, *messages[number + 1 : end]]
+            if number not in served:
+                whole = whole or _render(messages, processor, where=where)
+            try:
+                same = _render(row, processor, where=where).startswith(served.get(number, whole))
+            except ValueError:  # the template asks for it
+                same = False
+            if same:
+                raise ValueError(
+                    f"{where}: the chat template leaves out the {key} of the row: take the template"
+                    " of a model that reads them, write them into the text, or drop the row."
+                )
 
 
 def _render(

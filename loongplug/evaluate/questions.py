@@ -13,6 +13,7 @@ from loongplug.data.formats import parse_conversation
 from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
+from loongplug.data.remarks import MASKED
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -40,7 +41,7 @@ def read_questions(
     access: RowAccess = ANY_ROW,
     video_style: VideoStyle = TIMESTAMPS,
 ) -> list[Question]:
-    """The file's rows in order, the first ``limit`` of them; opens image headers only.
+    """The file's rows in order, the first ``limit`` not left out; opens image headers only.
 
     Raises:
         ValueError: no file, no rows, or a row that cannot be asked, with its place.
@@ -54,15 +55,27 @@ def questions_of(
 ) -> list[Question]:
     """As :func:`read_questions`, of rows that are open."""
     questions: list[Question] = []
-    for index in range(len(rows) if limit is None else min(limit, len(rows))):
+    for index in range(len(rows)):
+        if len(questions) == limit:
+            break
         with bad_as("row"):
-            questions.append(_question(rows, index, processor, videos=videos))
+            question = _question(rows, index, processor, videos=videos)
+        questions += [] if question is None else [question]
+    if not questions and limit != 0:
+        raise ValueError(
+            f"{rows.where(0)}: each row is left out by its loss or weight: ask others."
+        )
     return questions
 
 
-def _question(rows: Rows, index: int, processor: Processor, *, videos: VideoProcessor) -> Question:
+def _question(
+    rows: Rows, index: int, processor: Processor, *, videos: VideoProcessor
+) -> Question | None:
+    """The row as a question; none if its own loss or weight leaves it out."""
     row, where = rows.read(index), rows.where(index)
     conversation = parse_conversation(row, where=where, ignored=rows.access.ignored)
+    if MASKED in conversation.remarks:
+        return None
     *asked, last = conversation.messages
     if last.role != "assistant" or "tool_calls" in last.fields:
         calls = " and calls tools" * (last.role == "assistant")

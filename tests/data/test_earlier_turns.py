@@ -269,13 +269,40 @@ def test_each_answer_is_trained_on_as_it_is_served(
 def test_pretraining_finds_the_answers_that_it_leaves_out(
     thinkers: dict[tuple[bool, bool], Processor],
 ) -> None:
-    said = ("user", True), ("assistant", False), ("user", True), ("assistant", True)
-    messages = tuple(Message(role, (f"3{at}",), trained) for at, (role, trained) in enumerate(said))
-    row = Conversation(messages=messages, where="")
+    """Also behind steps whose thoughts of nothing a later question drops."""
+    for roles in ("uaua", "uatataua"):
+        for left in (at for at, role in enumerate(roles) if role == "a"):
+            messages = tuple(
+                Message({"u": "user", "a": "assistant", "t": "tool"}[role], (f"3{at}",), at != left)
+                for at, role in enumerate(roles)
+            )
+            row = Conversation(messages=messages, where="")
+            for (_, keeps), processor in thinkers.items():
+                tokens = tokenize_conversation(row, processor, phase="pretrain", placeholders=[])
+                assert processor.tokenizer.decode(tokens.ids) == render(messages, processor)
+                gone = processor.tokenizer.decode(tokens.ids[~tokens.trained])
+                assert gone.endswith(f"3{left}{END}"), (roles, left, keeps)
+                assert gone.removesuffix(f"3{left}{END}") in ("", EMPTY, EMPTY[len("<think>\n") :])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"name": "A"}])
+def test_pretraining_loses_no_thought_of_an_earlier_turn(
+    thinkers: dict[tuple[bool, bool], Processor], trained: bool, fields: dict[str, str]
+) -> None:
+    thought, asked = "<think>\nRead 3\n</think>\n\n", Message("user", ("Read",))
+    answer = Message("assistant", (f"{thought}1",), trained, fields)
+    row = Conversation(messages=(asked, answer), where="rows.jsonl:3")
+    lost = dataclasses.replace(row, messages=(*row.messages, asked, Message("assistant", ("1",))))
+    without = dataclasses.replace(answer, parts=("\n\n1",))
+    kept = dataclasses.replace(lost, messages=(asked, without, *lost.messages[2:]))
     for processor in thinkers.values():
         tokens = tokenize_conversation(row, processor, phase="pretrain", placeholders=[])
-        assert processor.tokenizer.decode(tokens.ids) == render(messages, processor)
-        assert processor.tokenizer.decode(tokens.ids[~tokens.trained]) == f"31{END}"
+        assert thought in processor.tokenizer.decode(tokens.ids)
+        tokenize_conversation(kept, processor, phase="pretrain", placeholders=[])
+        with pytest.raises(ValueError, match=r"^rows.jsonl:3: .* lost .* sft .* split, or drop"):
+            tokenize_conversation(lost, processor, phase="pretrain", placeholders=[])
+        tokenized(lost.messages, processor, multi_turn="split")
 
 
 CHAT = [
@@ -397,7 +424,9 @@ def assert_alike(found: Any, expected: Any) -> None:
 
 def test_a_row_is_as_long_as_its_renderings_together(path: Path, folder: Path) -> None:
     length = len(dataset_of(path, folder)[0])
-    with pytest.raises(BadSampleError, match=rf"rows.jsonl:1: the sample has {length} tokens"):
+    with pytest.raises(
+        BadSampleError, match=rf"rows.jsonl:1: .* {length} tokens in 3 .*-turn last"
+    ):
         dataset_of(path, folder, seq_length=length - 1)[0]
     last = dataset_of(path, folder, seq_length=length - 1, multi_turn="last")[0]
     assert len(last) < length / 2

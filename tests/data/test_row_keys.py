@@ -188,6 +188,14 @@ def test_any_unknown_key_of_a_turn_or_part_is_refused_by_name(
 
 
 @pytest.mark.quick
+def test_a_message_s_name_is_the_template_s_where_it_is_text_else_counted() -> None:
+    for name, fields, remarks in (("A", {"name": "A"}, ()), (5, {}, (("key", "name"),))):
+        row = {"messages": [USER | {"name": name}, ANSWER]}
+        found = parse_conversation(row, where="r:1")
+        assert (found.messages[0].fields, found.remarks) == (fields, remarks)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("schema", PLACES)
 def test_keys_without_meaning_are_counted_anywhere(schema: type) -> None:
     row = with_keys(schema, **dict.fromkeys(WITHOUT_MEANING, "x"))

@@ -156,6 +156,16 @@ def test_what_looks_special_is_text_wherever_it_stands(processor: Processor, tem
 
 
 BARE = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "1"}]
+# Without arguments, without a second call, without results; and one that asks for a result.
+NAMES = QWEN2_5.replace("call.arguments | tojson", "'{}'")
+ONE_CALL = QWEN2_5.replace("in message.tool_calls", "in message.tool_calls[:1]")
+NO_RESULTS = QWEN2_5.replace("+ shown(message.content) + '\\n</tool", "+ '\\n</tool")
+ASKS = NO_RESULTS.replace(
+    "{%- for message in messages -%}",
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'tool' and not message.content -%}{{ raise_exception('no result') }}"
+    "{%- endif -%}",
+)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +174,9 @@ BARE = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "1"}
         ({"reasoning_content": "one"}, None, "reasoning_content"),
         ({"tool_calls": [call({})]}, None, "tool_calls"),
         ({}, [TOOL], "tools"),
+        # What the answer says besides does not stand for it.
+        ({"content": "zoom now 4", "tool_calls": [call({})]}, None, "tool_calls"),
+        ({"reasoning_content": "1"}, None, "reasoning_content"),
     ],
 )
 @pytest.mark.parametrize("phase", ["sft", "pretrain"])
@@ -179,6 +192,30 @@ def test_a_template_that_leaves_them_out_is_not_trained_with(
         row["messages"] += [BARE[0], BARE[1]]
         row["messages"][1] |= {"weight": 0}
         tokens_of(row, processor, phase)
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [(NAMES, "tool_calls"), (ONE_CALL, "tool_calls"), (NO_RESULTS, "results"), (ASKS, "")],
+)
+@pytest.mark.parametrize("phase", ["sft", "pretrain"])
+def test_a_template_has_to_write_all_arguments_calls_and_results(
+    processor: Processor, template: str, left_out: str, phase: TrainingPhase
+) -> None:
+    calls = {"role": "assistant", "tool_calls": [call({"x": 1}), call({"x": 2})]}
+    row = {"messages": [BARE[0], calls, {"role": "tool", "content": "4"}, BARE[1]]}
+    assert template != QWEN2_5
+    tokens_of(row, with_bytes(processor, QWEN2_5), phase)
+    taken = with_bytes(processor, template)
+    if not left_out:
+        tokens_of(row, taken, phase)
+        return
+    with pytest.raises(ValueError, match=f"^rows.jsonl:3: the .* leaves out the {left_out}"):
+        tokens_of(row, taken, phase)
+    row["messages"][1]["tool_calls"] = [call({})]  # of which nothing is lost but by the name alone
+    row["messages"][2]["content"] = ""
+    if left_out == "results" or template == ONE_CALL:
+        tokens_of(row, taken, phase)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +357,20 @@ def test_evaluation_asks_with_tools_and_what_was_called(
 ) -> None:
     taken, said = with_bytes(processor, QWEN2_5), messages(thoughts=False)
     said[1]["content"], said[5]["content"] = "How many?", "5"
-    rows = open_source(write_rows({"messages": said, "tools": [TOOL]}), access=ANY_ROW)
+    row = {"messages": said, "tools": [TOOL]}
+    rows = open_source(write_rows(row | {"loss": False}, row, row | {"weight": 0}), access=ANY_ROW)
     videos = VideoProcessor(taken, TIMESTAMPS)
     (question,) = questions_of(rows, taken, videos=videos, limit=None)
+    assert question.where.endswith(":2")
+    assert [each.where for each in questions_of(rows, taken, videos=videos, limit=1)] == [
+        question.where
+    ]
     asked = taken.tokenizer.apply_chat_template(said[:-1], tools=[TOOL], add_generation_prompt=True)
     assert question.input_ids.tolist() == asked["input_ids"]
     assert question.answer == "4"
+    rows = open_source(write_rows(row | {"weight": 0}), access=ANY_ROW)
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: each row is left out"):
+        questions_of(rows, taken, videos=videos, limit=None)
     rows = open_source(write_rows({"messages": said[:3], "tools": [TOOL]}), access=ANY_ROW)
     with pytest.raises(ValueError, match=r"rows.jsonl:1: the last .* calls tools: end the row"):
         questions_of(rows, taken, videos=videos, limit=None)
