@@ -135,8 +135,9 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     index([str(data)], **options, access=RowAccess(media_root=demo))
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
+    met = f"keys without a use (the first at {data}:"
+    assert capfd.readouterr().out.count(met) == 1  # as rows are met
     keys = "keys without a use (rows that have them): 'origin'"
-    assert capfd.readouterr().out.count(keys) == 1  # as rows are met
     whole = train()
     said = capfd.readouterr().out
     assert f"{turns}, 64 answers are trained on.\n" in said
@@ -144,6 +145,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     assert f"Training data have {keys} ({len(rows)})." in said
     assert "Training data have 1 rows left out by loss or weight" in said
     assert said.count(keys) == 1
+    assert met not in said
     rest = train("--load", str(tmp_path / "run"))
     for rank in range(2):
         assert without[rank][0] + rest[rank][0] == whole[rank][0]
