@@ -29,7 +29,7 @@ from loongplug.data.processor import (
     load_processor,
     require_fit,
 )
-from loongplug.data.remarks import MASKED, Remarks
+from loongplug.data.remarks import Remarks
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
 from loongplug.evaluate import MAX_NEW_TOKENS
@@ -59,6 +59,13 @@ from loongplug.training.step_sizes import step_sizes
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
+
+
+def noted_thoughts(args: Namespace, *, template: str) -> dict[str, bool]:
+    """What a note of data says of thoughts: nothing where all is as before there was the flag."""
+    trained, before = args.train_template_thought, "think" in template
+    noted = args.training_phase == "sft" and trained != before
+    return {"train_template_thought": trained} if noted else {}
 
 
 class DatasetProvider:
@@ -101,9 +108,6 @@ class DatasetProvider:
         self.train = train
         blend = parse_blend(train_files, flag=TRAINING)
         habits = habits_of(processor.tokenizer)
-        # Whether thoughts are trained is noted where it is not as before there was the flag.
-        trained = "think" in processor.tokenizer.get_chat_template()
-        noted = args.training_phase == "sft" and args.train_template_thought != trained
         settings = {
             "seed": args.seed,
             "seq_length": args.seq_length,
@@ -114,7 +118,7 @@ class DatasetProvider:
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
             **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
-            **({"train_template_thought": not trained} if noted else {}),
+            **noted_thoughts(args, template=processor.tokenizer.get_chat_template()),
             **({} if args.transparency == "drop" else {"transparency": args.transparency}),
             **PixelLimits.of(vars(args)).given(),
         }
@@ -158,9 +162,8 @@ class DatasetProvider:
         for source, sizes in indexed:
             for remark, (count, row) in sizes.remarks.found.items():
                 self._remarks.add([remark], where=source.where(int(row)), rows=count)
-            masked, _ = sizes.remarks.found.get(MASKED, (0, ""))
             self._rows += len(sizes.tokens)
-            self._unusable += int(((sizes.tokens == 0) | (sizes.tokens > most)).sum()) - masked
+            self._unusable += sizes.unusable(most)
         # By the indexes; None without.
         self.media = sum(len(sizes.grids) for _, sizes in indexed) if indexed else None
         met = Remarks(literal_markers=args.literal_markers, indexed=bool(indexed))

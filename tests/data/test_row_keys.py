@@ -326,6 +326,9 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     sizes = kept_sizes(JsonlIndex(path), decides)
     assert sizes is not None
     assert (sizes.tokens > 0).tolist() == [True, False, True, False, True, True]
+    longest = int(sizes.tokens.max())
+    too_long = int((sizes.tokens == longest).sum())
+    assert (sizes.unusable(longest), sizes.unusable(longest - 1)) == (0, too_long)
     assert sizes.remarks.found == {  # how many rows, and the number of the first
         MASKED: (2, "1"),
         ("key", "source"): (2, "2"),

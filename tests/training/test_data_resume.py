@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.index import index
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.rows import RowAccess
+from loongplug.training.datasets import noted_thoughts
 from loongplug.training.run import run
 
 PADDING = 0
@@ -169,6 +171,22 @@ def made(rank: int, *, flags: list[str]) -> int:
     ChatDataset.text_parts = text_parts
     run(flags)
     return len(asked)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("template", ["{{ '<think>' }}", "{{ messages }}"])
+def test_a_note_tells_whether_thoughts_are_trained(template):
+    """In each template; that of a run from before there was the flag, which trained them, fits."""
+    made = [
+        noted_thoughts(
+            Namespace(training_phase=phase, train_template_thought=trained), template=template
+        )
+        for phase in ("sft", "pretrain")
+        for trained in (False, True)
+    ]
+    assert made[0] != made[1]
+    assert made[2] == made[3] == {}
+    assert made["think" in template] == {}
 
 
 @pytest.mark.slow
