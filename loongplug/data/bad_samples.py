@@ -76,8 +76,8 @@ class BadSamples:
     def __init__(self, policy: BadSamplePolicy = "fatal", remarks: Remarks | None = None) -> None:
         self.skips = policy == "skip"
         self.speaks = True
-        # By kind; of what this rank has loaded, odd videos by what is odd, and media by encoder.
         self.counts: Counter[str] = Counter()
+        self.media: Counter[str] = Counter()  # by encoder, those that this rank has loaded
         self.remarks = remarks or Remarks()  # on samples that are used
 
     def meet(self, sample: BadSample) -> None:
@@ -90,8 +90,8 @@ class BadSamples:
             _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)
 
     def used(self, odd: OddVideos) -> None:
-        """Count odd videos that this rank has loaded; logs the first of each kind."""
+        """Count odd videos that this rank has decoded; logs the first of each kind."""
         for kind, message in odd:
-            self.counts[kind] += 1
-            if self.counts[kind] == 1:
+            if ("video", kind) not in self.remarks.found:
                 _LOG.warning(message)
+            self.remarks.add([("video", kind)], where=message)

@@ -199,7 +199,7 @@ def check(
     seconds = time.monotonic() - started
     faults = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     said = f"{bad} cannot be used ({faults})." if bad else "all can be used."
-    for line in (f"{total} rows in {seconds:.1f} s: {said}", *remarks.news()):
+    for line in (f"{total} rows in {seconds:.1f} s: {said}", *remarks.totals()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if lengths:
         tokens, visual, audio = zip(*lengths, strict=True)

@@ -86,7 +86,7 @@ def inspect(
         except BadSampleError as error:
             console.print(escape(str(error)), style="red")
         console.print()
-    for line in remarks.news():
+    for line in remarks.totals():
         console.print(f"Of the rows shown: {line}", markup=False)
     if plots is None:
         return

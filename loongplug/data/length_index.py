@@ -6,7 +6,7 @@ lengths are compared with those of the samples when these are made.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,26 +79,31 @@ class LengthSettings:
 
 
 def sample_lengths(
-    rows: Rows, settings: LengthSettings, *, seq_length: int
+    rows: Rows, found: Sequence[tuple[Source, RowSizes]], *, seq_length: int
 ) -> NDArray[np.int32] | None:
-    """Tokens of the samples that the rows become, [rows], by the indexes of their files.
+    """Tokens of the samples that the rows become, [rows], by what :func:`indexed_sizes` found.
 
     0 stands for a sample that cannot be used, also for one that is longer than ``seq_length``.
     None, unless each of the files has an index.
+    """
+    if not found:
+        return None
+    lengths = by_row(rows, [sizes.tokens for _, sizes in found])
+    return np.where(lengths > seq_length, 0, lengths)
+
+
+def by_row(rows: Rows, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Of values by row for each source, those of all rows, [rows]; a blend repeats some."""
+    return rows.spread(values) if isinstance(rows, Blend) else values[0]
+
+
+def indexed_sizes(rows: Rows, settings: LengthSettings) -> list[tuple[Source, RowSizes]]:
+    """Each file of the rows with its index; nothing, unless all have one.
 
     Raises:
         ValueError: an index is damaged, or of other rows or settings; with the command that makes
             it again.
     """
-    if not (found := indexed_sizes(rows, settings)):
-        return None
-    tokens = [sizes.tokens for _, sizes in found]
-    lengths = rows.spread(tokens) if isinstance(rows, Blend) else tokens[0]
-    return np.where(lengths > seq_length, 0, lengths)
-
-
-def indexed_sizes(rows: Rows, settings: LengthSettings) -> list[tuple[Source, RowSizes]]:
-    """Each file of the rows with its index; nothing, unless all have one. ValueError as above."""
     found = [(source, kept_sizes(source, settings)) for source in sources_of(rows)]
     known = [(source, sizes) for source, sizes in found if sizes is not None]
     return known if len(known) == len(found) else []

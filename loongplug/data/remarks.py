@@ -1,44 +1,64 @@
-"""Remarks on rows that are no faults: keys without a use, media's marks as text, rows left out."""
+"""Remarks that are no faults: keys without a use, media's marks as text, rows left out, videos."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
-Remark = tuple[str, str]  # its kind (key, mark, masked), and the key or the mark
+Remark = tuple[str, str]  # its kind (key, mark, masked, video), and the key, the mark, what is odd
 MASKED: Remark = ("masked", "")  # the row's own loss or weight leaves it out
-_MOST = 1000  # remarks that are counted apart: hostile rows may have a new key each
+_MOST = 1000  # keys that are counted apart: hostile rows may have a new one each
 _MOST_KEYS = 20  # in one line
 
 
 class Remarks:
     """On how many rows each remark is, and where the first of them stands."""
 
-    def __init__(self, *, literal_markers: bool = False) -> None:
-        """``literal_markers``: marks of media that are text are meant, and no remark."""
+    def __init__(self, *, literal_markers: bool = False, indexed: bool = False) -> None:
+        """``literal_markers``: marks of media that are text are meant, and no remark.
+
+        ``indexed``: nor are others on rows, which an index has told.
+        """
         self.found: dict[Remark, tuple[int, str]] = {}
-        self._literal = literal_markers
+        self._silent = ("mark",) * literal_markers + ("key", "mark", "masked") * indexed
         self._told = 0
 
     def add(self, remarks: Iterable[Remark], *, where: str, rows: int = 1) -> None:
         """Count the remarks on a row, or on so many, the first of which stands at ``where``."""
         for remark in remarks:
-            known = remark if remark in self.found or len(self.found) < _MOST else ("key", "...")
-            if remark[0] != "mark" or not self._literal:
+            many = remark[0] == "key" and len(self.found) >= _MOST and remark not in self.found
+            known = ("key", "...") if many else remark
+            if remark[0] not in self._silent:
                 count, first = self.found.get(known, (0, where))
                 self.found[known] = count + rows, first
 
     def news(self) -> list[str]:
-        """Lines on what was not told yet: on all keys, on each mark, on rows left out."""
+        """Lines on keys and marks that were new since the last call; more rows may have them."""
         new = list(islice(self.found.items(), self._told, None))
         self._told = len(self.found)
-        keys = [f"{name!r:.60} ({rows})" for (kind, name), (rows, _) in new if kind == "key"]
-        keys[_MOST_KEYS:] = [f"{len(keys) - _MOST_KEYS} others"] * (len(keys) > _MOST_KEYS)
-        lines = [f"keys without a use (rows that have them): {', '.join(keys)}"] if keys else []
-        for (kind, name), (rows, where) in new:
-            if kind == "mark":
-                lines.append(
-                    f"{name} as text in {rows} rows, the first at {where}: no medium takes its"
-                    " place. Give the rows their media, or --literal-markers if text is meant"
-                )
-            elif kind == "masked":
-                lines.append(f"{rows} rows left out by loss or weight, the first at {where}")
-        return lines
+        return _lines({each: (0, where) for each, (_, where) in new if each[0] in ("key", "mark")})
+
+    def totals(self) -> list[str]:
+        """Lines on all: on keys, on each mark, on rows left out, on each kind of odd videos."""
+        return _lines(self.found)
+
+
+def _lines(found: Mapping[Remark, tuple[int, str]]) -> list[str]:
+    """Without numbers of rows that are 0."""
+    lines, keys = [], {name: told for (kind, name), told in found.items() if kind == "key"}
+    if keys:
+        names = [f"{name!r:.60}" + f" ({rows})" * (rows > 0) for name, (rows, _) in keys.items()]
+        names[_MOST_KEYS:] = [f"{len(keys) - _MOST_KEYS} others"] * (len(keys) > _MOST_KEYS)
+        rows, where = next(iter(keys.values()))
+        head = "rows that have them" if rows else f"the first at {where}"
+        lines.append(f"keys without a use ({head}): {', '.join(names)}")
+    for (kind, name), (rows, where) in found.items():
+        first = f" in {rows} rows" * (rows > 0) + f", the first at {where}"
+        if kind == "mark":
+            lines.append(
+                f"{name} as text{first}: no medium takes its place."
+                " Give the rows their media, or --literal-markers if text is meant"
+            )
+        elif kind == "masked":
+            lines.append(f"{rows} rows left out by loss or weight, the first at {where}")
+        elif kind == "video":
+            lines.append(f"videos with {name}, decoded {rows} times, the first: {where}")
+    return lines

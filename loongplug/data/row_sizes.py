@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.positions import Grid
-from loongplug.data.remarks import Remark, Remarks
+from loongplug.data.remarks import MASKED, Remark, Remarks
 from loongplug.output_files import put_whole
 
 # The file: these words of 64 bits, the note as JSON, then the arrays of numbers of 32 bits. The
@@ -52,6 +52,11 @@ class RowSizes:
             np.array(grids, dtype=np.int32).reshape(-1, 3),
             remarks,
         )
+
+    def unusable(self, seq_length: float) -> int:
+        """How many rows are bad or longer than ``seq_length``, but for those left out."""
+        masked, _ = self.remarks.found.get(MASKED, (0, ""))
+        return int(((self.tokens == 0) | (self.tokens > seq_length)).sum()) - masked
 
 
 def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:

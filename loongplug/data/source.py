@@ -319,7 +319,8 @@ class LocalSource:
         assert planned.number == number, (planned.number, number)
         self.consumed_samples += self._each
         for sample in planned.samples:
-            self._bad_samples.remarks.add(sample.remarks, where=sample.where)
+            if self._bad_samples.speaks:  # else another rank of the replica counts the row
+                self._bad_samples.remarks.add(sample.remarks, where=sample.where)
             if sample.bad is not None:
                 self._bad_samples.meet(sample.bad)
         return planned
@@ -330,7 +331,7 @@ class LocalSource:
         assert found == expected, (found, expected)
         self.decoded += loaded.decoded
         self._bad_samples.used(loaded.odd)
-        self._bad_samples.counts[unit.encoder] += len(unit.media)
+        self._bad_samples.media[unit.encoder] += len(unit.media)
         for bad in loaded.bad.values():
             self._bad_samples.meet(bad)
         return loaded

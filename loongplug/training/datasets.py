@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import parse_blend
@@ -20,7 +19,7 @@ from loongplug.data.evaluation import Evaluation
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import indexed_sizes, sample_lengths
+from loongplug.data.length_index import by_row, indexed_sizes, sample_lengths
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
@@ -30,7 +29,7 @@ from loongplug.data.processor import (
     load_processor,
     require_fit,
 )
-from loongplug.data.remarks import MASKED, Remarks
+from loongplug.data.remarks import Remarks
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
 from loongplug.evaluate import MAX_NEW_TOKENS
@@ -60,6 +59,13 @@ from loongplug.training.step_sizes import step_sizes
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
+
+
+def noted_thoughts(args: Namespace, *, template: str) -> dict[str, bool]:
+    """What a note of data says of thoughts: nothing where all is as before there was the flag."""
+    trained, before = args.train_template_thought, "think" in template
+    noted = args.training_phase == "sft" and trained != before
+    return {"train_template_thought": trained} if noted else {}
 
 
 class DatasetProvider:
@@ -102,7 +108,6 @@ class DatasetProvider:
         self.train = train
         blend = parse_blend(train_files, flag=TRAINING)
         habits = habits_of(processor.tokenizer)
-        leaves_thoughts = habits.renders_again and not args.train_template_thought
         settings = {
             "seed": args.seed,
             "seq_length": args.seq_length,
@@ -113,7 +118,7 @@ class DatasetProvider:
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
             **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
-            **({"train_template_thought": False} if leaves_thoughts else {}),
+            **noted_thoughts(args, template=processor.tokenizer.get_chat_template()),
             **({} if args.transparency == "drop" else {"transparency": args.transparency}),
             **PixelLimits.of(vars(args)).given(),
         }
@@ -126,41 +131,43 @@ class DatasetProvider:
         self.valid_fingerprint = (
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
-
-        def indexed_lengths(dataset: ChatDataset) -> NDArray[np.int32] | None:
-            return sample_lengths(dataset.rows, by_index, seq_length=args.seq_length)
-
-        by_index, indexed, lengths = length_settings(args, model), [], None
+        by_index, indexed = length_settings(args, model), []
         # Without packing, nothing goes by an index: one of other rows ends no run.
         with nullcontext() if args.packing else suppress(ValueError):
-            lengths, indexed = indexed_lengths(train), indexed_sizes(train.rows, by_index)
+            indexed = indexed_sizes(train.rows, by_index)
+        lengths = sample_lengths(train.rows, indexed, seq_length=args.seq_length)
         self._lengths = lengths if args.packing else None
         self._evaluation: Evaluation | None = None
         if self._valid is not None:
+            held_out = indexed_sizes(self._valid.rows, by_index) if args.packing else []
             self._evaluation = Evaluation.plan(
                 self._valid,
                 batch=args.eval_global_batch_size,
                 most_steps=args.eval_iters,
                 look_ahead=args.packing_look_ahead if args.packing else None,
-                lengths=indexed_lengths(self._valid) if args.packing else None,
+                lengths=sample_lengths(self._valid.rows, held_out, seq_length=args.seq_length),
             )
             args.eval_iters = self._evaluation.steps
         self._turns = ""  # what becomes of earlier ones, if the template renders them differently
         if habits.renders_again and args.training_phase == "sft":
             self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
-            if self._lengths is not None:
-                counts = (each.answers[each.tokens <= args.seq_length] for _, each in indexed)
-                self._turns += f", {sum(map(np.sum, counts))} answers are trained on"
+            if self._lengths is not None:  # else the index is of another rule
+                answers = by_row(train.rows, [sizes.answers for _, sizes in indexed])
+                self._turns += f", {answers[self._lengths > 0].sum()} answers are trained on"
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
-        remarks = Remarks(literal_markers=args.literal_markers)
+        self._remarks = Remarks(literal_markers=args.literal_markers)  # by the indexes
+        # By them, too: rows of the files, and those that cannot be used.
+        self._rows = self._unusable = 0
+        most = args.seq_length if args.packing or not self._turns else np.inf  # of another rule
         for source, sizes in indexed:
             for remark, (count, row) in sizes.remarks.found.items():
-                remarks.add([remark], where=source.where(int(row)), rows=count)
-        masked, _ = remarks.found.get(MASKED, (0, ""))
-        self._unusable = 0 if lengths is None else int((lengths == 0).sum()) - masked
+                self._remarks.add([remark], where=source.where(int(row)), rows=count)
+            self._rows += len(sizes.tokens)
+            self._unusable += sizes.unusable(most)
         # By the indexes; None without.
         self.media = sum(len(sizes.grids) for _, sizes in indexed) if indexed else None
-        self.bad_samples = BadSamples(args.bad_sample, remarks)  # met in training
+        met = Remarks(literal_markers=args.literal_markers, indexed=bool(indexed))
+        self.bad_samples = BadSamples(args.bad_sample, met)  # met in training
         self._same_rows = SameRows(args)
 
     @property
@@ -175,10 +182,10 @@ class DatasetProvider:
         if self._lengths is not None:
             yield "Packs of training data are planned from their index of lengths."
         if self._unusable and self.bad_samples.skips:
-            share = f"{self._unusable} of {len(self.train)} rows of the training data"
-            share += f" ({self._unusable / len(self.train):.1%})"
+            share = f"{self._unusable} of {self._rows} rows of the training data"
+            share += f" ({self._unusable / self._rows:.1%})"
             yield f"{share} are left out, by their index of lengths."
-        for line in self.bad_samples.remarks.news():
+        for line in self._remarks.totals():
             yield f"Training data have {line}."
         if self._turns:
             yield f"{self._turns}."

@@ -5,7 +5,7 @@ from typing import Any
 
 from loongplug.data.blend import sources_of
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import sample_lengths
+from loongplug.data.length_index import indexed_sizes, sample_lengths
 from loongplug.data.planned_packs import packs_of_epochs
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
@@ -29,7 +29,7 @@ def iterations_of_epochs(args: Namespace, model: Any) -> int:
     taken = args.epochs * len(rows)
     if args.packing:
         settings = length_settings(args, model)
-        lengths = sample_lengths(rows, settings, seq_length=args.seq_length)
+        lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=args.seq_length)
         if lengths is None:
             commands = "` and `".join(settings.command(source) for source in sources_of(rows))
             raise ValueError(

@@ -22,8 +22,8 @@ from loongplug.checkpoint.agreement import of_all_ranks, raise_together, write_e
 from loongplug.checkpoint.kept import KeptCheckpoints
 from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.checkpoint.save_lock import LOCK_FILE
-from loongplug.data.bad_samples import BAD_KINDS
 from loongplug.data.microbatch import Microbatch
+from loongplug.data.remarks import Remarks
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -256,10 +256,15 @@ def _run(
             on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
         )
         datasets.close()
-        met = sum(of_all_ranks(datasets.bad_samples.counts), Counter())
-        odd = met.keys() - {*BAD_KINDS, *parsed.model.encoders}
-        _say((f"videos with {each}: {met[each]}" for each in sorted(odd)), args=args, file=terminal)
-        idle = (_WITHOUT_MEDIA.format(name) for name in encoders if not met[name])
+        found = datasets.bad_samples.remarks.found, datasets.bad_samples.media
+        media, remarks = Counter[str](), Remarks()  # of all ranks
+        for told, loaded in of_all_ranks(found):
+            media += loaded
+            for remark, (count, where) in told.items():
+                remarks.add([remark], where=where, rows=count)
+        met = (f"Training met {line}." for line in remarks.totals())
+        _say(met, args=args, file=terminal)
+        idle = (_WITHOUT_MEDIA.format(name) for name in encoders if not media[name])
         _say(idle, args=args, file=terminal)
         exports.write(provider.chunks)
         raise_together(unwritten)

@@ -18,7 +18,7 @@ from loongplug.platform.finite import is_finite, take_broken
 from loongplug.training.forward_step import ForwardStep
 
 SWITCH = "--no-check-for-nan-in-loss-and-grad"
-MOST_EMPTY_STEPS = 20  # in a row, with --bad-sample skip
+MOST_EMPTY_STEPS = 20  # in a row
 _CURE = (
     "Lower --lr, lengthen --lr-warmup-iters, or look at the data and at the weights that were "
     f"loaded; --load goes on from the last checkpoint. {SWITCH} trains on regardless."
@@ -80,13 +80,13 @@ class Soundness:
         if self._tokens.item() == 0:
             self._empty_in_a_row += 1
             self._step.empty_steps += 1
-            if self._args.bad_sample == "skip" and self._empty_in_a_row < MOST_EMPTY_STEPS:
+            # Of rows that leave themselves out, or are bad: these end a run elsewhere, if they do.
+            if self._empty_in_a_row < MOST_EMPTY_STEPS:
                 return False
-            first, last = self._iteration - self._empty_in_a_row + 1, self._iteration
             raise ValueError(
-                (f"Iteration {last} has" if first == last else f"Iterations {first} to {last} have")
-                + " no token to train on, on any rank: all samples are bad (see the log for each), "
-                "or none of them has an answer. Look at the data with loongplug data check."
+                f"Iterations {self._iteration - MOST_EMPTY_STEPS + 1} to {self._iteration} have no"
+                " token to train on, on any rank: all samples are bad (see the log for each), or "
+                "left out by their loss or weight. Look at the data with loongplug data check."
             )
         self._empty_in_a_row = 0
         if not self._args.check_for_nan_in_loss_and_grad:

@@ -25,6 +25,7 @@ from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.length_index import (
     LengthSettings,
+    indexed_sizes,
     kept_sizes,
     sample_lengths,
 )
@@ -395,7 +396,7 @@ def test_packs_are_the_same_with_an_index_and_from_any_place(
     with pytest.raises(ValueError, match=r"multi_turn was split, is last.*--multi-turn last"):
         kept_sizes(rows, dataclasses.replace(given, multi_turn="last"))
 
-    lengths = sample_lengths(rows, given, seq_length=128)
+    lengths = sample_lengths(rows, indexed_sizes(rows, given), seq_length=128)
     options = {"micro_batch_size": 1, "seed": 5, "look_ahead": 4, "dp_rank": 0, "dp_size": 1}
     read = local_loader(dataset, with_images=True, **options)
     planned = local_loader(dataset, with_images=True, lengths=lengths, **options)

@@ -20,7 +20,7 @@ from loongplug.data.blend import Blend, Rows, open_rows
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.length_index import LengthSettings, kept_sizes, sample_lengths
+from loongplug.data.length_index import LengthSettings, indexed_sizes, kept_sizes, sample_lengths
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
@@ -73,7 +73,7 @@ def test_lengths_and_grids_are_those_of_training(
     assert isinstance(sizes.tokens.base, np.memmap)
     expected = training(path, processor)
     assert expected[1] == expected[4] == 0
-    lengths = sample_lengths(rows, settings, seq_length=SEQ_LENGTH)
+    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
     assert lengths is not None
     assert lengths.tolist() == expected
     # The index itself is for any length of a sequence.
@@ -97,9 +97,9 @@ def test_of_a_blend_each_file_has_its_own(
     rows = open_rows(values, flag="--train-data-path", seed=3)
     assert isinstance(rows, Blend)
     make(path, settings)
-    assert sample_lengths(rows, settings, seq_length=SEQ_LENGTH) is None
+    assert sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH) is None
     command(*values, "--tokenizer-model", settings.folder)
-    lengths = sample_lengths(rows, settings, seq_length=SEQ_LENGTH)
+    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
     assert lengths is not None
     assert lengths.tolist() == training(rows, processor)
 
@@ -115,9 +115,8 @@ def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthS
     assert command(table, *options).exit_code == 0
     assert table.with_name("rows.parquet.lengths").is_file()
     pretrain = dataclasses.replace(settings, training_phase="pretrain")
-    lengths = sample_lengths(
-        open_rows([str(table)], flag="", seed=1), pretrain, seq_length=SEQ_LENGTH
-    )
+    of_table = open_rows([str(table)], flag="", seed=1)
+    lengths = sample_lengths(of_table, indexed_sizes(of_table, pretrain), seq_length=SEQ_LENGTH)
     assert lengths is not None
     assert (lengths > 0).tolist() == [True] * 4 + [False]
 
@@ -130,10 +129,12 @@ def test_of_an_energon_folder_the_split_that_is_trained_on(demo: Path, tmp_path:
     rows, held_out = (
         open_rows([str(folder)], flag="", seed=1, split=split) for split in ("train", "val")
     )
-    lengths = sample_lengths(rows, settings, seq_length=SEQ_LENGTH)
+    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
     assert lengths is not None
     assert lengths.tolist() == training(rows, load_processor(settings.folder))
-    assert sample_lengths(held_out, settings, seq_length=SEQ_LENGTH) is None
+    assert (
+        sample_lengths(held_out, indexed_sizes(held_out, settings), seq_length=SEQ_LENGTH) is None
+    )
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {

@@ -263,7 +263,10 @@ def test_remarks_are_told_once_and_bounded() -> None:
     for number in range(3):
         remarks.add([("key", "id"), ("mark", "<image>")], where=f"r:{number}")
     remarks.add([MASKED], where="r:9")
-    keys, mark, masked = remarks.news()
+    keys, mark = remarks.news()  # how many there will be is not known
+    assert keys == "keys without a use (the first at r:0): 'id'"
+    assert mark.startswith("<image> as text, the first at r:0: no medium")
+    keys, mark, masked = remarks.totals()
     assert keys == "keys without a use (rows that have them): 'id' (3)"
     assert mark.startswith("<image> as text in 3 rows, the first at r:0: ")
     assert masked == "1 rows left out by loss or weight, the first at r:9"
@@ -273,9 +276,16 @@ def test_remarks_are_told_once_and_bounded() -> None:
     (line,) = remarks.news()
     assert len(line) < 500
     assert len(remarks.found) < 1100
+    remarks.add([("video", "odd stamps")], where="r:12: video a.mp4")
+    assert remarks.totals()[-1].endswith(
+        "odd stamps, decoded 1 times, the first: r:12: video a.mp4"
+    )
     meant = Remarks(literal_markers=True)
     meant.add([("mark", "<image>")], where="r:1")
-    assert meant.news() == []
+    assert meant.news() == meant.totals() == []
+    indexed = Remarks(indexed=True)
+    indexed.add([("mark", "<image>"), ("key", "id"), ("video", "odd")], where="r:1")
+    assert list(indexed.found) == [("video", "odd")]
 
 
 def run_data(*words: Any) -> tuple[int, str, str]:
@@ -324,6 +334,9 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     sizes = kept_sizes(JsonlIndex(path), decides)
     assert sizes is not None
     assert (sizes.tokens > 0).tolist() == [True, False, True, False, True, True]
+    longest = int(sizes.tokens.max())
+    too_long = int((sizes.tokens == longest).sum())
+    assert (sizes.unusable(longest), sizes.unusable(longest - 1)) == (0, too_long)
     assert sizes.remarks.found == {  # how many rows, and the number of the first
         MASKED: (2, "1"),
         ("key", "source"): (2, "2"),

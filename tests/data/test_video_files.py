@@ -169,7 +169,12 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
         loaded = load(unit)
         assert not loaded.bad
         met.used(loaded.odd)
-    assert met.counts == {kind: 2}
+    assert not met.counts
+    ((remark, found),) = met.remarks.found.items()
+    assert (remark, found) == (("video", kind), (2, message))
+    assert met.remarks.news() == []
+    (line,) = met.remarks.totals()
+    assert line == f"videos with {kind}, decoded 2 times, the first: {message}"
 
 
 def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(

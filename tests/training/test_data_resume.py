@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.index import index
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.rows import RowAccess
+from loongplug.training.datasets import noted_thoughts
 from loongplug.training.run import run
 
 PADDING = 0
@@ -135,8 +137,9 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     index([str(data)], **options, access=RowAccess(media_root=demo))
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
+    met = f"keys without a use (the first at {data}:"
+    assert capfd.readouterr().out.count(met) == 1  # as rows are met
     keys = "keys without a use (rows that have them): 'origin'"
-    assert capfd.readouterr().out.count(keys) == 1  # as rows are met
     whole = train()
     said = capfd.readouterr().out
     assert f"{turns}, 64 answers are trained on.\n" in said
@@ -144,6 +147,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     assert f"Training data have {keys} ({len(rows)})." in said
     assert "Training data have 1 rows left out by loss or weight" in said
     assert said.count(keys) == 1
+    assert met not in said
     rest = train("--load", str(tmp_path / "run"))
     for rank in range(2):
         assert without[rank][0] + rest[rank][0] == whole[rank][0]
@@ -167,6 +171,22 @@ def made(rank: int, *, flags: list[str]) -> int:
     ChatDataset.text_parts = text_parts
     run(flags)
     return len(asked)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("template", ["{{ '<think>' }}", "{{ messages }}"])
+def test_a_note_tells_whether_thoughts_are_trained(template):
+    """In each template; that of a run from before there was the flag, which trained them, fits."""
+    made = [
+        noted_thoughts(
+            Namespace(training_phase=phase, train_template_thought=trained), template=template
+        )
+        for phase in ("sft", "pretrain")
+        for trained in (False, True)
+    ]
+    assert made[0] != made[1]
+    assert made[2] == made[3] == {}
+    assert made["think" in template] == {}
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.training.run import run
 
 
@@ -18,7 +21,7 @@ def lines(rank: int, *, flags: list[str], environment: dict[str, str]) -> list[s
     os.environ |= environment
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         run(flags)
-    return [line for line in shown.getvalue().splitlines() if line.startswith("iteration")]
+    return shown.getvalue().splitlines()
 
 
 def train(flags: list[str], *more: str, **environment: str) -> list[str]:
@@ -26,12 +29,19 @@ def train(flags: list[str], *more: str, **environment: str) -> list[str]:
 
 
 def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_path):
-    shown = train(
+    data = tmp_path / "text.jsonl"
+    turns = ({"role": "user", "content": "<image>2"}, {"role": "assistant", "content": "2"})
+    data.write_text(32 * f"{json.dumps({'messages': turns, 'origin': 'web'})}\n")
+    (tmp_path / CARRIED_FOLDER).mkdir()
+    (tmp_path / CARRIED_FOLDER / "preprocessor_config.json").write_text('{"image_mean": [7]}')
+    said = train(
         [*flags, "--lr", "0.002", "--log-interval", "2", "--save", str(tmp_path)],
+        *("--load", str(tmp_path), "--train-data-path", str(data)),
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1"),
         *("--eval-interval", "4", "--tensorboard-dir", str(tmp_path / "board")),
         *("--eval-generate", "1"),
     )
+    shown = [line for line in said if line.startswith("iteration")]
     assert [line.split(" | ")[0] for line in shown] == [
         *("iteration 1/4", "iteration 2/4", "iteration 4/4", "iteration 4")
     ]
@@ -49,6 +59,16 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
         assert [event.step for event in events] == [1, 2, 4]
         assert all(event.value > 0 for event in events)
     assert [event.step for event in board.Scalars("exact match validation")] == [4]
+    # What it says of its folders, of rows and of idle encoders, in this order and once.
+    words = "the weights' own|without a use|as text|trains"
+    told = [line for line in said if re.search(words, line)]
+    assert len(told) == 6, told
+    assert told[0].endswith(", not [7].")
+    assert re.fullmatch(rf"keys without a use \(the first at {data}:\d+\): 'origin'", told[1])
+    assert re.match(rf"<image> as text, the first at {data}:\d+: no medium", told[2])
+    assert told[3] == "Training met keys without a use (rows that have them): 'origin' (32)."
+    assert told[4].startswith("Training met <image> as text in 32 rows, the first at ")
+    assert told[5].startswith("image_encoder trains, but has no media: weight decay alone moves it")
 
 
 def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
