@@ -79,6 +79,7 @@ def test_a_process_with_a_group_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # whole runs of a bench
 @pytest.mark.sweep
 def test_sdpa_is_well_ahead_at_two_thousand_tokens() -> None:
     # Measured: 4.8 to 5.2 times on 2 busy cores. Far below that, something has changed.

@@ -51,6 +51,7 @@ def test_no_rounds_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # whole runs of a bench
 def test_a_small_run_measures_all_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = bench_context(rounds=1, json_path=tmp_path / "context.json", work=TINY)
     assert figures.attention.error <= 2e-6

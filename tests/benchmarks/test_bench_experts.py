@@ -55,6 +55,7 @@ def test_ratios_are_of_medians_over_experts_one_by_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # whole runs of a bench
 def test_all_ways_are_the_same_step(tmp_path: Path) -> None:
     path = tmp_path / "experts.json"
     work = replace(WORK, micro_batch_size=1, microbatches=2)

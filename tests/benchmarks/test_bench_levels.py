@@ -258,6 +258,7 @@ def test_no_rounds_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # whole runs of a bench
 def test_a_small_run_measures_and_draws_every_level(tmp_path, capsys):
     work = Work(
         decoder_layers=4,

@@ -21,6 +21,7 @@ def test_the_ratio_is_traced_over_plain():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # whole runs of a bench
 @pytest.mark.sweep
 def test_both_sides_are_measured(flags, tmp_path, capsys):
     more = ("--pipeline-model-parallel-size", "2")

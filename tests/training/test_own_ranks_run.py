@@ -34,6 +34,7 @@ def test_steps_are_those_of_one_rank(run_apart):
     assert same(steps, train(flags))
 
 
+@pytest.mark.sweep  # as of an encoder in stages, whose runs are in test_encoder_stages_run.py
 def test_it_goes_on_bit_by_bit(run_apart, tmp_path):
     flags, steps, folder = run_apart
     more = ("--load", str(folder / "run"), "--save-hf", str(tmp_path / "export"))
@@ -43,6 +44,7 @@ def test_it_goes_on_bit_by_bit(run_apart, tmp_path):
     assert first == second
 
 
+@pytest.mark.sweep
 def test_it_goes_on_where_the_encoder_lies_with_the_decoder(run_apart, tmp_path):
     flags, steps, folder = run_apart
     saving = ("--save", str(tmp_path / "run"), "--save-interval", "1")
