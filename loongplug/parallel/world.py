@@ -4,6 +4,7 @@ import os
 import re
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 # What starters call a process's number, how many there are, and its number on its machine; in a
@@ -50,10 +51,10 @@ def this_rank() -> tuple[int, int]:
 def served_store(*, on_gpus: bool) -> TCPStore | None:
     """Where torchrun does not, have rank 0 serve the store of ranks: as long as what is given.
 
-    Raises ValueError where it cannot be.
+    Ranks that have a default group have met. Raises ValueError where it cannot be.
     """
     rank, size = this_rank()
-    if size == 1 or os.environ.get(_SERVED) == "True":
+    if size == 1 or dist.is_initialized() or os.environ.get(_SERVED) == "True":
         return None
     if on_gpus and "LOCAL_RANK" not in os.environ:
         raise ValueError(f"{size} ranks without LOCAL_RANK: give each the number of its GPU")
