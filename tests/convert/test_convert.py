@@ -211,9 +211,7 @@ def test_the_checkpoint_that_is_converted_is_whole_and_chosen_by_step(tmp_path):
 
 def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
     mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    for file in folder.iterdir():
-        os.link(file, mixed / file.name)
+    shutil.copytree(folder, mixed, copy_function=os.link)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if "norm" in name:
@@ -234,9 +232,7 @@ def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
 
 def test_dtypes_that_no_checkpoint_can_hold_are_refused(folder, tmp_path):
     odd = tmp_path / "odd"
-    odd.mkdir()
-    for file in folder.iterdir():
-        os.link(file, odd / file.name)
+    shutil.copytree(folder, odd, copy_function=os.link)
     tensors = load_file(folder / "model.safetensors")
     name = "model.language_model.layers.1.self_attn.k_proj.weight"
     tensors[name] = tensors[name].float()
