@@ -129,7 +129,10 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
 
     without = train(*save)
     turns = "Earlier turns are rendered differently: --multi-turn split"
-    assert f"{turns}.\n" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert f"{turns}.\n" in said
+    met = f"keys without a use (the first at {data}:"
+    assert said.count(met) == 1  # as rows are met
     noted = json.loads((tmp_path / "run" / "loongplug_data.json").read_text())
     assert noted["settings"]["train_template_thought"] is False
     assert "multi_turn" not in noted["settings"]
@@ -137,8 +140,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     index([str(data)], **options, access=RowAccess(media_root=demo))
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
-    met = f"keys without a use (the first at {data}:"
-    assert capfd.readouterr().out.count(met) == 1  # as rows are met
+    capfd.readouterr()
     keys = "keys without a use (rows that have them): 'origin'"
     whole = train()
     said = capfd.readouterr().out
