@@ -28,6 +28,7 @@ def test_a_page_that_fails_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
 def test_own_data_in_ten_minutes(tmp_path: Path) -> None:
     run_page(HOWTO / "your_own_data.md", folder=tmp_path, timeout=BOUND)

@@ -12,6 +12,7 @@ def test_the_largest_range_is_of_one_step_and_all_curves():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # cells of the parity matrix are held against one rank step by step
 @pytest.mark.parametrize(
     "name", ["decoder frozen", pytest.param("decoder trained", marks=pytest.mark.sweep)]
 )

@@ -38,6 +38,7 @@ def test_it_goes_on_bit_by_bit(run_staged, tmp_path):
     assert first == second
 
 
+@pytest.mark.sweep  # its placements are cells of the parity matrix
 def test_it_goes_on_where_the_encoder_lies_with_the_decoder(run_staged, tmp_path):
     flags, steps, folder = run_staged
     saving = ("--save", str(tmp_path / "run"), "--save-interval", "1")

@@ -52,6 +52,7 @@ def loongplug(*words: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # that a run learns, the quickstart shows
 def test_digits_of_voices_that_were_never_heard_are_understood(tmp_path: Path) -> None:
     write_audio_processor(tmp_path / "processor")
     train = write_rows(tmp_path, "train", speakers=TRAIN_SPEAKERS, count=TRAINED)
