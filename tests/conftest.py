@@ -1,11 +1,14 @@
 """One import of torch and Megatron on the CPU platform for all tests; ranks are forked from it."""
 
 import os
+import signal
 import warnings
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a shell without a terminal starts with & ignores Ctrl-C, as ./scripts/test.sh starts others.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 from hypothesis import HealthCheck, settings

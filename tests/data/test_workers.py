@@ -208,8 +208,7 @@ def test_ctrl_c_comes_when_all_processes_are_there(
     background: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would leave one that nobody ends, or run this process's clean-up in a new one."""
-    usual, forks = signal.default_int_handler, []
-    before = signal.signal(signal.SIGINT, usual)  # a shell's background processes ignore it
+    usual, forks = signal.getsignal(signal.SIGINT), []
 
     def interrupted(self: Any, process: Any) -> None:
         forks.append(process)
@@ -225,7 +224,6 @@ def test_ctrl_c_comes_when_all_processes_are_there(
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is usual
     assert next(results), "a new process has the handlers that were there before"
-    signal.signal(signal.SIGINT, before)
 
 
 def test_closing_ends_the_processes(background: Any) -> None:
