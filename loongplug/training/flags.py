@@ -237,6 +237,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
     value("--ignore-keys", "KEY,...", "unused keys anywhere to count, not to refuse", default="")
+    value("--columns", "OURS=THEIRS,...", "our keys for those of rows: query=question", default="")
     switch("--literal-markers", "do not count <image> and the like as text in rows without media")
     group.add_argument(
         "--multi-turn",
@@ -247,6 +248,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     switch(
         "--train-template-thought",
         "train the thought without content that the chat template puts before an answer",
+    )
+    value(
+        "--valid-share",
+        "X",
+        "evaluate on this share of the training data's rows, and do not train on them",
+        type=float,
     )
     value(
         "--epochs",
