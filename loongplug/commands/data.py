@@ -100,8 +100,8 @@ def data_index(
 ) -> None:
     """Keep how long each row's sample is, so that with --packing each rank reads only its own.
 
-    The index lies beside each file, and training finds it there. The first rows of each fault that
-    cannot be used are printed, with file and line.
+    The index lies beside each file, and training finds it there. Rows that cannot be used are
+    printed as by data check.
     """
     with user_errors():
         from loongplug.data.index import index as run

@@ -249,12 +249,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--train-template-thought",
         "train the thought without content that the chat template puts before an answer",
     )
-    value(
-        "--valid-share",
-        "X",
-        "evaluate on this share of the training data's rows, and do not train on them",
-        type=float,
-    )
+    value("--valid-share", "X", "validate on this share of training rows, not train", type=float)
     value(
         "--epochs",
         "N",

@@ -23,8 +23,7 @@ def training_files(args: Namespace) -> Sequence[str]:
 def training_rows(args: Namespace, *, valid: bool = False) -> Rows:
     """The rows that are trained on or, if ``valid``, those that ``--valid-share`` takes of them.
 
-    Raises:
-        ValueError: a file is missing or malformed, or has no row for one of the two.
+    ValueError for a file that is missing or malformed, or where one of the two has no row.
     """
     how = {"split": "train", "valid_share": args.valid_share, "valid": valid}
     return _opened(args, training_files(args), flag=TRAINING, **how)
