@@ -8,6 +8,7 @@ import typer
 from loongplug.commands.data import data
 from loongplug.commands.options import (
     HANDS_ON,
+    Columns,
     ConfineMedia,
     Device,
     IgnoreKeys,
@@ -119,6 +120,7 @@ def evaluate(
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
+    columns: Columns = "",
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     video_min_pixels: VideoMinPixels = None,

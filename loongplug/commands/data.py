@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from loongplug.commands.options import (
+    Columns,
     ConfineMedia,
     Files,
     IgnoreKeys,
@@ -48,13 +49,15 @@ def data_check(
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
+    columns: Columns = "",
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
 
-    One line for each fault, with file and line. Ends with exit code 1 when there is one.
+    The first five of each fault, with file and line, and how many more there are. Ends with exit
+    code 1 when there is one.
     """
     with user_errors():
         from loongplug.data.check import check as run
@@ -91,13 +94,14 @@ def data_index(
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
+    columns: Columns = "",
     multi_turn: MultiTurnRule = "split",
     processes: Processes = None,
 ) -> None:
     """Keep how long each row's sample is, so that with --packing each rank reads only its own.
 
     The index lies beside each file, and training finds it there. Rows that cannot be used are
-    printed, with file and line.
+    printed as by data check.
     """
     with user_errors():
         from loongplug.data.index import index as run
@@ -131,6 +135,7 @@ def data_inspect(
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     ignore_keys: IgnoreKeys = "",
+    columns: Columns = "",
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
     train_template_thought: Annotated[bool, typer.Option(help="As in training.")] = False,

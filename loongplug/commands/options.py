@@ -69,6 +69,7 @@ SpecialTokensInText = Annotated[
     ),
 ]
 IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys to count, not to refuse.")]
+Columns = Annotated[str, typer.Option(metavar="OURS=THEIRS,...", help="Our names for rows' keys.")]
 LiteralMarkers = Annotated[
     bool, typer.Option("--literal-markers", help="Do not count <image> and the like as text.")
 ]

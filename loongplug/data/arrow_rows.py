@@ -91,12 +91,13 @@ class ArrowRows:
             if not self._checked[number]:  # places in the file may lead out of it
                 batch.validate(full=True)
                 self._checked[number] = True
-            row = batch.slice(index - int(self._firsts[number]), 1)
-            self.access.require_size(row.nbytes, where=self.where(index))
-            (values,) = row.to_pylist()
+            found = batch.slice(index - int(self._firsts[number]), 1)
+            self.access.require_size(found.nbytes, where=self.where(index))
+            (values,) = found.to_pylist()
         except _arrow_errors() as error:
             raise ValueError(f"{self.where(index)}: the row cannot be read ({error}).") from error
-        return {key: _plain(value) for key, value in values.items() if value is not None}
+        row = {key: _plain(value) for key, value in values.items() if value is not None}
+        return self.access.by_our_keys(row, where=self.where(index))
 
     def _batch_of(self, index: int) -> int:
         return int(np.searchsorted(self._firsts, index, side="right")) - 1

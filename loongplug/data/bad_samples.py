@@ -26,6 +26,8 @@ BadSamplePolicy = Literal["skip", "fatal"]
 BAD_SAMPLE_POLICIES: tuple[BadSamplePolicy, ...] = get_args(BadSamplePolicy)
 
 _MOST = 500  # characters of a message about one row
+_MOST_ALIKE = 5  # that are printed
+_OWN_WORDS = re.compile(r"""'[^']*'|"[^"]*"|\S*[\d./]\S*""")  # of a row, not of its fault
 _LONG_WORD = re.compile(r"(?<=\s)(\S{40})\S{20,}(\S{30})")
 
 _LOG = logging.getLogger(__name__)
@@ -64,6 +66,32 @@ def bad_as(kind: BadKind) -> Iterator[None]:
         raise
     except ValueError as error:
         raise BadSampleError(BadSample(kind, str(error))) from error
+
+
+class PrintedFaults:
+    """Bad samples on standard output: the first of each fault, and how many there are more.
+
+    Two have one fault if they differ in numbers, names of files and what is quoted alone.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}  # where the first is, and how many there are
+
+    def add(self, bad: BadSample) -> None:
+        """Print it, if few are like it so far."""
+        fault = _OWN_WORDS.sub("", bad.message)
+        # Names of files may be bytes that are no text, which could not be printed.
+        line = bad.message.encode(errors="backslashreplace").decode()
+        first, count = self._found.get(fault, (line.split(": ")[0], 0))
+        self._found[fault] = first, count + 1
+        if count < _MOST_ALIKE:
+            print(line, flush=True)
+
+    def end(self) -> None:
+        """Print how many were not."""
+        for first, count in self._found.values():
+            if count > _MOST_ALIKE:
+                print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)
 
 
 class BadSamples:

@@ -15,6 +15,7 @@ from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.object_store import RemoteFile, data_copy, file_named
 from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.schemas import ROW_KEYS
 
 Source = JsonlIndex | EnergonRows | ArrowRows
 
@@ -69,17 +70,23 @@ def open_rows(
     seed: int,
     split: str | None = None,
     access: RowAccess = ANY_ROW,
+    valid_share: float | None = None,
+    valid: bool = False,
 ) -> "Rows":
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
-    Of energon datasets, ``split`` is taken, or all.
+    Of energon datasets, ``split`` is taken, or all. With ``valid_share``, this share of each
+    file's rows is taken, each once, if ``valid``; else the others.
     """
     spec = parse_blend(values, flag=flag)
     sources = [open_source(path, split=split, access=access) for path in spec.paths]
-    if len(sources) == 1:
+    if len(sources) == 1 and valid_share is None:
         return sources[0]
     try:
-        return Blend(sources, weights=spec.weights, seed=seed)
+        rows = None
+        if valid_share is not None:
+            rows = _divided(sources, valid_share, valid=valid, seed=seed)
+        return Blend(sources, weights=None if valid else spec.weights, seed=seed, rows=rows)
     except ValueError as error:
         raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
 
@@ -90,6 +97,11 @@ def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None
     Media of the last are in its shards, so nothing is left to be confined. Of an object store,
     files alone are read, from copies.
     """
+    if unknown := set(access.names.values()) - ROW_KEYS:
+        raise ValueError(
+            f"--columns {access.columns}: {min(unknown)} is no key of ours: expected OURS=THEIRS"
+            f" with one of {', '.join(sorted(ROW_KEYS))}."
+        )
     if isinstance(path, RemoteFile):
         copy = data_copy(path)
         try:
@@ -111,15 +123,22 @@ class Blend:
     and the mixture is as short as it can be with every row of every source in it at least once:
     a source whose share is larger than its rows comes round again, and where it does so for a
     part only, ``seed`` chooses the rows. ValueError where that makes more rows than can be kept.
+    ``rows``: the numbers of those that there are of each source, by default all.
 
     The order takes 10 bytes a row.
     """
 
     def __init__(
-        self, sources: Sequence[Source], *, weights: Sequence[float] | None, seed: int
+        self,
+        sources: Sequence[Source],
+        *,
+        weights: Sequence[float] | None,
+        seed: int,
+        rows: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         self.sources = tuple(sources)
-        draws = sizes = [len(source) for source in sources]
+        rows = rows or [np.arange(len(source)) for source in sources]
+        draws = sizes = [len(of_source) for of_source in rows]
         if weights is not None:
             # Relative to the source that decides the length, whose rows come once.
             scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
@@ -132,8 +151,8 @@ class Blend:
         order = np.argsort(places, kind="stable")
         of_source = np.repeat(np.arange(len(draws), dtype=np.uint16), draws)
         drawn = [
-            _drawn(size, n, seed=seed, source=source)
-            for source, (size, n) in enumerate(zip(sizes, draws, strict=True))
+            of_source[_drawn(len(of_source), n, seed=seed, source=source)]
+            for source, (of_source, n) in enumerate(zip(rows, draws, strict=True))
         ]
         self._row = np.concatenate(drawn)[order]  # [rows]
         self._source = of_source[order]  # [rows]
@@ -181,6 +200,24 @@ def sources_of(rows: Rows) -> tuple[Source, ...]:
     return rows.sources if isinstance(rows, Blend) else (rows,)
 
 
+def _divided(
+    sources: Sequence[Source], share: float, *, valid: bool, seed: int
+) -> list[NDArray[np.int64]]:
+    """The numbers of each source's rows that are held out, if ``valid``, or of the others.
+
+    They follow from the seed and a row's number in its source, not from other rows or sources.
+    ValueError where all have none held out, or one has no others.
+    """
+    # The n-th number is the same however many are drawn, and in any version of numpy.
+    drawn = [np.random.RandomState([seed, 0, 1]).random_sample(len(each)) for each in sources]
+    found = [np.flatnonzero((each < share) == valid) for each in drawn]
+    if not (any if valid else all)(map(len, found)):
+        what = "takes no row" if valid else "leaves no row to train on"
+        sizes = " + ".join(str(len(each)) for each in sources)
+        raise ValueError(f"--valid-share {share:g} {what} of {sizes}: give another share.")
+    return found
+
+
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
     """Refuse weights that make a mixture too long to keep its order."""
     rows = scale * sum(weights)
@@ -196,7 +233,7 @@ def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) 
 
 def _drawn(size: int, draws: int, *, seed: int, source: int) -> NDArray[np.int64]:
     """Which of a source's rows come, [draws]: all of them as often as fits, then some."""
-    whole, rest = divmod(draws, size)
+    whole, rest = divmod(draws, max(size, 1))
     # RandomState's numbers are promised never to change: a resumed run sees the same blend.
     some = np.random.RandomState([seed, source]).permutation(size)[:rest]
     return np.append(np.tile(np.arange(size), whole), np.sort(some))

@@ -11,7 +11,7 @@ import numpy as np
 
 from loongplug.consoles import table_console
 from loongplug.data.audio_files import decode_audio
-from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
+from loongplug.data.bad_samples import BadSample, BadSampleError, PrintedFaults, bad_as
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.conversation import AudioClip, Medium, Video
 from loongplug.data.dataset import require_length, tokenize_sample
@@ -75,6 +75,7 @@ class RowChecker:
         if MASKED in conversation.remarks:
             return CheckedRow(where, remarks=conversation.remarks)
         findings: list[BadSample] = []
+        remarks = list(conversation.remarks)
         opened: list[Medium] = []
         grids: list[Grid] = []
         try:
@@ -91,8 +92,10 @@ class RowChecker:
             # One within a row is there once, and would be kept whole.
             file = medium.path if isinstance(medium, AudioClip) else medium
             look = _fault if isinstance(file, InlineFile) else self._fault
-            if (fault := look(medium)) is not None:
+            fault, odd = look(medium)
+            if fault is not None:
                 findings.append(BadSample("pixels", f"{where}: {fault}"))
+            remarks += [("video", kind) for kind in odd]
             opened.append(medium)
             grids.append(grid)
         if findings:
@@ -113,27 +116,25 @@ class RowChecker:
             require_length(*tokens.lengths, where=where, seq_length=self._seq_length)
         except BadSampleError as error:
             findings = [error.sample]
-        return CheckedRow(
-            where, tuple(findings), len(tokens.ids), visual, audio, conversation.remarks
-        )
+        return CheckedRow(where, tuple(findings), len(tokens.ids), visual, audio, tuple(remarks))
 
 
-def _fault(medium: Medium) -> str | None:
-    """Why the pixels or the sound cannot be read, if they cannot."""
+def _fault(medium: Medium) -> tuple[str | None, tuple[str, ...]]:
+    """Why the pixels or the sound cannot be read, if they cannot; else what is odd of a video."""
+    odd: list[str] = []
     try:
         if isinstance(medium, AudioClip):
             decode_audio(medium, where="")
-            return None
-        if isinstance(medium, MediaFile):
+        elif isinstance(medium, MediaFile):
             decode_image(medium, where="")
         elif isinstance(medium, Video):
             for frame in medium.frames:
                 decode_image(frame, where="")
         else:
-            decode_frames(medium, where="")
+            decode_frames(medium, where="", odd=lambda kind, said: odd.append(kind))
     except ValueError as error:
-        return str(error).removeprefix(": ")
-    return None
+        return str(error).removeprefix(": "), ()
+    return None, tuple(odd)
 
 
 def check(
@@ -153,8 +154,8 @@ def check(
     """Check every row of the files, print what is wrong, and return how many rows are.
 
     ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
-    standard output, a line each, in the order of the rows; the progress, the sum and remarks on
-    rows to standard error.
+    standard output, the first rows of each fault in their order; the progress, the sum and remarks
+    on rows to standard error.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the files or the options.
@@ -184,6 +185,7 @@ def check(
 
     total, bad, remarks = int(ends[-1]), 0, Remarks(literal_markers=literal_markers)
     kinds: Counter[str] = Counter()
+    faults = PrintedFaults()
     lengths: list[tuple[int, int, int]] = []
     for row in map_rows(
         check_row, total, processes=processes, console=console, title="checking rows"
@@ -194,11 +196,11 @@ def check(
         if row.tokens is not None:
             lengths.append((row.tokens, row.visual_tokens, row.audio_tokens))
         for finding in row.findings:
-            # Names of files may be bytes that are no text, which could not be printed.
-            print(finding.message.encode(errors="backslashreplace").decode(), flush=True)
+            faults.add(finding)
+    faults.end()
     seconds = time.monotonic() - started
-    faults = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    said = f"{bad} cannot be used ({faults})." if bad else "all can be used."
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    said = f"{bad} cannot be used ({counts})." if bad else "all can be used."
     for line in (f"{total} rows in {seconds:.1f} s: {said}", *remarks.totals()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if lengths:

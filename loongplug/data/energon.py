@@ -142,7 +142,7 @@ class EnergonRows:
                 f"{where}: a JSON {type(row).__name__} where an object or a list of turns was"
                 ' expected: {"messages": [...]}.'
             )
-        return _with_media_in_order(row, sample)
+        return _with_media_in_order(self.access.by_our_keys(row, where=where), sample)
 
     def _open(self, index: int) -> TarSample:
         where, path = self.where(index), self.shards[self._shard[index]]

@@ -1,7 +1,7 @@
 """Rows in the formats that people have, to conversations.
 
-OpenAI's messages, the turns of ShareGPT and LLaVA, and plain text; each row says by its keys
-which one it is in.
+OpenAI's messages, the turns of ShareGPT and LLaVA, the questions and answers of Alpaca and of
+ms-swift, and plain text; each row says by its keys which one it is in.
 """
 
 import re
@@ -20,6 +20,7 @@ from loongplug.data.conversation import (
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
+    AlpacaRow,
     AnyPart,
     AnyRow,
     AudioPartRow,
@@ -28,6 +29,7 @@ from loongplug.data.schemas import (
     ImagePartRow,
     ImageUrlPart,
     MessagesRow,
+    QueryRow,
     Spoken,
     TextPart,
     TextRow,
@@ -178,6 +180,13 @@ def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[Any
         return
     if row.system:
         yield Message("system", ()), row.system
+    if isinstance(row, QueryRow):
+        more = row.input if isinstance(row, AlpacaRow) else None
+        query = "\n".join(filter(None, (row.query, more)))
+        for asked, answer in (*(row.history or ()), (query, row.response)):
+            yield Message("user", ()), asked
+            yield Message("assistant", ()), answer
+        return
     for said in row.messages if isinstance(row, MessagesRow) else row.conversations:
         role = _ROLES.get(said.role, said.role)
         fields = {key: value for key in _FIELDS if (value := getattr(said, key, None))}

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from loongplug.consoles import table_console
-from loongplug.data.bad_samples import BadSample, BadSampleError
+from loongplug.data.bad_samples import BadSample, BadSampleError, PrintedFaults
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.dataset import tokenize_row
 from loongplug.data.length_index import LengthSettings, keep_sizes, path_of
@@ -53,8 +53,8 @@ def index(
     """Make the index of each of the files, in place of one that it has; gives where they are.
 
     ``data`` is written as for ``--data-path``; weights play no part. Of energon datasets, the split
-    ``train`` is read. Rows that cannot be used go to standard output, a line each; the progress and
-    the sum to standard error.
+    ``train`` is read. Rows that cannot be used go to standard output, the first of each fault; the
+    progress and the sum to standard error.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the files or the options.
@@ -125,17 +125,18 @@ def _measure(
 def _printed(
     rows: Iterable[MeasuredRow], lengths: list[tuple[int, int, int]]
 ) -> Iterator[tuple[int, tuple[Grid, ...], int, tuple[Remark, ...]]]:
-    """Tokens, grids, answers and remarks of the rows; prints what is wrong with one.
+    """Tokens, grids, answers and remarks of the rows; prints what is wrong with them.
 
     Puts into ``lengths`` the tokens of each that can be used: all, of pictures, of sounds.
     """
+    faults = PrintedFaults()
     for row in rows:
         if row.bad is not None:
-            # Names of files may be bytes that are no text, which could not be printed.
-            print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
+            faults.add(row.bad)
         elif row.tokens:  # else the row is left out
             lengths.append((row.tokens, row.visual, row.audio))
         yield row.tokens, row.grids, row.answers, row.remarks
+    faults.end()
 
 
 def _say(

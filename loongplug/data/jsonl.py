@@ -75,7 +75,7 @@ class JsonlIndex:
                 f"{self.where(index)}: a JSON {type(row).__name__} where an object was expected:"
                 ' {"messages": [...]}.'
             )
-        return row
+        return self.access.by_our_keys(row, where=self.where(index))
 
     def _row(self, index: int) -> bytes:
         """What the file has of the row, without a buffer, which takes half the time of a file."""

@@ -52,6 +52,7 @@ class LengthSettings:
                 "max_row_mib": self.access.max_row_mib,
                 "confine_media": self.access.confine_media,
                 "ignore_keys": self.access.ignored,
+                "columns": self.access.names,
                 **self.pixel_limits.given(),
             },
         }
@@ -73,6 +74,7 @@ class LengthSettings:
                 words += [f"--{name.replace('_', '-')}", str(value)]
         words += ["--confine-media"] * self.access.confine_media
         words += ["--ignore-keys", self.access.ignore_keys] if self.access.ignored else []
+        words += ["--columns", self.access.columns] if self.access.names else []
         words += ["--special-tokens-in-text"] * self.special_tokens_in_text
         words += ["--multi-turn", "last"] * (self.multi_turn == "last")
         return shlex.join(words)

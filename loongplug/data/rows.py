@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,13 +21,15 @@ class RowAccess:
     Relative paths in rows start at ``media_root``, by default the folder of the rows' file; with
     ``confine_media``, no medium is opened that lies elsewhere. Of a row above ``max_row_mib`` no
     more is read, and it is refused. ``ignore_keys``, with commas between them, may be anywhere in a
-    row without a use.
+    row without a use. ``columns``, OURS=THEIRS with commas between them, gives our names to keys of
+    rows.
     """
 
     media_root: str | Path | None = None
     confine_media: bool = False
     max_row_mib: int = MAX_ROW_MIB
     ignore_keys: str = ""
+    columns: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -37,6 +40,33 @@ class RowAccess:
     def ignored(self) -> list[str]:
         """The keys of ``ignore_keys``, in one order."""
         return sorted({key.strip() for key in self.ignore_keys.split(",")} - {""})
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Our keys by those of the rows, as ``columns`` says; ValueError where it says no such."""
+        found: dict[str, str] = {}
+        for pair in filter(str.strip, self.columns.split(",")):
+            ours, _, theirs = map(str.strip, pair.partition("="))
+            if not ours or not theirs or theirs in found:
+                raise ValueError(
+                    f"--columns {self.columns}: {pair!r} where OURS=THEIRS was expected, each of"
+                    " theirs once, as in query=question,response=answer."
+                )
+            found[theirs] = ours
+        return found
+
+    def by_our_keys(self, row: dict[str, Any], *, where: str) -> dict[str, Any]:
+        """The row by our keys; ValueError where two would be one."""
+        if not self.names:
+            return row
+        pairs = [(self.names.get(key, key), each) for key, each in row.items() if each is not None]
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError(
+                f"{where}: --columns {self.columns} gives one name to two keys of the row: drop one"
+                " of them from the row, or from --columns."
+            )
+        return found
 
     def media_of(self, file: Path | RemoteFile) -> MediaRoot:
         """What relative paths in the rows of this file start at."""

@@ -46,6 +46,9 @@ _MEANINGS = {
         " from images, videos and audios",
         "mask masks loss_mask loss_scale train_mask weights sample_weight train_on_inputs": "a"
         " mask: LoongPlug takes it from loss and weight of a turn",
+        "instruction input output query response history": "turns: LoongPlug takes them from"
+        " instruction, input, output and history, or from query, response and history",
+        "kto_tag": "whether the answer is wanted: LoongPlug trains on all it is given",
         "system system_prompt": "what the system says: LoongPlug takes it from system beside turns",
         "documents chat_template chat_template_kwargs enable_thinking reasoning_content": "what the"
         " chat template is given: LoongPlug gives it the messages alone",
@@ -274,23 +277,40 @@ class _Row(Spoken):
         return [*(one if isinstance(one, list) else [one] if one else []), *more]
 
 
-class MessagesRow(_Row):
+class _ChatRow(_Row):
+    system: Text | None = None
+    tools: Tools | None = None
+
+
+class MessagesRow(_ChatRow):
     messages: Annotated[list[MessageRow], Field(min_length=1)]
-    system: Text | None = None
-    tools: Tools | None = None
 
 
-class ConversationsRow(_Row):
+class ConversationsRow(_ChatRow):
     conversations: Annotated[list[ChatTurn], Field(min_length=1)]
-    system: Text | None = None
-    tools: Tools | None = None
+
+
+class QueryRow(_ChatRow):
+    """As ms-swift once had them: the last question and answer, and the ones before."""
+
+    query: Text
+    response: Text
+    history: list[Annotated[list[Text], Field(min_length=2, max_length=2)]] | None = None
+
+
+class AlpacaRow(QueryRow):
+    """The same with other keys; a question may have two parts."""
+
+    query: Text = Field(alias="instruction")
+    input: Text | None = None
+    response: Text = Field(alias="output")
 
 
 class TextRow(_Row):
     text: Text
 
 
-AnyRow = MessagesRow | ConversationsRow | TextRow
+AnyRow = MessagesRow | ConversationsRow | AlpacaRow | QueryRow | TextRow
 
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
     ("messages", MessagesRow, '{"messages": [{"role": "user", "content": "..."}, ...]}'),
@@ -300,24 +320,29 @@ _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
         '{"image": "path", "conversations": [{"from": "human", "value": "<image>\\n..."},'
         ' {"from": "gpt", "value": "..."}]}',
     ),
+    ("instruction", AlpacaRow, '{"instruction": "...", "output": "..."}'),
+    ("query", QueryRow, '{"query": "...", "response": "..."}'),
     ("text", TextRow, '{"text": "..."}'),
+)
+ROW_KEYS = frozenset(
+    field.alias or name for _, row, _ in _BY_KEY for name, field in row.model_fields.items()
 )
 
 
 def validate_row(
     row: dict[str, Any], *, where: str, ignored: Collection[str] = ()
 ) -> tuple[AnyRow, set[str]]:
-    """The row in the format whose key it has, messages, conversations or text; its unused keys.
+    """The row in the format whose key it has, and its unused keys.
 
     Those that are ``ignored`` may be anywhere. Raises ValueError with ``where``, the place in the
     row, what is there and what was expected.
     """
     # Tables that hold several formats write null for those that a row is not in.
-    keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None]
+    keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None and key not in ignored]
     if len(keys) > 1:
         raise ValueError(
             f"{where}: the row has the keys of {len(keys)} formats, {' and '.join(keys)}: keep the"
-            " one that is meant, and drop or rename the others."
+            " one that is meant, and drop the others or name them in --ignore-keys."
         )
     for key, schema, example in _BY_KEY:
         if key not in (keys or row):
@@ -331,7 +356,10 @@ def validate_row(
             more = f"; and {len(details) - _MOST_ERRORS} more" * (len(details) > _MOST_ERRORS)
             raise ValueError(f"{where}: {found}{more}. A row looks like {example}.") from error
     known = " or ".join(f'"{key}" as in {example}' for key, _, example in _BY_KEY)
-    raise ValueError(f"{where}: unknown schema with keys {sorted(row)}: expected {known}.")
+    raise ValueError(
+        f"{where}: unknown schema with keys {sorted(row)}: expected {known}; or say by --columns"
+        " OURS=THEIRS which keys are meant."
+    )
 
 
 def _is_empty(value: Any) -> bool:

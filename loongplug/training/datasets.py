@@ -2,7 +2,7 @@
 
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -52,7 +52,13 @@ from loongplug.training.question_source import (
     questions_in,
 )
 from loongplug.training.rank_data import Microbatches, RankData, local_source
-from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
+from loongplug.training.rows import (
+    TRAINING,
+    length_settings,
+    training_files,
+    training_rows,
+    validation_rows,
+)
 from loongplug.training.same_start import SameRows
 from loongplug.training.step_sizes import step_sizes
 
@@ -84,29 +90,20 @@ class DatasetProvider:
         self._model = model
         processor = self._processor_of(model)
 
-        def open_dataset(
-            files: Sequence[str] | None, *, flag: str, split: str
-        ) -> ChatDataset | None:
-            if not files:
-                return None
-            return ChatDataset(
-                rows_of(args, files, flag=flag, split=split),
-                processor=processor,
-                seq_length=args.seq_length,
-                training_phase=args.training_phase,
-                video_style=model.video_style(),
-                plain_positions=model.plain_positions,
-                video_fps=args.video_fps,
-            )
-
-        train_files = training_files(args)
-        evaluated = None if args.eval_iters == 0 else args.valid_data_path
+        dataset = partial(
+            ChatDataset,
+            processor=processor,
+            seq_length=args.seq_length,
+            training_phase=args.training_phase,
+            video_style=model.video_style(),
+            plain_positions=model.plain_positions,
+            video_fps=args.video_fps,
+        )
         with said_by(args.rank == 0):
-            train = open_dataset(train_files, flag=TRAINING, split="train")
-            self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
-        assert train is not None, "the start-up rules ask for training data"
-        self.train = train
-        blend = parse_blend(train_files, flag=TRAINING)
+            self.train = train = dataset(training_rows(args))
+            evaluated = validation_rows(args)
+        self._valid = None if evaluated is None else dataset(evaluated)
+        blend = parse_blend(training_files(args), flag=TRAINING)
         habits = habits_of(processor.tokenizer)
         settings = {
             "seed": args.seed,
@@ -117,6 +114,8 @@ class DatasetProvider:
             # Absent without them, as in the notes of runs before there were such flags.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
             **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
+            **({"columns": train.rows.access.names} if args.columns else {}),
+            **({} if args.valid_share is None else {"valid_share": args.valid_share}),
             **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
             **noted_thoughts(args, template=processor.tokenizer.get_chat_template()),
             **({} if args.transparency == "drop" else {"transparency": args.transparency}),
@@ -189,6 +188,9 @@ class DatasetProvider:
             yield f"Training data have {line}."
         if self._turns:
             yield f"{self._turns}."
+        if (share := self._args.valid_share) is not None and self._valid is not None:
+            rows = f"{len(self._valid)} of {sum(map(len, self.train.sources))} rows"
+            yield f"{rows} of the training data are for validation alone: --valid-share {share:g}."
         if self._evaluation is not None:
             yield str(self._evaluation)
 

@@ -8,7 +8,7 @@ from loongplug.data.kept_files import said_by
 from loongplug.data.length_index import indexed_sizes, sample_lengths
 from loongplug.data.planned_packs import packs_of_epochs
 from loongplug.data.step_sizes import StepSizes
-from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
+from loongplug.training.rows import length_settings, training_rows
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import step_sizes
 
@@ -25,7 +25,7 @@ def iterations_of_epochs(args: Namespace, model: Any) -> int:
             or one that does not fit.
     """
     with said_by(args.rank == 0):
-        rows = rows_of(args, training_files(args), flag=TRAINING, split="train")
+        rows = training_rows(args)
     taken = args.epochs * len(rows)
     if args.packing:
         settings = length_settings(args, model)

@@ -237,6 +237,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
     value("--ignore-keys", "KEY,...", "unused keys anywhere to count, not to refuse", default="")
+    value("--columns", "OURS=THEIRS,...", "our keys for those of rows: query=question", default="")
     switch("--literal-markers", "do not count <image> and the like as text in rows without media")
     group.add_argument(
         "--multi-turn",
@@ -248,6 +249,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--train-template-thought",
         "train the thought without content that the chat template puts before an answer",
     )
+    value("--valid-share", "X", "validate on this share of training rows, not train", type=float)
     value(
         "--epochs",
         "N",

@@ -9,6 +9,7 @@ from loongplug.data.blend import Rows, open_rows
 from loongplug.data.length_index import LengthSettings
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import RowAccess
+from loongplug.training.rules.rule import evaluates
 
 TRAINING = "--train-data-path"  # or Megatron's --data-path
 
@@ -19,13 +20,26 @@ def training_files(args: Namespace) -> Sequence[str]:
     return files
 
 
-def rows_of(args: Namespace, files: Sequence[str], *, flag: str, split: str) -> Rows:
-    """The rows of a data flag's ``files``; of energon datasets, those of the ``split``.
+def training_rows(args: Namespace, *, valid: bool = False) -> Rows:
+    """The rows that are trained on or, if ``valid``, those that ``--valid-share`` takes of them.
 
-    Raises:
-        ValueError: a file is missing or malformed.
+    ValueError for a file that is missing or malformed, or where one of the two has no row.
     """
-    return open_rows(files, flag=flag, seed=args.seed, split=split, access=RowAccess.of(vars(args)))
+    how = {"split": "train", "valid_share": args.valid_share, "valid": valid}
+    return _opened(args, training_files(args), flag=TRAINING, **how)
+
+
+def validation_rows(args: Namespace) -> Rows | None:
+    """The rows that are evaluated, if any; ValueError as of :func:`training_rows`."""
+    if args.eval_iters == 0 or not evaluates(args):
+        return None
+    if args.valid_share is not None:
+        return training_rows(args, valid=True)
+    return _opened(args, args.valid_data_path, flag="--valid-data-path", split="val")
+
+
+def _opened(args: Namespace, files: Sequence[str], **how: Any) -> Rows:
+    return open_rows(files, seed=args.seed, access=RowAccess.of(vars(args)), **how)
 
 
 def length_settings(args: Namespace, model: Any) -> LengthSettings:

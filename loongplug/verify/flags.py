@@ -13,7 +13,7 @@ async_strategy use_persistent_ckpt_worker non_persistent_save_interval non_persi
 non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo
 save_params_interval save_activations_interval save_tokens_per_expert_interval
 save_wgrads_interval save_dgrads_interval exit_interval exit_duration_in_mins profile
-use_pytorch_profiler record_memory_history valid_data_path eval_iters eval_interval
+use_pytorch_profiler record_memory_history valid_data_path valid_share eval_iters eval_interval
 eval_global_batch_size eval_micro_batch_size num_workers rerun_mode print_config trace
 """
 # Verified in fp32, without dropout, at a constant learning rate and batch size from

@@ -110,6 +110,54 @@ def test_weights_need_not_sum_to_one_and_sizes_need_not_divide(tmp_path: Path) -
     assert counts["a"] == round(0.999 / 0.001 * 3)
 
 
+def divided(*values: str, share: float, seed: int = 1) -> tuple[list[str], list[str]]:
+    """The texts of the rows to train on, and of those that are held out."""
+    train, valid = (
+        open_rows(values, flag="--data-path", seed=seed, valid_share=share, valid=valid)
+        for valid in (False, True)
+    )
+    assert isinstance(train, Blend)
+    assert isinstance(valid, Blend)
+    return texts(train), texts(valid)
+
+
+def test_a_share_of_each_file_is_held_out_and_never_trained_on(tmp_path: Path) -> None:
+    """By seed and number of a row, whatever stands beside it, and each once whatever its weight."""
+    many, few = (
+        str(write(tmp_path, f"{name}.jsonl", n)) for name, n in (("many", 200), ("few", 50))
+    )
+    train, valid = divided(many, few, share=0.2)
+    everything = [f"m{i}" for i in range(200)] + [f"f{i}" for i in range(50)]
+    assert sorted(train + valid) == sorted(everything)
+    of_file = Counter(text[0] for text in valid)
+    assert 25 <= of_file["m"] <= 55
+    assert 4 <= of_file["f"] <= 16
+    for values in ((few, many), ("9", many, "1", few)):
+        again, held_out = divided(*values, share=0.2)
+        assert sorted(held_out) == sorted(valid)
+        assert set(again) == set(train)
+    assert len(again) > len(train)  # rows of the heavier file come again
+    alone = divided(many, share=0.2)
+    assert alone[1] == [text for text in everything if text in valid and text[0] == "m"]
+    assert alone[0] == [text for text in everything if text in train and text[0] == "m"]
+    assert {*alone[1]} < {*divided(many, share=0.3)[1]}
+    assert divided(many, share=0.2, seed=2)[1] != alone[1]
+    write(tmp_path, "many.jsonl", 300)
+    assert divided(many, share=0.2)[1][: len(alone[1])] == alone[1]
+
+
+def test_a_share_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    one, two = (str(write(tmp_path, f"{name}.jsonl", n)) for name, n in (("a", 1), ("b", 90)))
+    for share, valid, message in (
+        (1e-9, True, r"1e-09 takes no row of 1 \+ 90: give another share"),
+        (-1, True, "takes no row"),
+        (1.0, False, "1 leaves no row to train on of 1"),
+        (0.999, False, "leaves no row to train on"),
+    ):
+        with pytest.raises(ValueError, match=f"^--data-path .*--valid-share .*{message}"):
+            open_rows([one, two], flag="--data-path", seed=1, valid_share=share, valid=valid)
+
+
 def test_the_order_follows_from_the_seed(tmp_path: Path) -> None:
     first = texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))
     assert first == texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))

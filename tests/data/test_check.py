@@ -145,6 +145,24 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     assert "22 cannot be used (1 length, 7 media, 2 pixels, 13 row, 1 text)." in summary
 
 
+def test_five_rows_of_each_fault_are_printed_and_the_others_counted(
+    processor_folder: Path, write_rows: Callable[..., Path], row: Row
+) -> None:
+    """By data check and data index; what differs from row to row makes no other fault."""
+    gone = [row("Read", "1", images=(f"{'abcdefgh'[i]}.png",)) for i in range(8)]
+    scored = [row("Read", "1") for _ in range(7)]
+    for number, each in enumerate(scored):
+        each["messages"][number % 2]["score"] = number
+    path = write_rows(*gone, *scored, row("Read", ""))
+    options = ("--tokenizer-model", processor_folder, "--processes", 1)
+    for command in (("check", "--seq-length", 40), ("index",)):
+        result = CliRunner().invoke(app, ["data", *map(str, (*command, path, *options))])
+        *places, images, keys = [line.split(": ")[0] for line in result.stdout.splitlines()]
+        assert places == [f"{path}:{line}" for line in (1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 16)]
+        assert (images, keys) == (f"3 more are like {path}:1", f"2 more are like {path}:9")
+    assert "16 rows in" in result.stderr
+
+
 def test_a_file_that_changes_is_one_sentence(
     processor: Processor, write_rows: Callable[..., Path], row: Row
 ) -> None:

@@ -38,7 +38,7 @@ def test_samples_in_the_docs_run(
         container.mux(stream.encode(None))
     rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
     assert [next(iter(row)) for row in rows] == [
-        *("messages", "messages", "messages", "conversations", "id"),
+        *("messages", "messages", "messages", "conversations", "id", "instruction", "query"),
         *("messages", "text", "text", "messages"),
     ]
     write_wav(tmp_path / "moo.wav", noise(16_000))
@@ -52,4 +52,4 @@ def test_samples_in_the_docs_run(
         dataset = ChatDataset(path, processor=taken, seq_length=500, training_phase=phase)
         assert dataset[index].loss_mask.sum() > 0
         media.append(len(dataset[index].media))
-    assert media == [3, 2, 1, 2, 1, 2, 0, 1, 1]
+    assert media == [3, 2, 1, 2, 1, 1, 2, 2, 0, 1, 1]

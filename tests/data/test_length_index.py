@@ -102,6 +102,11 @@ def test_of_a_blend_each_file_has_its_own(
     lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
     assert lengths is not None
     assert lengths.tolist() == training(rows, processor)
+    part = open_rows(values, flag="--train-data-path", seed=3, valid_share=0.3)
+    lengths = sample_lengths(part, indexed_sizes(part, settings), seq_length=SEQ_LENGTH)
+    assert lengths is not None
+    assert len(lengths) < len(rows)
+    assert lengths.tolist() == training(part, processor)
 
 
 def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthSettings) -> None:

@@ -1,6 +1,7 @@
 """Keys of rows: each is used, refused by name, or counted and named once."""
 
 import base64
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
+from loongplug.data.blend import open_source
 from loongplug.data.conversation import AudioPart, ImagePart, VideoPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.formats import parse_conversation
@@ -27,6 +29,7 @@ from loongplug.data.remarks import MASKED, Remarks
 from loongplug.data.rows import RowAccess
 from loongplug.data.schemas import (
     _MEANINGS,
+    AlpacaRow,
     AudioPartRow,
     AudioUrlPart,
     ChatTurn,
@@ -35,6 +38,7 @@ from loongplug.data.schemas import (
     ImageUrlPart,
     MessageRow,
     MessagesRow,
+    QueryRow,
     TextPart,
     TextRow,
     Url,
@@ -66,9 +70,10 @@ FILES = {
 MARKERS = "<image><image><video><video><audio><audio>"
 MASKS = {"loss": False, "weight": 0}
 BESIDE = {**FILES, **MASKS, "task": "read", "kind": "scan"}
+PAIRS = {"history": [["Hello", "Hi"]]}
 SYSTEM = {"system": "Be brief.", "tools": [{"name": "zoom"}]}
 ANSWERS = {"reasoning_content": "So.", "tool_calls": [{"name": "zoom"}], "name": "A"}
-PLACES: dict[type, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+PLACES: dict[Any, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     MessagesRow: (
         {"messages": [USER | {"content": MARKERS}, ANSWER]},
         (),
@@ -82,6 +87,16 @@ PLACES: dict[type, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
             **SYSTEM,
             **BESIDE,
         },
+    ),
+    AlpacaRow: (
+        {"instruction": MARKERS, "output": "yes"},
+        (),
+        {"instruction": f"{MARKERS}!", "input": "x", "output": "no", **PAIRS, **SYSTEM, **BESIDE},
+    ),
+    QueryRow: (
+        {"query": MARKERS, "response": "yes"},
+        (),
+        {"query": f"{MARKERS}!", "response": "no", **PAIRS, **SYSTEM, **BESIDE},
     ),
     TextRow: ({"text": MARKERS}, (), {"text": f"{MARKERS}!", **BESIDE}),
     MessageRow: (
@@ -142,9 +157,9 @@ def with_keys(schema: type, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("schema", PLACES)
-def test_every_key_of_every_format_is_used_and_documented(schema: type) -> None:
+def test_every_key_of_every_format_is_used_and_documented(schema: Any) -> None:
     """With another value of it, the row says something else; and the page's table has it."""
-    beside = FILES if schema in (MessagesRow, ConversationsRow, TextRow) else {}
+    beside = FILES if schema.is_row else {}
     before = parse_conversation(with_keys(schema, **beside), where="r:1")
     assert not before.remarks
     examples = PLACES[schema][2]
@@ -197,9 +212,9 @@ def test_a_message_s_name_is_the_template_s_where_it_is_text_else_counted() -> N
 
 @pytest.mark.quick
 @pytest.mark.parametrize("schema", PLACES)
-def test_keys_without_meaning_are_counted_anywhere(schema: type) -> None:
+def test_keys_without_meaning_are_counted_anywhere(schema: Any) -> None:
     row = with_keys(schema, **dict.fromkeys(WITHOUT_MEANING, "x"))
-    if schema in (MessagesRow, ConversationsRow, TextRow):
+    if schema.is_row:
         row |= FILES | {"anything": 3}
     expected = {("key", key) for key in {*WITHOUT_MEANING} - keys_of(schema)} | {
         ("key", "anything")
@@ -300,9 +315,7 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     tagged = row("<image>Read", "1") | {"images": [], "source": "web"}
     path = write_rows(
         row("Read", "1"),
-        row("Read", "1") | {"loss": False, "image": ["gone.png"]}
-        if False
-        else row("Read", "1") | {"loss": False},
+        row("Read", "1") | {"loss": False},
         tagged,
         row("Read", "1") | {"weight": 0},
         row("Read", "1") | {"weight": 1},
@@ -374,6 +387,103 @@ def test_ignored_keys_are_of_the_index_and_its_command(
     index([str(path)], tokenizer_model=processor_folder, training_phase="sft", access=access)
     with pytest.raises(ValueError, match=r"ignore_keys was .*score.*, is"):
         kept_sizes(JsonlIndex(path), decides)
+
+
+@pytest.mark.quick
+def test_questions_and_answers_are_turns() -> None:
+    """As LLaMA-Factory and ms-swift read them: the parts of a question in two lines."""
+    told = {"system": "Be brief.", "history": [["Hi", "Hello"]], "images": ["i.png"]}
+    asked = parse_conversation({"query": "<image>What?\nNow", "response": "A", **told}, where="r:1")
+    assert [(each.role, each.parts) for each in asked.messages] == [
+        ("system", ("Be brief.",)),
+        ("user", ("Hi",)),
+        ("assistant", ("Hello",)),
+        ("user", (ImagePart("i.png"), "What?\nNow")),
+        ("assistant", ("A",)),
+    ]
+    parts = {"instruction": "<image>What?", "input": "Now", "output": "A"}
+    assert parse_conversation(parts | told, where="r:1") == asked
+    alone = {"instruction": "What?", "input": "", "output": "A"}
+    assert parse_conversation(alone, where="r:1").messages[0].parts == ("What?",)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"query": "a", "response": "b", "history": [["c"]]}, r"history\[0\] is \['c'\], but"),
+        ({"query": "a", "response": "b", "history": [["c", None]]}, r"history\[0\]\[1\] is None"),
+        ({"query": "a", "response": "b", "history": [["c", ""]]}, "message 2, .* is empty"),
+        ({"instruction": "a", "output": 3}, "output is 3, but"),
+        ({"instruction": "a"}, "output is missing"),
+        ({"query": "a", "output": "b"}, r"key 'output' \(turns: "),
+        ({"query": "a", "response": "b", "kto_tag": True}, "key 'kto_tag'"),
+        ({"instruction": "a", "output": "b", "text": "c"}, "2 formats, instruction and text"),
+        ({"text": "a", "history": [["b", "c"]]}, "key 'history'"),
+        ({"prompt": "a", "completion": "b"}, "unknown schema .* say by --columns"),
+    ],
+)
+def test_questions_and_answers_that_lack_a_part_are_refused(
+    row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^r:1: .*{message}"):
+        parse_conversation(row, where="r:1")
+
+
+@pytest.mark.quick
+def test_the_key_of_another_format_may_be_ignored() -> None:
+    """The first Alpaca rows have the whole as a text, too."""
+    row = {"instruction": "a", "output": "b", "text": "c"}
+    kept = parse_conversation(row, where="r:1", ignored=["text"])
+    assert kept.remarks == (("key", "text"),)
+    assert len(kept.messages) == 2
+
+
+@pytest.mark.quick
+def test_columns_give_our_names_to_keys(
+    tmp_path: Path, processor_folder: Path, write_rows: Callable[..., Path]
+) -> None:
+    """Of each kind of file, in whatever reads rows; keys may change places."""
+    rows = [{"question": "a", "answer": "b", "query": None}, {"query": "c", "response": "d"}]
+    path = write_rows(*rows)
+    pairs = [{"query": "a", "response": "b"}, {"query": "c", "response": "d"}]
+    access = RowAccess(columns="query=question, response=answer")
+    opened = open_source(path, access=access)
+    assert [opened.read(index) for index in range(2)] == pairs
+    swapped = open_source(path, access=RowAccess(columns="query=response,response=query"))
+    assert swapped.read(1) == {"query": "d", "response": "c"}
+    options = ("--tokenizer-model", processor_folder, "--columns", access.columns)
+    for command in (("check", "--seq-length", 40), ("inspect",), ("index",)):
+        assert run_data(*command, path, *options)[0] == 0
+    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
+    with pytest.raises(ValueError, match=r"columns question was query, is None"):
+        kept_sizes(JsonlIndex(path), decides)
+    decides = dataclasses.replace(decides, access=access)
+    assert kept_sizes(JsonlIndex(path, access=access), decides) is not None
+    assert f"--columns '{access.columns}'" in decides.command(JsonlIndex(path))
+    arrow = pytest.importorskip("pyarrow", reason="pip install 'loongplug[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows[:1]), tmp_path / "rows.parquet")
+    assert open_source(tmp_path / "rows.parquet", access=access).read(0) == pairs[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("query", "'query' where OURS=THEIRS was expected"),
+        ("query=", "'query=' where OURS=THEIRS"),
+        ("query=a,response=a", "'response=a' where .* each of theirs once"),
+        ("qurey=a", "qurey is no key of ours: expected OURS=THEIRS with one of audio, "),
+        ("query=a,query=b", "r.*:1: --columns query=a,query=b gives one name to two keys"),
+    ],
+)
+def test_columns_that_say_nothing_or_two_things_are_refused(
+    columns: str, message: str, write_rows: Callable[..., Path]
+) -> None:
+    path = write_rows({"a": "x", "b": "y"})
+    with pytest.raises(ValueError, match=message):
+        open_source(path, access=RowAccess(columns=columns)).read(0)
 
 
 @pytest.mark.quick

@@ -15,8 +15,10 @@ from video_reference import Family, row_of
 
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
+from loongplug.data.check import RowChecker
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.units import MediaBatch, UnitLoader
@@ -210,6 +212,24 @@ def test_stamps_that_are_not_index_by_rate_are_told(
     ((kind, message),) = odd([*range(8), 20, 21, 22, 23])
     assert kind == "stamps more than a frame from index / rate"
     assert "its stamps are up to 12.0 frames from index / rate" in message
+
+
+def test_data_check_counts_odd_videos_by_row(
+    tmp_path: Path,
+    processor: Processor,
+    write_rows: Callable[..., Path],
+    write_video: WriteVideo,
+) -> None:
+    """Also of a file that is decoded once for several rows; none is a fault."""
+    odd = write_video("odd.mp4", 12, stamps=[*range(8), 20, 21, 22, 23])
+    even = write_video("even.mp4", 12)
+    shown = [row_of([{"type": "video", "video": name}]) for name in (even, odd, odd)]
+    rows = JsonlIndex(write_rows(*shown))
+    checker = RowChecker(processor, seq_length=500, training_phase="sft")
+    checked = [checker.check(rows, index) for index in range(3)]
+    assert [each.findings for each in checked] == [()] * 3
+    remark = ("video", "stamps more than a frame from index / rate")
+    assert [each.remarks for each in checked] == [(), (remark,), (remark,)]
 
 
 RATES = [None, 1, 2, 3.7, 30]

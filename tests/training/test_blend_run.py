@@ -16,10 +16,13 @@ def _run(rank: int, *, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_blend_with_a_media_root_trains(demo: Path, flags: list[str], tmp_path: Path) -> None:
+def test_a_blend_with_a_media_root_trains(
+    demo: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The files stand elsewhere, so that only the media root leads to the images.
 
-    One row names an image outside of it, which is left out: media are confined.
+    One row names an image outside of it, which is left out: media are confined. Some of the rows
+    are for validation alone.
     """
     shutil.copy(demo / "train.jsonl", tmp_path / "a.jsonl")
     turns = [{"from": "human", "value": "Read the digits."}, {"from": "gpt", "value": "31"}]
@@ -36,10 +39,14 @@ def test_a_blend_with_a_media_root_trains(demo: Path, flags: list[str], tmp_path
     more = [
         *("--train-data-path", *blend, "--media-root", str(demo)),
         *("--confine-media", "--bad-sample", "skip"),
-        *("--valid-data-path", blend[1], blend[3], "--eval-iters", "2", "--eval-interval", "2"),
+        *("--valid-share", "0.2", "--eval-interval", "2"),
         *("--metrics-json", str(metrics)),
     ]
     run_ranks(_run, 2, argv=[*flags, *more], timeout=120.0)
     written = json.loads(metrics.read_text())
     assert written["iterations"] == 4
+    said = capfd.readouterr().out
+    assert "\n6 of 66 rows of the training data are for validation alone: --valid-share" in said
+    assert "\nEach evaluation takes 6 of 6 rows of the validation data, each once" in said
+    assert said.count("| validation loss ") == 2
     assert written["bad_samples"]["media"] >= 1

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 from ranks import RankError, run_ranks
 
+from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.index import index
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.processor import load_processor
 from loongplug.data.rows import RowAccess
 from loongplug.training.datasets import noted_thoughts
 from loongplug.training.run import run
@@ -56,13 +58,21 @@ def stream(flags: list[str], *more: str, ranks: int, micro: int) -> list[list[in
 
 
 @pytest.mark.slow
-def test_the_stream_goes_on_with_other_ranks_and_microbatches(flags, tmp_path):
-    """64 samples, 4 steps of 24: the second epoch begins in the third step."""
+def test_the_stream_goes_on_with_other_ranks_and_microbatches(flags, demo, tmp_path):
+    """4 steps of 24, so that the second epoch begins in the third; no row is one of validation."""
+    data = str(demo / "train.jsonl")
+    rows = open_rows([data], flag="--train-data-path", seed=1234, valid_share=0.2)
+    assert 48 < len(rows) < 64
+    samples = ChatDataset(
+        rows, processor=load_processor(demo / "processor"), seq_length=80, training_phase="sft"
+    )
     flags = [*flags, "--global-batch-size", "24", "--use-distributed-optimizer"]
+    flags += ["--valid-share", "0.2", "--eval-iters", "0"]
     whole = stream(flags, ranks=1, micro=8)
     assert len(whole) == 96
-    assert len({tuple(row) for row in whole[:64]}) > 60
-    assert sorted(whole[64:]) != sorted(whole[:32])
+    epoch = [samples[row].input_ids.tolist() for row in range(len(rows))]
+    assert sorted(whole[: len(rows)]) == sorted(epoch)
+    assert all(row in epoch for row in whole)
     save = ("--save", str(tmp_path))
     first = stream(flags, *save, "--exit-interval", "1", ranks=3, micro=2)
     assert first == whole[:24]
@@ -85,8 +95,9 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
         run_ranks(seen, 4, flags=again, timeout=120.0)
     assert len(raised.value.errors) == 4
     data.write_text("".join(lines))
-    with pytest.raises(RankError, match="settings seed was 1234, is 7"):
-        run_ranks(seen, 4, flags=[*again, "--seed", "7"], timeout=120.0)
+    changed = "settings seed was 1234, is 7; settings valid_share was absent, is 0.2"
+    with pytest.raises(RankError, match=changed):
+        run_ranks(seen, 4, flags=[*again, "--seed", "7", "--valid-share", "0.2"], timeout=120.0)
     again = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "again")]
     assert len(run_ranks(seen, 4, flags=again, timeout=120.0)[0]) == 32
 

@@ -14,7 +14,7 @@ from loongplug.data.rows import RowAccess
 from loongplug.data.text_stream import PackedTexts
 from loongplug.data.workers import IN_PROCESS
 from loongplug.training.arguments import parse_arguments
-from loongplug.training.rows import rows_of, training_files
+from loongplug.training.rows import training_rows, validation_rows
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +49,17 @@ def test_an_epoch_is_one_of_the_blend(line: list[str], tmp_path: Path) -> None:
     assert parsed(line, "--epochs", "2", *blend).train_iters == 2 * 60 // 8
 
 
+def test_rows_for_validation_alone_are_none_of_the_epoch(line: list[str]) -> None:
+    flags = ("--epochs", "1", "--valid-share", "0.4")
+    args = parsed(line, *flags)
+    train, valid = training_rows(args), validation_rows(args)
+    assert valid is not None
+    places = [rows.where(index) for rows in (train, valid) for index in range(len(rows))]
+    assert len(set(places)) == len(places) == ROWS
+    assert args.train_iters == -(-len(train) // 8) < 4
+    assert validation_rows(parsed(line, *flags, "--eval-iters", "0")) is None
+
+
 def test_sizes_that_grow_count_as_they_are(line: list[str]) -> None:
     args = parsed(line, "--epochs", "1", "--rampup-batch-size", "4", "2", "20")
     assert args.train_iters == 6  # of 4, 4, 4, 6, 6 and 8
@@ -78,7 +89,7 @@ def test_packs_are_counted_by_the_index(flags: list[str], demo: Path, tmp_path: 
     index([str(data)], tokenizer_model=folder, training_phase="sft", access=access, processes=1)
     args = parsed(line)
     dataset = ChatDataset(
-        rows_of(args, training_files(args), flag="", split="train"),
+        training_rows(args),
         processor=load_processor(folder),
         seq_length=80,
         training_phase="sft",

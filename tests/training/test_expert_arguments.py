@@ -71,6 +71,7 @@ def test_experts_are_grouped_where_transformer_engine_is(
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
         valid_data_path=None,
+        valid_share=None,
         train_iters=1,
         save=None,
         data_path=None,

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import flag_of, rule
+from loongplug.training.rules.rule import evaluates, excludes, flag, flag_of, rule
 
 _LAST_SEED = 2**31 - 1
 
@@ -49,27 +49,35 @@ def seed(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="there would be nothing to evaluate on",
-    cure="give --valid-data-path FILE, or drop --eval-iters",
+    cure="give --valid-data-path FILE or --valid-share, or drop --eval-iters",
     training_only=True,
 )
 def evaluation(args: Namespace, model: Any) -> str | None:
-    """`--eval-iters` without `--valid-data-path`, or below 0"""
+    """`--eval-iters` without `--valid-data-path` or `--valid-share`, or below 0"""
     if args.eval_iters is not None and args.eval_iters < 0:
         return f"--eval-iters {args.eval_iters}"
-    if args.eval_iters and not args.valid_data_path:
-        return f"--eval-iters {args.eval_iters} without --valid-data-path"
+    if args.eval_iters and not evaluates(args):
+        return f"--eval-iters {args.eval_iters} without validation data"
     return None
+
+
+valid_share = excludes(
+    flag("--valid-share"),
+    flag("--valid-data-path"),
+    reason="validation has rows of its own, or some of the training data's",
+    cure="give one of the two",
+)
 
 
 @rule(
     reason="the rows are those of the validation data, and are answered when it is evaluated",
-    cure="give 1 or more with --valid-data-path FILE and without --eval-iters 0, or drop the flag",
+    cure="give 1 or more with validation data and without --eval-iters 0, or drop the flag",
     training_only=True,
 )
 def eval_generate(args: Namespace, model: Any) -> str | None:
-    """`--eval-generate` below 1, without `--valid-data-path`, or with `--eval-iters 0`"""
+    """`--eval-generate` below 1, without validation data, or with `--eval-iters 0`"""
     count = args.eval_generate
-    if count is None or (count >= 1 and args.valid_data_path and args.eval_iters != 0):
+    if count is None or (count >= 1 and evaluates(args) and args.eval_iters != 0):
         return None
-    lacks = "" if args.valid_data_path else " without --valid-data-path"
+    lacks = "" if evaluates(args) else " without validation data"
     return f"--eval-generate {count}{lacks or ' with --eval-iters 0' * (args.eval_iters == 0)}"

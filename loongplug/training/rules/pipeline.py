@@ -5,7 +5,7 @@ from typing import Any
 
 from loongplug.training.rules import batch as batches
 from loongplug.training.rules.batch import known_sizes
-from loongplug.training.rules.rule import data_parallel_size, rule
+from loongplug.training.rules.rule import data_parallel_size, evaluates, rule
 from loongplug.training.step_sizes import eval_sizes
 
 
@@ -71,7 +71,7 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
     sizes = known_sizes(args)
     each = args.micro_batch_size * dp
     steps = [1] if sizes is None else [size // each or 1 for _, size in sizes.sizes]
-    if sizes is not None and args.valid_data_path:
+    if sizes is not None and evaluates(args):
         batch, of_batch = eval_sizes(args, dp=dp)
         assert batch is not None
         assert of_batch is not None

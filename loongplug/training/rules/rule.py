@@ -131,6 +131,11 @@ def value_of(args: Namespace, flag: str) -> Any:
     return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 
+def evaluates(args: Namespace) -> bool:
+    """Whether a run has validation data."""
+    return bool(args.valid_data_path or args.valid_share)
+
+
 def flag_of(name: str) -> str:
     """The flag that is ``name`` in the arguments."""
     return f"--{name.replace('_', '-')}"

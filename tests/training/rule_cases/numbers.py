@@ -35,7 +35,11 @@ CASES: Cases = {
     "seed": ([{"seed": -5}, {"seed": 0}, {"seed": 2**31}], [{"seed": 1}, {"seed": 2**31 - 1}]),
     "evaluation": (
         [{"eval_iters": 3}, {"eval_iters": -1}],
-        [{"eval_iters": 3, "valid_data_path": [__file__]}],
+        [{"eval_iters": 3, "valid_data_path": [__file__]}, {"eval_iters": 3, "valid_share": 0.1}],
+    ),
+    "valid-share": (
+        [{"valid_share": 0.1, "valid_data_path": [__file__]}],
+        [{"valid_share": 0.1}, {"valid_data_path": [__file__]}],
     ),
     "eval-generate": (
         [
