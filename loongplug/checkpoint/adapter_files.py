@@ -28,12 +28,11 @@ from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import (
     ADAPTER_CONFIG_FILE,
-    config_problems,
+    ADAPTER_WEIGHTS_FILE,
+    open_adapters,
     peft_config,
-    read_peft_config,
 )
 
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _KIND = "adapters"
 
 
@@ -136,7 +135,10 @@ def give_adapter_dtype(
 
 
 class AdapterReader:
-    """The file of a folder, found to have the tensors of a table."""
+    """The file of a folder, found to have the tensors of a table.
+
+    What the config beside it says was compared when the model was composed.
+    """
 
     def __init__(self, folder: Path, table: AdapterTable) -> None:
         self._folder = folder
@@ -144,14 +146,7 @@ class AdapterReader:
         self._last: tuple[str, Tensor] | None = None
         sources = [(b, source) for b in table.mapping.bundles() for source in b.sources]
         self._names = {source.name: table.file_names(b, source) for b, source in sources}
-        config = read_peft_config(folder)
-        try:
-            self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give "
-                "the folder of adapters that --save-lora or peft wrote."
-            ) from error
+        self._file = open_adapters(folder)
         expected = {
             name: table.file_shape(source)
             for _, source in sources
@@ -161,8 +156,7 @@ class AdapterReader:
             name: tuple(self._file.get_slice(name).get_shape())
             for name in self._file.keys()  # noqa: SIM118
         }
-        problems = [*config_problems(config, table), *shape_problems(found, expected)]
-        if problems:
+        if problems := shape_problems(found, expected):
             raise ValueError(
                 f"The adapters in {folder} are not those of the config:\n  " + "\n  ".join(problems)
             )

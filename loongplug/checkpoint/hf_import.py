@@ -75,7 +75,6 @@ def _checked(
 ) -> list[Owned]:
     missing_or_extra = _file_problems(tensors, model.mapping)
     problems = [
-        *model.inexpressible,
         *(model.unread if missing_or_extra else ()),
         *hf_config_differences(tensors.path, model),
         *missing_or_extra,

@@ -16,6 +16,7 @@ CONFIG_JSON = "config.json"
 # Names of options by which something is computed, and what they say where nothing is.
 _OPTION = re.compile("drop|softcap|_multiplier$|logits?_scal|attn_scalar$")
 _NEUTRAL = (None, 0, 1)
+_INSTEAD = "so it has no Hugging Face folder: --save DIR keeps it, in a checkpoint for any layout"
 # What it may say otherwise without changing what the weights mean.
 _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
 
@@ -31,12 +32,17 @@ def hf_config(model: HuggingFaceModel) -> Any:
     if model.inexpressible:
         raise ValueError("; ".join(model.inexpressible))
     assert None not in model.top.values(), model.top
-    return _config_class(model.in_transformers)(
-        **{name: dict(section) for name, section in model.sections.items()},
-        **model.top,
-        **model.whole,
-        architectures=[model.in_transformers.architecture],
-    )
+    config_class = _config_class(model.in_transformers)
+    try:
+        return config_class(
+            **{name: dict(section) for name, section in model.sections.items()},
+            **model.top,
+            **model.whole,
+            architectures=[model.in_transformers.architecture],
+        )
+    except Exception as error:  # transformers has many for what it does not know
+        reason = f"{config_class.__name__}: {error}".partition(". ")[0]
+        raise ValueError(f"transformers has no such model ({reason:.200}), {_INSTEAD}") from error
 
 
 def hf_config_differences(
@@ -51,15 +57,15 @@ def hf_config_differences(
     if not (folder / CONFIG_JSON).is_file():
         return []
     theirs = model.in_transformers
-    expected = _config_class(theirs).model_type
     try:
+        expected = _config_class(theirs).model_type
         kind = _content(folder).get("model_type")
         if kind != expected and (alone or kind not in theirs.within):
             return [f"{CONFIG_JSON} has model_type {kind!r}, expected {expected!r}"]
         found = _read(folder, theirs)
     except ValueError as error:
         return [str(error)]
-    differences = _options(found, model.whole, name="")
+    differences = [*model.inexpressible, *_options(found, model.whole, name="")]
     for section, values in model.sections.items():
         differences += _options(getattr(found, section), values, name=f"{section}.")
         for key, value in values.items():
@@ -98,6 +104,8 @@ def _tied(found: Any, theirs: InTransformers) -> bool:
 
 
 def _config_class(theirs: InTransformers) -> Any:
+    if theirs.config_class is None:
+        raise ValueError(f"transformers has no {theirs.architecture}, {_INSTEAD}")
     module, _, name = theirs.config_class.rpartition(":")
     package = module or "transformers"
     try:
@@ -153,6 +161,8 @@ def family_of_folder(folder: Path, *, trusted_packages: Sequence[str] = ()) -> F
     known: dict[str, Family] = {}
     for family in families(trusted_packages).values():
         theirs = family.in_transformers
+        if theirs.config_class is None:
+            continue
         for model_type in (_config_class(theirs).model_type, *theirs.within):
             known.setdefault(model_type, family)
     kind = _content(folder).get("model_type")

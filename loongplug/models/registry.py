@@ -39,8 +39,9 @@ class InTransformers:
     """What a family is to ``transformers``.
 
     ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from elsewhere;
-    ``architecture`` is the name of the model's class. ``roots`` has, by a module's name, how the
-    names of its tensors begin in the files, and ``sections``, by a section of config.json or
+    None where there is none, and so no export. ``architecture`` is the name of the model's class.
+    ``roots`` has, by a module's name, how the names of its tensors begin in the files, and
+    ``sections``, by a section of config.json or
     :data:`WHOLE`, the modules that it describes. ``whole`` has, by a module's name, which fields of
     its config stand at the top although a section describes it, each with its key, and ``more``, a
     function's name as "module:function", gives what else stands there for a config. ``derived``
@@ -54,7 +55,7 @@ class InTransformers:
     whatever config.json says.
     """
 
-    config_class: str
+    config_class: str | None
     architecture: str
     roots: Mapping[str, str]
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SECTIONS)

@@ -29,6 +29,9 @@ from loongplug.models.hf_config import (
     hf_config_differences,
     read_folder,
 )
+from loongplug.models.lora.mapping import adapter_table
+from loongplug.models.lora.peft_config import folder_linears, module_settings
+from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.registry import Family, dotted, families, family_of
 from loongplug.models.trusted import trusted_object, within
 from loongplug.paths import configs_dir
@@ -113,8 +116,52 @@ def compose_asked_for(
     """:func:`compose_model` of what a command line's flags name.
 
     With ``converts``, a checkpoint that ``--load`` names tells its model, for any layout, where
-    nothing else does.
+    nothing else does. Which adapters it has, the folder of ``--load-lora`` tells.
     """
+    if not args.load_lora:
+        return _asked_for(args, overrides=overrides, converts=converts)
+    others = [each for each in overrides if ".lora" not in each.partition("=")[0]]
+    bare = _asked_for(args, overrides=others, converts=converts)
+    modules, described = bare.config.modules(), bare.family.load_hugging_face(bare.config)
+    linears = folder_linears(Path(args.load_lora), described, modules=modules)
+    told = {n: each for n, each in module_settings(linears).items() if modules[n].lora is None}
+    completed = [*lora_overrides(bare.config.keys, told), *overrides]
+    composed = _asked_for(args, overrides=completed, converts=converts)
+    table = adapter_table(composed.config, described)
+    asked = {each.name: each.settings for each in table.linears} if table else {}
+    for name, settings in linears.items():
+        wanted, there = _adapter(asked.get(name)), _adapter(settings)
+        if wanted != there:
+            raise ValueError(
+                f"{name} is to have {wanted}, but has {there} in --load-lora {args.load_lora}: "
+                "leave out the model's lora, which the folder says, or give another folder"
+            )
+    return composed
+
+
+def _adapter(settings: LoraSettings | None) -> str:
+    if settings is None:
+        return "no adapter"
+    return f"an adapter of rank {settings.rank} and alpha {settings.scale * settings.rank:g}"
+
+
+def lora_overrides(
+    keys: Mapping[str, str], settings: Mapping[str, LoraSettings | None]
+) -> list[str]:
+    """Overrides that give modules, by their names, adapters of this size and place."""
+    return [
+        f"{_MODEL}.{keys[name]}.lora.{setting}={value}"
+        for name, each in settings.items()
+        if each is not None
+        for setting, value in (
+            ("rank", each.rank),
+            ("alpha", each.scale * each.rank),
+            ("target_modules", f"[{','.join(each.target_modules)}]"),
+        )
+    ]
+
+
+def _asked_for(args: Namespace, *, overrides: Sequence[str], converts: bool) -> ComposedModel:
     if converts and args.load and not (args.model_name or args.config_file or args.load_hf):
         noted = read_architecture(Path(args.load))
         if noted is not None:

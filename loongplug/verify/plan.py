@@ -175,7 +175,7 @@ class _Planner:
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
         """Overrides that make the model its small likeness."""
-        from loongplug.training.config import compose_asked_for
+        from loongplug.training.config import compose_asked_for, lora_overrides
         from loongplug.training.flags import read_command_line
         from loongplug.training.special_tokens import read_tokenizer
 
@@ -186,7 +186,8 @@ class _Planner:
         stages = tiny_stages(layout, taps=model.taps())
         tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
         sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
-        overrides = as_overrides(sizes)
+        adapters = {name: each.lora for name, each in model.modules().items()}
+        overrides = [*as_overrides(sizes), *lora_overrides(model.keys, adapters)]
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
         depths = [
             f"{value} layers of {model.keys[name]}"

@@ -110,10 +110,10 @@ def tiny_sizes(
     text = _decoder(model.foundation, layout)
     for name in model.encoders:
         encoder = model.encoder(name)
+        own: dict[str, Any] = {}  # one of a kind that is not known here stays as it is
         if isinstance(encoder, VisionArchitecture):
             own = _sees(encoder, layout, demo_patches=demo_patches)
-        else:
-            assert isinstance(encoder, AudioTransformerConfig)
+        elif isinstance(encoder, AudioTransformerConfig):
             own = _hears(encoder, layout, out=text["hidden_size"], demo_frames=demo_patches)
         own |= _in_stages(encoder, own)
         sizes |= {f"{model.keys[name]}.{key}": value for key, value in own.items()}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from loongplug.checkpoint.adapter_files import ADAPTER_WEIGHTS_FILE
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
     PlannedTensor,
@@ -15,23 +14,26 @@ from loongplug.checkpoint.tensor_files import (
     plan_files,
     write_index,
 )
-from loongplug.models.hf_config import hf_config
 from loongplug.models.hf_mapping import Source
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
-from loongplug.models.lora.peft_config import ADAPTER_CONFIG_FILE, peft_config
+from loongplug.models.lora.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    peft_config,
+)
 
 _SPREAD = 0.1  # of norms around 1, and of biases around 0
 _MAX_FILE_BYTES = 5 * 1024**3
 
 
 def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) -> None:
-    """Write fp32 weights and ``config.json``; the same seed gives the same weights.
+    """Write fp32 weights; the same seed gives the same weights.
 
-    No tensor is left at 0 or 1, where a swapped or doubled slice would not show.
+    No tensor is left at 0 or 1, where a swapped or doubled slice would not show. There is no
+    ``config.json``: transformers need not have the model.
     """
     folder.mkdir(parents=True)
-    hf_config(model).save_pretrained(folder)
     files = plan_files(
         [
             [PlannedTensor(source.name, source.shape, torch.float32) for source in bundle.sources]

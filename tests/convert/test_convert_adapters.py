@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from loongplug.checkpoint.adapter_files import AdapterReader
 from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.models.lora.peft_config import read_peft_config
-from loongplug.training.config import compose_model
+from loongplug.training.config import compose_asked_for, compose_model
+from loongplug.training.flags import read_command_line
 from loongplug.verify.weights import write_random_adapters
 
 LORA = (
@@ -52,9 +54,9 @@ def converted(rank: int, *, flags: list[str]) -> None:
 
 def test_through_a_checkpoint_adapters_stay_and_weights_are_merged(folders, tmp_path):
     hf, adapters = folders
-    into = [*MODEL, *TP2, "--load-hf", str(hf), "--load-lora", str(adapters)]
+    into = ["--device", "cpu", *TP2, "--load-hf", str(hf), "--load-lora", str(adapters)]
     run_ranks(converted, 2, flags=[*into, "--save", str(tmp_path / "saved")], timeout=120.0)
-    out = [*MODEL, *PP2, "--load", str(tmp_path / "saved")]
+    out = ["--device", "cpu", *PP2, "--load", str(tmp_path / "saved")]
     out += ["--save-hf", str(tmp_path / "merged"), "--save-lora", str(tmp_path / "again")]
     run_ranks(converted, 2, flags=out, timeout=120.0)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -84,28 +86,97 @@ def test_through_a_checkpoint_adapters_stay_and_weights_are_merged(folders, tmp_
 A = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_A.weight"
 
 
+def asked_for(folder: Path, *overrides: str, model: str = "qwen3_vl_tiny") -> Any:
+    """The config of a model whose adapters the folder tells."""
+    line = read_command_line(["--model-name", model, "--load-lora", str(folder), *overrides])
+    return compose_asked_for(line.args, overrides=line.overrides).config
+
+
 @pytest.mark.parametrize(
-    ("tensors", "config", "said"),
+    ("model", "overrides"),
     [
-        ({}, {"lora_alpha": 3}, "attn.qkv has lora_alpha 3, expected 2"),
-        ({}, {"lora_alpha": float("nan")}, "has lora_alpha nan, expected"),
-        ({}, {"use_rslora": True}, "use_rslora is True, which has no counterpart here"),
-        ({}, {"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
-        ({}, {"bias": "all"}, "bias is 'all', which has no counterpart"),
-        ({}, {"fan_in_fan_out": True}, "fan_in_fan_out is True, which has no counterpart"),
-        ({}, {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which has no"),
-        ({}, {"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\], which"),
-        ({}, {"of_a_later_peft": {"on": 1}}, "of_a_later_peft is {'on': 1}, which has no"),
-        ({}, {"rank_pattern": {"(w*)*([a-z_.]+)+!": 1}}, r"rank_pattern names '\(w\*\)\*"),
-        ({}, {"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern names 'q_proj\(', expected a mod"),
-        ({}, {"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], expected an object"),
-        ({A: None}, {}, f"missing {A}"),
-        ({"other": torch.ones(2)}, {}, r"extra other \(2,\)"),
-        ({A: torch.ones(3, 5)}, {}, r"k_proj.lora_A.weight has shape \(3, 5\), expected"),
+        ("qwen3_vl_tiny", LORA),
+        ("qwen3_vl_moe_tiny", ("model.foundation.lora.rank=2",)),
+        (
+            "qwen3_vl_moe_tiny",
+            (
+                "model.foundation.lora={rank: 2, alpha: 3, target_modules: [linear_fc2]}",
+                "model.image_projector.lora={rank: 1, target_modules: [merger.linear_fc2]}",
+            ),
+        ),
     ],
 )
-def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, said):
-    folder = changed_folder(folders[1], tmp_path, tensors=tensors, config=config)
+def test_a_folder_says_which_adapters_it_has(model, overrides, tmp_path):
+    composed = compose_model(model_name=model, overrides=overrides)
+    described = composed.family.load_hugging_face(composed.config)
+    written = adapter_table(composed.config, described)
+    write_random_adapters(tmp_path / "adapters", written, seed=1)
+    told = asked_for(tmp_path / "adapters", model=model)
+    read = adapter_table(told, described)
+    assert [(each.name, each.settings.rank, each.settings.scale) for each in read.linears] == [
+        (each.name, each.settings.rank, each.settings.scale) for each in written.linears
+    ]
+    # What it does not say may be said beside it.
+    assert asked_for(tmp_path / "adapters", "model.foundation.lora.dropout=0.1", model=model)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.foundation.lora.rank=4", "an adapter of rank 4 and alpha 6, but has an adapter of"),
+        ("model.foundation.lora.alpha=3", "rank 3 and alpha 3, but has an adapter of rank 3 and"),
+        ("model.foundation.lora.target_modules=[linear_qkv]", "no adapter, but has an adapter of"),
+        ("model.image_projector.lora.rank=2", "rank 2 and alpha 2, but has no adapter in --load"),
+    ],
+)
+def test_what_contradicts_the_folder_is_one_sentence(folders, override, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        asked_for(folders[1], override)
+    assert "\n" not in str(refused.value)
+    assert f"{folders[1]}: leave out the model's lora, which the folder says" in str(refused.value)
+
+
+def test_adapters_of_another_model_are_refused(folders, tmp_path):
+    theirs = dict.fromkeys(load_file(folders[1] / "adapter_model.safetensors"))
+    others = theirs | {"base_model.model.h.0.c_attn.lora_A.weight": torch.ones(1, 2)}
+    folder = changed_folder(folders[1], tmp_path, tensors=others, config={})
+    with pytest.raises(ValueError, match="beside no linear of this model"):
+        asked_for(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"r": None}, "gives model.visual.* the rank None and the lora_alpha"),
+        ({"lora_alpha": float("nan")}, "the lora_alpha nan, expected a whole number and"),
+        ({"use_rslora": True}, "use_rslora is True, which has no counterpart here"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
+        ({"bias": "all"}, "bias is 'all', which has no counterpart"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which has no counterpart"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which has no"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\], which"),
+        ({"of_a_later_peft": {"on": 1}}, "of_a_later_peft is {'on': 1}, which has no"),
+        ({"rank_pattern": {"(w*)*([a-z_.]+)+!": 1}}, r"rank_pattern names '\(w\*\)\*"),
+        ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern names 'q_proj\(', expected a mod"),
+        ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], expected an object"),
+    ],
+)
+def test_what_is_not_plain_is_refused(folders, tmp_path, config, said):
+    folder = changed_folder(folders[1], tmp_path, tensors={}, config=config)
+    with pytest.raises(ValueError, match=said):
+        asked_for(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({A: None}, f"missing {A}"),
+        ({"other": torch.ones(2)}, r"extra other \(2,\)"),
+        ({A: torch.ones(3, 5)}, r"k_proj.lora_A.weight has shape \(3, 5\), expected"),
+    ],
+)
+def test_other_tensors_are_refused(folders, table, tmp_path, tensors, said):
+    folder = changed_folder(folders[1], tmp_path, tensors=tensors, config={})
     with pytest.raises(ValueError, match=said):
         AdapterReader(folder, table)
 
@@ -127,6 +198,7 @@ def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
         theirs = LoraConfig(**ours | {"init_lora_weights": init, "task_type": "CAUSAL_LM"})
         theirs.save_pretrained(tmp_path / str(number))
         shutil.copy(folders[1] / "adapter_model.safetensors", tmp_path / str(number))
+        asked_for(tmp_path / str(number), *LORA)
         reader = AdapterReader(tmp_path / str(number), table)
         read = {
             name: table.to_file(source, reader._whole(source))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def folder_of(folder: Path, *, name: str = "qwen3_vl_tiny", **changes: Any) -> P
 
 
 def flags(**given: Any) -> Namespace:
-    nothing = {"model_name": None, "config_file": None, "load_hf": None, "load": None}
+    nothing = dict.fromkeys(("model_name", "config_file", "load_hf", "load", "load_lora"))
     return Namespace(**nothing | {"trusted_packages": []} | given)
 
 
@@ -129,6 +130,28 @@ def test_a_note_without_its_model_is_named_by_its_own_file(tmp_path):
         ValueError, match=rf"^{tmp_path / ARCHITECTURE_FILE}: model\._target_ is mi"
     ):
         compose_asked_for(flags(load=str(tmp_path)), converts=True)
+
+
+def test_a_model_that_transformers_lacks_has_no_config_json(tmp_path, monkeypatch):
+    composed = compose_model(model_name="qwen3_vl_tiny")
+    theirs = composed.family.load_hugging_face(with_ids(composed))
+    none = dataclasses.replace(theirs.in_transformers, config_class=None)
+    lacking = dataclasses.replace(theirs, in_transformers=none)
+    said = "^transformers has no Qwen3VLForConditionalGeneration, so it has no Hugging Face folder"
+    with pytest.raises(ValueError, match=said):
+        hf_config(lacking)
+    # Tensors alone are nothing to compare; a config.json is of another model.
+    other = dataclasses.replace(theirs, inexpressible=("its words are lost",))
+    for described in (lacking, other):
+        assert hf_config_differences(tmp_path, described) == []
+    folder_of(tmp_path)
+    (difference,) = hf_config_differences(tmp_path, lacking)
+    assert re.match(said, difference)
+    assert hf_config_differences(tmp_path, other) == ["its words are lost"]
+    # Nor does it stand in the way of models that transformers has.
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "outside"))
+    found = compose_model(hf_folder=tmp_path, trusted_packages=["paired_vl"])
+    assert found.family.name == "qwen3_vl"
 
 
 def test_what_the_parts_cannot_do_is_named(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pages.commands import ROOT, blocks, run_page, script
+from pages.commands import ROOT, blocks, run_page, run_script, script, section
 
 HOWTO = ROOT / "docs" / "howto"
 BOUND = 1150.0  # seconds: a page takes one to three minutes where the cores are free
@@ -43,6 +43,26 @@ def test_adding_a_model(tmp_path: Path) -> None:
     printed = run_page(ROOT / "docs" / "adding_a_model.md", folder=tmp_path, timeout=BOUND)
     assert "qwen2_vl.config.Qwen2VisionConfig" in printed
     assert "verdict: agrees" in printed
+
+
+@pytest.mark.slow
+def test_an_encoder_of_your_own(demo: Path, tmp_path: Path) -> None:
+    """To the word: its files, its commands, and the one that is refused."""
+    page = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+    part = section(page, "An encoder of your own")
+    (refused,) = (block.text for block in blocks(part) if block.reason is not None)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(demo)
+    printed = run_script(
+        part, folder=tmp_path, timeout=BOUND, of="the section", then=f"! {refused}"
+    )
+    trained, agrees, rest = printed.partition("verdict: agrees")
+    assert "iteration 4/4" in trained
+    assert (tmp_path / "runs/mine/latest_checkpointed_iteration.txt").read_text() == "4"
+    assert agrees
+    assert "iteration" not in rest
+    (said,) = (line for line in rest.splitlines() if line.startswith("loongplug: error"))
+    assert f"```\n{said}\n```" in part
 
 
 @pytest.mark.slow

@@ -186,6 +186,32 @@ def test_that_another_rank_is_gone_is_said_where_nothing_better_is(
     assert printed == {2: "loongplug: error [rank 2]: the third rank is unwell"}
 
 
+def _one_is_killed(rank: int) -> None:
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        dist.recv(torch.ones(1), src=2)
+    _sleep_in_python()
+
+
+@pytest.mark.not_quick
+def test_that_a_rank_was_killed_is_one_sentence_alone(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of gloo's, which rank 1 has it from."""
+    monkeypatch.setattr(failure, "PARTING_SECONDS", 0.3)  # in vain: the killed one never comes
+    errors, printed = _failed_run(_one_is_killed, port=port)
+    assert errors.pop(2) == "was killed by signal SIGKILL"
+    assert all("exited with code 1" in text for text in errors.values())
+    assert printed.keys() == {1}
+    assert re.fullmatch(
+        r"loongplug: error \[rank 1\]: another rank has ended or does not answer "
+        r"\(connection (closed|reset) by peer\); LOONGPLUG_TRACEBACK=1 shows where this one was",
+        printed[1],
+        re.IGNORECASE,
+    ), printed
+
+
 def _enter_without_a_store(rank: int) -> None:
     """The store is gone once all of them watch."""
     dist.barrier()  # none ends while others still connect to it

@@ -223,6 +223,7 @@ def _in_child(function: Callable[[], None]) -> None:
 
 def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     """Write the cell's model as YAML, its processor and its weights; the demo's data once."""
+    from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
     from loongplug.verify.demo import demo_rows, write_demo_processor
@@ -246,7 +247,9 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     model = with_token_ids(
         composed.config, tokenizer, special_tokens=composed.family.special_tokens
     )
-    write_random_weights(folder / "weights", composed.family.load_hugging_face(model), seed=SEED)
+    described = composed.family.load_hugging_face(model)
+    write_random_weights(folder / "weights", described, seed=SEED)
+    hf_config(described).save_pretrained(folder / "weights")  # of overlapped cells' own runs
 
 
 def kept_media(rows: Path, cell: PlacementCell) -> Path:

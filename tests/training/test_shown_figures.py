@@ -8,12 +8,15 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from loongplug.checkpoint.notes import CARRIED_FOLDER
+from loongplug.data.index import index
+from loongplug.training import run as training_run
 from loongplug.training.run import run
 
 
@@ -69,6 +72,33 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
     assert told[3] == "Training met keys without a use (rows that have them): 'origin' (32)."
     assert told[4].startswith("Training met <image> as text in 32 rows, the first at ")
     assert told[5].startswith("image_encoder trains, but has no media: weight decay alone moves it")
+
+
+class BuiltError(Exception):
+    """Ends a run where its model is made."""
+
+
+def lines_of_the_start(rank: int, *, flags: list[str]) -> list[str]:
+    def no_model(*args: Any, **options: Any) -> None:
+        raise BuiltError
+
+    training_run.ModelProvider = no_model
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(BuiltError):
+        run(flags)
+    return shown.getvalue().splitlines()
+
+
+def test_an_encoder_without_media_is_named_at_the_start_by_an_index(flags, demo, tmp_path):
+    turns = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "2"})
+    data = tmp_path / "text.jsonl"
+    data.write_text(32 * f"{json.dumps({'messages': turns})}\n")
+    given = [*flags, "--train-data-path", str(data)]
+    idle = "image_encoder trains, but has no media: weight decay alone moves it. Freeze it."
+    assert idle not in run_ranks(lines_of_the_start, 1, flags=given)[0]
+    index([str(data)], tokenizer_model=demo / "processor", training_phase="sft", processes=1)
+    assert idle in run_ranks(lines_of_the_start, 1, flags=given)[0]
+    frozen = [*given, "model.image_encoder.freeze=true"]
+    assert idle not in run_ranks(lines_of_the_start, 1, flags=frozen)[0]
 
 
 def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):

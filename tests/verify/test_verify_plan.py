@@ -7,11 +7,13 @@ import pytest
 from verify_cases import made_plan
 
 from loongplug.models.hf_config import hf_config
+from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.registry import families
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line
 from loongplug.verify.plan import Request, least_world
 from loongplug.verify.runs import plan_runs
+from loongplug.verify.weights import write_random_adapters
 
 pytestmark = pytest.mark.quick
 
@@ -86,3 +88,17 @@ def test_a_folder_of_weights_says_what_model_it_is_also_where_they_are_replaced(
         found = compose_model(config_file=file, overrides=line.overrides).config
         assert found.image_encoder.freeze
         assert line.args.load_hf != str(folder)  # random weights of the small likeness
+
+
+@pytest.mark.not_quick
+def test_a_folder_of_adapters_says_which_there_are_also_where_they_are_replaced(demo, tmp_path):
+    overrides = ("model.foundation.lora.rank=3", "model.foundation.lora.alpha=6")
+    composed = compose_model(model_name="qwen3_vl_tiny", overrides=overrides)
+    described = composed.family.load_hugging_face(composed.config)
+    table = adapter_table(composed.config, described)
+    write_random_adapters(tmp_path / "given", table, seed=1)
+    plan = made_plan(tmp_path, demo, "--load-lora", str(tmp_path / "given"))
+    line = read_command_line(plan.layout)
+    assert line.args.load_lora == str(tmp_path / "adapters")  # random ones of the small likeness
+    found = compose_model(model_name="qwen3_vl_tiny", overrides=line.overrides).config
+    assert (found.foundation.lora.rank, found.foundation.lora.scale) == (3, 2.0)

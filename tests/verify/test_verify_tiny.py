@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pages.sizes import with_placeholder_ids
 
+from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.hf_config import hf_config
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
@@ -106,6 +107,17 @@ def test_the_structure_stays(name):
     text = small.foundation
     assert (text.num_attention_heads > text.num_query_groups) == grouped
     assert hasattr(text, "num_experts") == hasattr(whole.foundation, "num_experts")
+
+
+def test_an_encoder_of_an_unknown_kind_stays_as_it_is():
+    model = with_placeholder_ids(composed("qwen2_audio_tiny"))
+    own = EncoderArchitecture(
+        num_layers=3, hidden_size=24, ffn_hidden_size=40, num_attention_heads=2
+    )
+    model = dataclasses.replace(model, audio_encoder=own)
+    sizes = tiny_sizes(model, TinyLayout(), vocabulary=100, demo_patches=True)
+    assert sizes
+    assert all(key.startswith("foundation.") for key in sizes)
 
 
 def test_uneven_ends_have_fewer_layers_than_the_others():

@@ -33,9 +33,11 @@ _NUMBER = "{}"
 class AdaptedLinear:
     """A kind of linear with adapters: the modules of ``transformers`` that it stands for.
 
-    ``modules`` have ``{}`` for the layer; of experts it is the parameter that holds their weights.
+    ``name`` is the linear's in our model; ``modules`` have ``{}`` for the layer, too; of experts it
+    is the parameter that holds their weights.
     """
 
+    name: str
     modules: tuple[str, ...]
     settings: LoraSettings
     experts: int | None
@@ -61,7 +63,7 @@ class AdapterTable:
                 continue
             row = replace(known, sources=known.in_model or known.sources)
             modules = tuple(model.module_name(source.name) for source in row.sources)
-            self.linears.append(AdaptedLinear(modules, own, row.experts))
+            self.linears.append(AdaptedLinear(name, modules, own, row.experts))
             self._copies[len(rows)] = tuple(_tensor(each, "A") for each in modules[1:])
             rows += _rows(row, name, modules, own)
         self.rows = tuple(rows)

@@ -2,13 +2,20 @@
 
 import json
 import re
+from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.lora.mapping import AdapterTable
+from safetensors import SafetensorError, safe_open
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.lora.mapping import AdaptedLinear, AdapterTable
+from loongplug.models.lora.settings import LoraSettings
+
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What says nothing of an adapter's values: names, training, and what is checked by itself.
 _NEUTRAL = """
 task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -80,8 +87,99 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def config_problems(config: Dictionary[str, Any], table: AdapterTable) -> list[str]:
-    """What ``config`` says otherwise than the adapters in ``table``, one line each."""
+def open_adapters(folder: Path) -> Any:
+    """The file of tensors in a folder of adapters; ValueError where there is none to read."""
+    try:
+        return safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give "
+            "the folder of adapters that --save-lora or peft wrote."
+        ) from error
+
+
+def folder_linears(
+    folder: Path, model: HuggingFaceModel, *, modules: Iterable[str]
+) -> dict[str, LoraSettings | None]:
+    """What a folder says of each linear of these modules that can have adapters, by its name.
+
+    The names of the folder's tensors say which have some (of experts, its config); rank and alpha,
+    its config.
+
+    Raises:
+        ValueError: the folder has no plain adapters, or none beside a linear of the model.
+    """
+    config = read_peft_config(folder)
+    if problems := _unlike_lora(config):
+        raise ValueError(f"The adapters in {folder} are not plain: {'; '.join(problems)}")
+    tensors = open_adapters(folder).keys()
+    linears = {
+        linear.name: _settings_of(linear, config, folder=folder)
+        if _has_adapters(linear, config, tensors=tensors)
+        else None
+        for linear in AdapterTable(dict.fromkeys(modules, LoraSettings(rank=1)), model).linears
+    }
+    if not any(linears.values()):
+        raise ValueError(
+            f"The adapters in {folder} are beside no linear of this model: give those of the model"
+        )
+    return linears
+
+
+def _has_adapters(
+    linear: AdaptedLinear, config: Dictionary[str, Any], *, tensors: Iterable[str]
+) -> bool:
+    if linear.experts is not None:
+        named = config.get("target_parameters") or ()
+        return any(name.endswith(f".{each}") for name in linear.modules for each in named)
+    pattern = "|".join(map(_pattern, linear.modules))
+    tensor = re.compile(rf"base_model\.model\.({pattern})\.lora_A\.weight")
+    return any(map(tensor.fullmatch, tensors))
+
+
+def _settings_of(
+    linear: AdaptedLinear, config: Dictionary[str, Any], *, folder: Path
+) -> LoraSettings:
+    module = linear.modules[0].replace("{}", "0")
+    rank = _of(config, "rank_pattern", module, config.get("r"))
+    alpha = _of(config, "alpha_pattern", module, config.get("lora_alpha"))
+    numbers = type(rank) is int and type(alpha) in (int, float)
+    if not numbers or rank < 1 or not 0 < alpha < inf:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG_FILE} gives {module} the rank {rank!r:.80} and the "
+            f"lora_alpha {alpha!r:.80}, expected a whole number and a number above 0"
+        )
+    return LoraSettings(rank=rank, alpha=alpha)
+
+
+def module_settings(
+    linears: Dictionary[str, LoraSettings | None],
+) -> dict[str, LoraSettings]:
+    """The same by modules, as YAML has it: of linears that differ in a module, the first counts.
+
+    Targets are the shortest ends of paths that name the linears with adapters, and no others.
+    """
+    others = [name for name, settings in linears.items() if settings is None]
+    targets: dict[str, list[str]] = {}
+    found: dict[str, LoraSettings] = {}
+    for name, settings in linears.items():
+        if settings is None:
+            continue
+        module = name.partition(".")[0]
+        parts = name.rpartition("}.")[2].split(".")  # behind the number of a layer or an expert
+        ends = [".".join(parts[first:]) for first in reversed(range(len(parts)))]
+        beside = [each for each in others if each.startswith(f"{module}.")]
+        alone = (end for end in ends if not any(each.endswith(f".{end}") for each in beside))
+        targets.setdefault(module, []).append(next(alone, ends[0]))
+        found.setdefault(module, settings)
+    return {
+        module: replace(each, target_modules=tuple(dict.fromkeys(targets[module])))
+        for module, each in found.items()
+    }
+
+
+def _unlike_lora(config: Dictionary[str, Any]) -> list[str]:
+    """What makes adapters other than plain LoRA, and which patterns are not to be matched."""
     problems = [
         f"{key} is {config[key]!r:.80}, which has no counterpart here"
         for key in config
@@ -89,20 +187,8 @@ def config_problems(config: Dictionary[str, Any], table: AdapterTable) -> list[s
     ]
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type is {config.get('peft_type')!r:.80}, expected 'LORA'")
-    unread = [problem for key in _PATTERNS if (problem := _pattern_problem(key, config.get(key)))]
-    if unread:  # what the modules have cannot be told then
-        return problems + unread
-    for linear in table.linears:
-        for name in linear.modules:
-            module = name.replace("{}", "0")
-            rank = _of(config, "rank_pattern", module, config.get("r"))
-            alpha = _of(config, "alpha_pattern", module, config.get("lora_alpha"))
-            if rank != linear.settings.rank:
-                problems.append(f"{module} has rank {rank}, expected {linear.settings.rank}")
-            elif alpha != linear.settings.scale * linear.settings.rank:
-                expected = _number(linear.settings.scale * linear.settings.rank)
-                problems.append(f"{module} has lora_alpha {alpha}, expected {expected}")
-    return problems
+    unread = (_pattern_problem(key, config.get(key)) for key in _PATTERNS)
+    return [*problems, *filter(None, unread)]
 
 
 def _is_plain(key: str, value: Any) -> bool:

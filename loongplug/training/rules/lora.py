@@ -9,7 +9,7 @@ from typing import Any
 from loongplug.models.lora.settings import LINEARS, LoraSettings
 from loongplug.models.registry import family_of
 from loongplug.training.freezing import freezing_of, trained_modules
-from loongplug.training.rules.rule import any_of, flag, rule
+from loongplug.training.rules.rule import rule
 from loongplug.training.rules.start import WRITTEN, value_if_any, within_export
 
 
@@ -67,13 +67,13 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
 
 
 @rule(
-    reason="there would be nothing to read or write",
+    reason="there would be nothing to write",
     cure="give the module its adapters, such as +model.foundation.lora.rank=8",
 )
 def lora_folders(args: Namespace, model: Any) -> str | None:
-    """`--load-lora` or `--save-lora` where no module has `lora`"""
-    given = any_of(flag("--load-lora"), flag("--save-lora"), joined=" and ").said(args)
-    return f"{given} with a model without adapters" if given and not any(_lora(model)) else None
+    """`--save-lora` where no module has `lora`"""
+    lost = args.save_lora and not any(_lora(model))
+    return "--save-lora with a model without adapters" if lost else None
 
 
 @rule(

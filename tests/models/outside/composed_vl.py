@@ -27,7 +27,7 @@ LOONGPLUG_FAMILIES = (
             "text_decoder": "qwen3_moe",
         },
         in_transformers=InTransformers(
-            config_class="nowhere:ComposedConfig",  # transformers has no such model
+            config_class=None,  # transformers has no such model
             architecture="Composed",
             roots={
                 "image_encoder": "visual",

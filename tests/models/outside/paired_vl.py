@@ -28,7 +28,7 @@ LOONGPLUG_FAMILIES = (
             "text_decoder": "qwen3",
         },
         in_transformers=InTransformers(
-            config_class="nowhere:PairedConfig",  # transformers has no such model
+            config_class=None,  # transformers has no such model
             architecture="Paired",
             roots={
                 "image_encoder": "vision_tower",

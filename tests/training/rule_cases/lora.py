@@ -6,7 +6,7 @@ from loongplug.models.lora.settings import LoraSettings
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
-    "lora-folders": ([{"load_lora": "adapters"}, {"save_lora": "adapters"}], []),
+    "lora-folders": ([{"save_lora": "adapters"}], []),
 }
 
 
