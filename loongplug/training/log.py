@@ -87,22 +87,20 @@ WithoutSave = Literal["show", "drop", "log"]
 
 @contextlib.contextmanager
 def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> Iterator[TextIO]:
-    """Send what Megatron prints and logs to ``<save>/logs/rank_<r>.log``.
+    """Send what Megatron prints and logs to ``rank_<r>.log`` in :func:`log_folder`.
 
-    Gives the stream that printing went to before. Without ``--save`` all of it is shown as always,
-    dropped, or goes to logs in the folder for temporary files.
+    Gives the stream that printing went to before. Without a folder, all of it is shown as always or
+    dropped.
     """
     terminal = sys.stdout
-    if not args.save and without_save == "show":
+    folder = log_folder(args, without_save=without_save)
+    if folder is None and without_save == "show":
         yield terminal
         return
     path = Path(os.devnull)
-    if args.save or without_save == "log":
-        folder = Path(args.save) / "logs" if args.save else _temporary_logs(args.ranks)
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{args.rank}.log"
-        if args.rank == 0:
-            print(f"Megatron's own log of each rank: {folder}", flush=True)
     root = logging.getLogger()
     with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
         handlers, root.handlers = root.handlers, [logging.StreamHandler(file)]
@@ -110,6 +108,13 @@ def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> I
             yield terminal
         finally:
             root.handlers = handlers
+
+
+def log_folder(args: Namespace, *, without_save: WithoutSave) -> Path | None:
+    """Where ranks' logs are: with the checkpoints, else among temporary files, or nowhere."""
+    if args.save:
+        return Path(args.save) / "logs"
+    return _temporary_logs(args.ranks) if without_save == "log" else None
 
 
 def _temporary_logs(world_size: int) -> Path:

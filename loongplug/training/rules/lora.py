@@ -68,7 +68,7 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
 
 @rule(
     reason="there would be nothing to read or write",
-    cure="give the module its adapters, such as +model.foundation.lora.rank=8",
+    cure="give the module its adapters, such as model.foundation.lora.rank=8",
 )
 def lora_folders(args: Namespace, model: Any) -> str | None:
     """`--load-lora` or `--save-lora` where no module has `lora`"""
@@ -138,6 +138,24 @@ def lr_mult(args: Namespace, model: Any) -> str | None:
         if architecture.lr_mult <= 0
     ]
     return ", ".join(wrong) or None
+
+
+@rule(
+    reason="what is frozen trains at no rate",
+    cure="drop lr_mult, or let the module train",
+    training_only=True,
+)
+def lr_mult_frozen(args: Namespace, model: Any) -> str | None:
+    """an `lr_mult` of a module of which nothing trains"""
+    rated = [name for name, each in model.modules().items() if each.lr_mult != 1.0]
+    if not rated:
+        return None
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    mapping = family.load_hugging_face(model).mapping
+    freezing = freezing_of(args, model)
+    trained = {*trained_modules(freezing, mapping=mapping), *freezing.adapted}
+    keys = [model.keys[name] for name in rated if name not in trained]
+    return ", ".join(f"model.{key}.lr_mult with a frozen {key}" for key in keys) or None
 
 
 @rule(
