@@ -26,11 +26,8 @@ _PORT = "give --master-port, or --rdzv-endpoint, with a port that is free on its
 
 
 def _silent_ending(record: logging.LogRecord, *, endings_in: Path) -> bool:
-    """Torchrun's line with number and code, of a failed rank that cannot have said why itself.
-
-    A traceback would be torchrun's own.
-    """
-    record.exc_info = None
+    """Whether torchrun's line on a failed rank stays: no rank has said why it failed."""
+    record.exc_info = None  # a traceback would be torchrun's own
     return endings.failed_code(endings_in) is None
 
 

@@ -132,7 +132,9 @@ def training_log_table(
             forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
             nonlocal used
-            used = None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
+            used = (
+                None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
+            )
             return original(forward_step, data, model, optimizer, *args, **kwargs)
 
         return train_step

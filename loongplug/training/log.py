@@ -111,19 +111,16 @@ def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> I
 
 
 def log_folder(args: Namespace, *, without_save: WithoutSave) -> Path | None:
-    """Where ranks' logs are: with the checkpoints, else among temporary files, or nowhere."""
-    if args.save:
-        return Path(args.save) / "logs"
-    return _temporary_logs(args.ranks) if without_save == "log" else None
+    """Where ranks' logs are: beside checkpoints, else among temporary files, or nowhere.
 
-
-def _temporary_logs(world_size: int) -> Path:
-    """A folder in that for temporary files, one for all ranks that one torchrun has started here.
+    There is one folder for all ranks that one torchrun has started here.
 
     Raises:
         ValueError: it cannot be made, or is another user's.
     """
-    user, run = os.getuid(), os.getpid() if world_size == 1 else os.getppid()
+    if args.save or without_save != "log":
+        return Path(args.save) / "logs" if args.save else None
+    user, run = os.getuid(), os.getpid() if args.ranks == 1 else os.getppid()
     folder = Path(tempfile.gettempdir()) / f"loongplug-{user}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

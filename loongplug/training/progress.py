@@ -162,9 +162,7 @@ class RichBar:
     def stepped(self, iteration: int) -> None:
         """Move the bar."""
         if self._task is None:  # a resumed run starts where it was, which is no speed
-            self._task = self._bar.add_task(
-                "", total=self._total, completed=iteration, loss=_said(None)
-            )
+            self._task = self._bar.add_task("", total=self._total, completed=iteration, loss="")
         self._bar.update(self._task, completed=iteration)
 
     def report(self, step: StepReport) -> None:

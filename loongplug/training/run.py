@@ -245,13 +245,9 @@ def _run(
     ):
         set_global_variables(args)  # with it comes Megatron's handler of signals
         saves_when_told()
+        logs = log_folder(args, without_save=without_save)
         facts = start_facts(
-            args,
-            parsed.model,
-            mapping=mapping,
-            freezing=freezing,
-            datasets=datasets,
-            logs=log_folder(args, without_save=without_save),
+            parsed, mapping=mapping, freezing=freezing, datasets=datasets, logs=logs
         )
         print_facts(facts, args=args, file=terminal)
         try:

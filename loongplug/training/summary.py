@@ -20,6 +20,7 @@ from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.modes import mode_of
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_mapping import Mapping, is_carried
+from loongplug.training.arguments import ParsedArguments
 from loongplug.training.checkpoints import has_checkpoint
 from loongplug.training.config import shown_name
 from loongplug.training.datasets import DatasetProvider
@@ -40,8 +41,7 @@ def print_facts(facts: Iterable[Fact], *, args: Namespace, file: TextIO) -> None
 
 
 def start_facts(
-    args: Namespace,
-    model: Any,
+    parsed: ParsedArguments,
     *,
     mapping: Mapping,
     freezing: Freezing,
@@ -49,34 +49,39 @@ def start_facts(
     logs: Path | None,
 ) -> Iterator[Fact]:
     """Of a run that is about to begin; ``mapping`` has all parameters, adapters among them."""
+    args, model = parsed.args, parsed.model
     yield from _modules(args, model, mapping=mapping, freezing=freezing)
     yield "layout", _layout(args, model)
     yield "rows", _rows(args, datasets)
     if datasets.evaluation is not None:
         yield "validation", f"{_when(args.eval_interval, args)}: {datasets.evaluation}"
     yield "start", _start(args)
-    yield "saves", "; ".join(_saves(args)) or _NOTHING
-    if told := "; ".join(_logs(args, logs)):
-        yield "logs", told
+    saved = [f"checkpoints to {args.save} {_when(args.save_interval, args)}"] if args.save else []
+    saved += [f"{what} to {folder} at the end" for what, folder in _exports(args)]
+    yield "saves", "; ".join(saved) or _NOTHING
+    places = {
+        "Megatron's of each rank": logs,
+        "TensorBoard": args.tensorboard_dir,
+        "wandb": args.wandb_project and f"{args.wandb_save_dir}/wandb",
+        "trace": args.trace,
+        "figures": args.metrics_json,
+    }
+    if told := [f"{what} in {place}" for what, place in places.items() if place]:
+        yield "logs", "; ".join(told)
 
 
 def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
-    """Of a run that is over; one that ``ended_early`` has exported nothing.
-
-    What checkpoints there are, their folder says. For the first rank, once all is written.
-    """
-    exports = {} if ended_early else {"the model": args.save_hf, "adapters": args.save_lora}
-    saved = [(f"{what} for transformers", folder) for what, folder in exports.items() if folder]
+    """Of a run that has written all; one that ``ended_early`` has exported nothing."""
+    saved = [] if ended_early else _exports(args)
     if args.save and (last := _tracked(args.save)):
         saved.insert(0, (f"iteration {last}", args.save))
-    for number, (what, folder) in enumerate(saved):
-        yield "" if number else "saved", f"{what} in {folder}"
+    for what, folder in saved:
+        yield "saved", f"{what} in {folder}"
     if not saved:
         yield "saved", _NOTHING
-        return
-    if not ended_early:
+    elif not ended_early:
         yield "next", _evaluation(args, saved[-1][1])
-    if args.save:
+    if saved and args.save:
         more = "" if ended_early else " and more --train-iters or --epochs"
         load = shlex.join(("--load", args.save))
         yield "going on", f"the same command with {load}{more}"
@@ -113,10 +118,8 @@ def _count(number: int) -> str:
     >>> _count(834_304), _count(8_190_735_360)
     ('834 k', '8.19 B')
     """
-    for unit, name in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return str(number)
+    units = ((10**9, " B"), (10**6, " M"), (10**3, " k"), (1, ""))
+    return next((f"{number / n:.3g}{unit}" for n, unit in units if number >= n), "0")
 
 
 def _layout(args: Namespace, model: Any) -> str:
@@ -142,17 +145,14 @@ def _rows(args: Namespace, datasets: DatasetProvider) -> str:
     sizes = step_sizes(args) or StepSizes.constant(each)
     least = sizes.sizes[0][1]
     batch = f"{least} to {sizes.largest}" if sizes.vary else str(least)
-    samples, steps = datasets.samples, args.train_iters
-    epoch = "packed as they come"
-    if samples is not None:
-        each_epoch = max(1, sizes.steps(samples, each=each))
-        packed = "planned packs, about " if args.packing else ""
-        epoch = f"{packed}{each_epoch} steps an epoch"
-        steps = f"{steps} steps, {steps / each_epoch:.3g} epochs"
-    else:
-        steps = f"{steps} steps"
     files = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
-    return f"{len(datasets.train):,} of {files}; {batch} a step; {epoch}; the run has {steps}"
+    told = f"{len(datasets.train):,} of {files}; {batch} a step; "
+    steps = f"the run has {args.train_iters} steps"
+    if datasets.samples is None:
+        return f"{told}packed as they come; {steps}"
+    epoch = max(1, sizes.steps(datasets.samples, each=each))
+    packed = "planned packs, about " if args.packing else ""
+    return f"{told}{packed}{epoch} steps an epoch; {steps}, {args.train_iters / epoch:.3g} epochs"
 
 
 def _start(args: Namespace) -> str:
@@ -175,26 +175,10 @@ def _when(interval: int | None, args: Namespace) -> str:
     return f"every {interval} steps" if interval and interval < args.train_iters else "at the end"
 
 
-def _saves(args: Namespace) -> Iterator[str]:
-    if args.save:
-        yield f"checkpoints to {args.save} {_when(args.save_interval, args)}"
-    if args.save_hf:
-        yield f"the model for transformers to {args.save_hf} at the end"
-    if args.save_lora:
-        yield f"adapters to {args.save_lora} at the end"
-
-
-def _logs(args: Namespace, logs: Path | None) -> Iterator[str]:
-    if logs is not None:
-        yield f"Megatron's of each rank in {logs}"
-    if args.tensorboard_dir:
-        yield f"TensorBoard in {args.tensorboard_dir}"
-    if args.wandb_project:
-        yield f"wandb in {args.wandb_save_dir}/wandb"
-    if args.trace:
-        yield f"trace in {args.trace}"
-    if args.metrics_json:
-        yield f"figures in {args.metrics_json}"
+def _exports(args: Namespace) -> list[Fact]:
+    """What is written once, and where."""
+    exports = (("the model for transformers", args.save_hf), ("the adapters", args.save_lora))
+    return [(what, folder) for what, folder in exports if folder]
 
 
 def _evaluation(args: Namespace, folder: str) -> str:
@@ -203,10 +187,8 @@ def _evaluation(args: Namespace, folder: str) -> str:
     if args.valid_data_path:
         data = str(parse_blend(args.valid_data_path, flag="--valid-data-path").paths[0])
     words = ["loongplug", "eval", "--model", folder, "--data", data]
-    if folder == args.save:
-        words += ["--tokenizer-model", args.tokenizer_model]
-    if args.media_root:
-        words += ["--media-root", args.media_root]
+    words += ["--tokenizer-model", args.tokenizer_model] if folder == args.save else []
+    words += ["--media-root", args.media_root] if args.media_root else []
     for package in args.trusted_packages:
         words += ["--trusted-packages", package]
     return shlex.join(words)

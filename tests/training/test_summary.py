@@ -1,12 +1,16 @@
 """The blocks at a run's start and end."""
 
+import html
 import io
+import shlex
 from argparse import Namespace
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pages import shown
 
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -24,19 +28,24 @@ def text_of(facts: Any) -> str:
     return file.getvalue()
 
 
-def started(flags: list[str], *more: str, samples: int | None = 64) -> str:
+def started(
+    flags: list[str],
+    *more: str,
+    samples: int | None = 64,
+    evaluation: str | None = None,
+    logs: Path | None = None,
+) -> str:
     parsed = parse_arguments([*flags, *more])
-    args, model = parsed.args, parsed.model
+    model = parsed.model
     hugging_face = parsed.family.load_hugging_face(model)
-    datasets: Any = SimpleNamespace(train=range(64), samples=samples, evaluation=None)
+    datasets: Any = SimpleNamespace(train=range(64), samples=samples, evaluation=evaluation)
     return text_of(
         start_facts(
-            args,
-            model,
+            parsed,
             mapping=with_adapters(hugging_face.mapping, adapter_table(model, hugging_face)),
-            freezing=freezing_of(args, model),
+            freezing=freezing_of(parsed.args, model),
             datasets=datasets,
-            logs=None,
+            logs=logs,
         )
     )
 
@@ -66,6 +75,26 @@ def test_what_a_run_says_before_it_begins(flags, tmp_path, monkeypatch):
         f"saves       checkpoints to {tmp_path}/run every 2 steps; "
         f"the model for transformers to {tmp_path}/hf at the end\n"
     )
+
+
+def test_the_page_shows_what_a_run_shows(demo, tmp_path, monkeypatch):
+    """In its text and in its picture; a run is not needed to know it."""
+    monkeypatch.chdir(tmp_path)
+    Path("demo").symlink_to(demo)
+    _, train = shown.command().split("loongplug train ")
+    flags = shlex.split(train.replace("\\\n", " "))
+    logs = Path("runs/lora/checkpoints/logs")
+    evaluation = "16 of 16 rows, each once, in 2 steps of 8"
+    block = started(flags, logs=logs, evaluation=evaluation)
+    args = parse_arguments(flags).args
+    logs.parent.mkdir(parents=True)
+    (logs.parent / TRACKER).write_text("16")
+    block += text_of(end_facts(args))
+    page, picture = shown.PAGE.read_text(), shown.PICTURE.read_text()
+    stale = "make it again: PYTHONPATH=tests python -m pages.shown"
+    for line in block.splitlines():
+        assert f"\n{line}\n" in page, stale
+        assert html.escape(line[12:]).replace(" ", "&#160;") in picture, stale
 
 
 def test_packs_a_ramp_and_checkpoints(flags, tmp_path):
@@ -112,7 +141,7 @@ def test_what_a_run_says_at_its_end(tmp_path):
     exports = ended(save_hf="hf", save_lora="ad apters", valid_data_path=["valid.jsonl"])
     assert text_of(end_facts(exports)) == (
         "saved       the model for transformers in hf\n"
-        "            adapters for transformers in ad apters\n"
+        "saved       the adapters in ad apters\n"
         "next        loongplug eval --model 'ad apters' --data valid.jsonl\n"
     )
     assert text_of(end_facts(exports, ended_early=True)).startswith("saved       nothing: ")

@@ -66,6 +66,13 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
     ]
 
 
+def _trained(args: Namespace, model: Any) -> list[str]:
+    """The modules of which anything trains beside adapters."""
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    mapping = family.load_hugging_face(model).mapping
+    return trained_modules(freezing_of(args, model), mapping=mapping)
+
+
 @rule(
     reason="there would be nothing to read or write",
     cure="give the module its adapters, such as model.foundation.lora.rank=8",
@@ -85,9 +92,7 @@ def lora_beside_weights(args: Namespace, model: Any) -> str | None:
     """`--save-lora` without `--save-hf` where other weights train than those of adapters"""
     if not args.save_lora or args.save_hf or not any(_lora(model)):
         return None
-    family = family_of(type(model), trusted_packages=args.trusted_packages)
-    mapping = family.load_hugging_face(model).mapping
-    whole = trained_modules(freezing_of(args, model), mapping=mapping)
+    whole = _trained(args, model)
     return f"--save-lora with weights of {', '.join(whole)} that train" if whole else None
 
 
@@ -147,13 +152,9 @@ def lr_mult(args: Namespace, model: Any) -> str | None:
 )
 def lr_mult_frozen(args: Namespace, model: Any) -> str | None:
     """an `lr_mult` of a module of which nothing trains"""
-    rated = [name for name, each in model.modules().items() if each.lr_mult != 1.0]
-    if not rated:
-        return None
-    family = family_of(type(model), trusted_packages=args.trusted_packages)
-    mapping = family.load_hugging_face(model).mapping
-    freezing = freezing_of(args, model)
-    trained = {*trained_modules(freezing, mapping=mapping), *freezing.adapted}
+    modules = model.modules().items()
+    rated = [name for name, each in modules if each.lr_mult != 1.0 and not each.lora]
+    trained = _trained(args, model) if rated else []
     keys = [model.keys[name] for name in rated if name not in trained]
     return ", ".join(f"model.{key}.lr_mult with a frozen {key}" for key in keys) or None
 
