@@ -20,7 +20,7 @@ from rich.text import Text
 from pages.commands import ROOT, blocks
 
 PAGE, PICTURE = ROOT / "docs" / "configuration.md", ROOT / "docs" / "run_shown.svg"
-_WIDTH = 130  # columns of the picture
+_WIDTH = 150  # columns of the picture
 
 
 def command() -> str:
@@ -56,7 +56,8 @@ def _drawn(shown: str) -> str:
     plain = re.sub(r"\x1b\[\?25[hl]", "", shown).replace("\r\n", "\n")
     lines = [line.rpartition("\x1b[2K")[2].rstrip("\r") for line in plain.split("\n")]
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True)
-    for line in lines:
+    (begin,) = (at for at, line in enumerate(lines) if line.startswith("\x1b[1mmodel "))
+    for line in lines[begin:]:  # what makes the data comes before
         console.print(Text.from_ansi(line))
     # No fonts from elsewhere: a page that is read asks nobody.
     form = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -46,7 +46,7 @@ OVERRIDES: OverrideCases = {
         [(1, ["foundation.lr_mult=0.5"])],
     ),
     "lr-mult-frozen": (
-        [(1, ["image_encoder.lr_mult=0.5", "image_encoder.freeze=true"])],
-        [(1, ["image_encoder.lr_mult=0.5", "image_projector.freeze=true"])],
+        [(1, ["image_encoder.lr_mult=0.5", "image_encoder.freeze=True"])],
+        [(1, ["image_encoder.lr_mult=0.5", "image_projector.freeze=True"])],
     ),
 }
