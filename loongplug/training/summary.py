@@ -83,8 +83,7 @@ def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
         yield "next", _evaluation(args, saved[-1][1])
     if saved and args.save:
         more = "" if ended_early else " and more --train-iters or --epochs"
-        load = shlex.join(("--load", args.save))
-        yield "going on", f"the same command with {load}{more}"
+        yield "going on", f"the same command with --load {shlex.quote(args.save)}{more}"
 
 
 def _modules(
@@ -99,9 +98,8 @@ def _modules(
         size = sum(prod(source.matrix) for source in each.sources)
         sizes[module] += size
         trained[module] += size * freezing.trains(each.name)
-    precision = "bf16" if args.bf16 else "fp32"
-    told = f"{_count(sizes.total())} parameters, {_count(trained.total())} train, {precision}"
-    yield "model", f"{shown_name(args)}: {told}"
+    told = f"{_count(sizes.total())} parameters, {_count(trained.total())} train"
+    yield "model", f"{shown_name(args)}: {told}, {'bf16' if args.bf16 else 'fp32'}"
     for name, module in model.modules().items():
         what = f"{_count(trained[name])} train"
         if trained[name] in (0, sizes[name]):
@@ -159,8 +157,10 @@ def _start(args: Namespace) -> str:
     """Where the weights come from."""
     if has_checkpoint(args):
         step = args.ckpt_step or _tracked(args.load)
-        new = args.finetune or step == "release"
-        return f"{'weights of' if new else 'resumed from'} iteration {step} of {args.load}"
+        if step == "release":
+            return f"weights of {args.load}"
+        how = "weights of" if args.finetune else "resumed from"
+        return f"{how} iteration {step} of {args.load}"
     adapters = f", adapters of {args.load_lora}" if args.load_lora else ""
     return f"weights of {args.load_hf}{adapters}" if args.load_hf else "random weights"
 

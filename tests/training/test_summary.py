@@ -110,6 +110,8 @@ def test_packs_a_ramp_and_checkpoints(flags, tmp_path):
     said = started(flags, *ramp, "--finetune", samples=None)
     assert "; packed as they come; the run has 4 steps\n" in said
     assert f"start       weights of iteration 4 of {tmp_path}\n" in said
+    (tmp_path / TRACKER).write_text("release")  # of a conversion
+    assert f"start       weights of {tmp_path}\n" in started(flags, *ramp)
 
 
 def test_experts_count_as_often_as_there_are_some(flags):
