@@ -13,7 +13,6 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
-import logging
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
@@ -71,7 +70,6 @@ def quiet() -> None:
     for library in ("torch", "megatron", "transformers"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\b")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"{library}\b")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def main(flags: Sequence[str] | None = None) -> None:

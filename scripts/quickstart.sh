@@ -74,7 +74,7 @@ SECOND_PHASE=(
     --save "$RUN/sft"
     --save-hf "$RUN/hf"
     --metrics-name second_phase
-    +model.image_encoder.freeze=True
+    model.image_encoder.freeze=True
 )
 
 train() {

@@ -67,8 +67,8 @@ class Evaluation:
     def __str__(self) -> str:
         packed = "" if self.packs is None else f" in {len(self.packs)} packs"
         return (
-            f"Each evaluation takes {self.rows} of {self.of_rows} rows of the validation data"
-            f"{packed}, each once, in {self.steps} steps of {self.batch}."
+            f"{self.rows} of {self.of_rows} rows{packed}, each once, in {self.steps} steps of "
+            f"{self.batch}"
         )
 
 

@@ -56,6 +56,7 @@ class Estimator:
         Raises:
             ValueError: the flags or ``visual_tokens`` cannot be used.
         """
+        self.says(f"{name}: flags and data")
         parsed, microbatches = run_of(
             flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
         )

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import tempfile
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -24,10 +25,10 @@ _PRELOADED = "loongplug.preloaded"
 _PORT = "give --master-port, or --rdzv-endpoint, with a port that is free on its machine"
 
 
-def _one_line(record: logging.LogRecord) -> bool:
-    """For a failed rank, torchrun prints number and code; a traceback would be torchrun's own."""
-    record.exc_info = None
-    return True
+def _silent_ending(record: logging.LogRecord, *, endings_in: Path) -> bool:
+    """Whether torchrun's line on a failed rank stays: no rank has said why it failed."""
+    record.exc_info = None  # a traceback would be torchrun's own
+    return endings.failed_code(endings_in) is None
 
 
 def main() -> None:
@@ -61,7 +62,9 @@ def _torchrun(*, endings_in: Path) -> int:
     # torchrun copies the ranks' reasons to this file for the program that started it, and complains
     # without one. It removes what is there first.
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        partial(_silent_ending, endings_in=endings_in)
+    )
     for context in (api.MultiprocessContext, api.SubprocessContext):
         # A signal waits: what has started when it comes, torchrun ends.
         context._start = signals_wait()(context._start)  # type: ignore[method-assign]

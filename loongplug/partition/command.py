@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.console import Console
+
 from loongplug.estimate.estimator import quiet
 from loongplug.output_files import write_figures
 from loongplug.platform import activate
@@ -28,8 +30,12 @@ def partition(
     """
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")
-    activate("cpu")  # Megatron, which comes with what is below, asks for the device
-    with quiet(), TemporaryDirectory(prefix="loongplug-partition-") as folder:
+    with (
+        Console(stderr=True).status("counting the work of each layer"),
+        quiet(),
+        TemporaryDirectory(prefix="loongplug-partition-") as folder,
+    ):
+        activate("cpu")  # Megatron, which comes with what is below, asks for the device
         from loongplug.partition.found import find
         from loongplug.partition.tables import as_json, print_found
 

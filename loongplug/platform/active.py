@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
@@ -94,6 +95,8 @@ def activate(name: str = "auto") -> Platform:
             f"this process runs on {active.name!r} already and cannot change to {name!r}; "
             "call current_platform().deactivate() first"
         )
+    # Upstream imports torch's compiler of extensions, which warns where there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _Process.platform = _make(name)
     return _Process.platform
 

@@ -112,7 +112,8 @@ def training_log_table(
     """Call ``on_iteration`` and ``on_evaluation(losses)`` as training goes.
 
     ``on_iteration(iteration, losses, learning_rate=, grad_norm=)`` gets numbers that the host has
-    by then, None on ranks that know none.
+    by then, None on ranks that know none. The rate is the iteration's own, in Megatron's logging as
+    well.
 
     They are called after Megatron's own logging of an iteration and after each evaluation, on
     every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
@@ -120,6 +121,23 @@ def training_log_table(
     in the next line too, but where the interval ends with that iteration. A skipped iteration whose
     loss is not a number, for it had no tokens, has none.
     """
+
+    used: float | None = None  # the rate of the last step
+
+    def stepped(original: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+        @functools.wraps(original)
+        def train_step(
+            forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            nonlocal used
+            used = (
+                None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
+            )
+            return original(forward_step, data, model, optimizer, *args, **kwargs)
+
+        return train_step
 
     def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -141,7 +159,7 @@ def training_log_table(
             result = original(
                 loss_dict,
                 total_loss_dict,
-                learning_rate,
+                used,
                 iteration,
                 loss_scale,
                 report_memory_flag,
@@ -151,7 +169,7 @@ def training_log_table(
                 is_first_iteration=is_first_iteration and iteration % interval != 0,
                 **kwargs,
             )
-            on_iteration(iteration, loss_dict, learning_rate=learning_rate, grad_norm=grad_norm)
+            on_iteration(iteration, loss_dict, learning_rate=used, grad_norm=grad_norm)
             return result
 
         return training_log
@@ -190,6 +208,14 @@ def training_log_table(
     return ReplacementTable(
         "training log",
         (
+            Replacement(
+                target="megatron.training.training.train_step",
+                wrapper=stepped,
+                parameters="(forward_step_func, data_iterator, model, optimizer, "
+                "opt_param_scheduler, config, forward_backward_func, iteration, pg_collection, "
+                "p2p_communicator)",
+                reason="moves the learning rate on before anyone can log the one it has used",
+            ),
             Replacement(
                 target="megatron.training.training.training_log",
                 wrapper=tapped,

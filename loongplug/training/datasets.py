@@ -136,17 +136,17 @@ class DatasetProvider:
             indexed = indexed_sizes(train.rows, by_index)
         lengths = sample_lengths(train.rows, indexed, seq_length=args.seq_length)
         self._lengths = lengths if args.packing else None
-        self._evaluation: Evaluation | None = None
+        self.evaluation: Evaluation | None = None
         if self._valid is not None:
             held_out = indexed_sizes(self._valid.rows, by_index) if args.packing else []
-            self._evaluation = Evaluation.plan(
+            self.evaluation = Evaluation.plan(
                 self._valid,
                 batch=args.eval_global_batch_size,
                 most_steps=args.eval_iters,
                 look_ahead=args.packing_look_ahead if args.packing else None,
                 lengths=sample_lengths(self._valid.rows, held_out, seq_length=args.seq_length),
             )
-            args.eval_iters = self._evaluation.steps
+            args.eval_iters = self.evaluation.steps
         self._turns = ""  # what becomes of earlier ones, if the template renders them differently
         if habits.renders_again and args.training_phase == "sft":
             self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
@@ -173,13 +173,20 @@ class DatasetProvider:
     def planned(self) -> dict[str, str]:
         """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
         lengths = b"" if self._lengths is None else self._lengths.tobytes()
-        found = {"lengths": lengths, "evaluation": repr(self._evaluation).encode()}
+        found = {"lengths": lengths, "evaluation": repr(self.evaluation).encode()}
         return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
+
+    @property
+    def samples(self) -> int | None:
+        """What an epoch takes: rows, or about so many packs; None where packs are not planned."""
+        if not self._args.packing:
+            return len(self.train)
+        if self._lengths is None:
+            return None
+        return -(-int(self._lengths.sum(dtype=np.int64)) // self._args.seq_length)
 
     def told(self) -> Iterator[str]:
         """What a person should know of the data at a run's start, a line each."""
-        if self._lengths is not None:
-            yield "Packs of training data are planned from their index of lengths."
         if self._unusable and self.bad_samples.skips:
             share = f"{self._unusable} of {self._rows} rows of the training data"
             share += f" ({self._unusable / self._rows:.1%})"
@@ -191,8 +198,6 @@ class DatasetProvider:
         if (share := self._args.valid_share) is not None and self._valid is not None:
             rows = f"{len(self._valid)} of {sum(map(len, self.train.sources))} rows"
             yield f"{rows} of the training data are for validation alone: --valid-share {share:g}."
-        if self._evaluation is not None:
-            yield str(self._evaluation)
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on.
@@ -281,15 +286,15 @@ class DatasetProvider:
         )
         note = partial(note_packing_place, args=args) if args.packing else None
         self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
-        if self._valid is not None and self._evaluation is not None:
+        if self._valid is not None and self.evaluation is not None:
             valid = partial(
                 local_source,
                 args,
                 self._valid,
                 micro_batch_size=args.eval_micro_batch_size,
-                sizes=StepSizes.constant(self._evaluation.batch),
+                sizes=StepSizes.constant(self.evaluation.batch),
                 seed=None,
-                evaluation=self._evaluation,
+                evaluation=self.evaluation,
                 bad_samples=valid_bad_samples,
                 same=partial(self._same_rows, "validation"),
             )

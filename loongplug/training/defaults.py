@@ -41,10 +41,12 @@ def default_tokenizer(args: Namespace) -> None:
 
 def _common(args: Namespace) -> dict[str, Any]:
     logs = Path(args.wandb_save_dir or args.save or ".")  # a rule asks for one of the two
+    sent = bool(args.wandb_project)
     return {
         # Megatron wants a name, and sends to wandb only what it writes for TensorBoard as well.
-        "wandb_exp_name": logs.name if args.wandb_project else "",
-        "tensorboard_dir": str(logs / "tensorboard") if args.wandb_project else None,
+        "wandb_exp_name": logs.name if sent else "",
+        "tensorboard_dir": str(logs / "tensorboard") if sent else None,
+        "wandb_save_dir": str(logs) if sent else None,  # in which wandb makes a folder wandb
         "dataloader_type": "external",
         "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
         "cp_comm_type": ["all_gather"],  # serves any split of the tokens

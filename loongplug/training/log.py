@@ -87,22 +87,20 @@ WithoutSave = Literal["show", "drop", "log"]
 
 @contextlib.contextmanager
 def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> Iterator[TextIO]:
-    """Send what Megatron prints and logs to ``<save>/logs/rank_<r>.log``.
+    """Send what Megatron prints and logs to ``rank_<r>.log`` in :func:`log_folder`.
 
-    Gives the stream that printing went to before. Without ``--save`` all of it is shown as always,
-    dropped, or goes to logs in the folder for temporary files.
+    Gives the stream that printing went to before. Without a folder, all of it is shown as always or
+    dropped.
     """
     terminal = sys.stdout
-    if not args.save and without_save == "show":
+    folder = log_folder(args, without_save=without_save)
+    if folder is None and without_save == "show":
         yield terminal
         return
     path = Path(os.devnull)
-    if args.save or without_save == "log":
-        folder = Path(args.save) / "logs" if args.save else _temporary_logs(args.ranks)
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{args.rank}.log"
-        if args.rank == 0:
-            print(f"Megatron's own log of each rank: {folder}", flush=True)
     root = logging.getLogger()
     with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
         handlers, root.handlers = root.handlers, [logging.StreamHandler(file)]
@@ -112,13 +110,17 @@ def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> I
             root.handlers = handlers
 
 
-def _temporary_logs(world_size: int) -> Path:
-    """A folder in that for temporary files, one for all ranks that one torchrun has started here.
+def log_folder(args: Namespace, *, without_save: WithoutSave) -> Path | None:
+    """Where ranks' logs are: beside checkpoints, else among temporary files, or nowhere.
+
+    There is one folder for all ranks that one torchrun has started here.
 
     Raises:
         ValueError: it cannot be made, or is another user's.
     """
-    user, run = os.getuid(), os.getpid() if world_size == 1 else os.getppid()
+    if args.save or without_save != "log":
+        return Path(args.save) / "logs" if args.save else None
+    user, run = os.getuid(), os.getpid() if args.ranks == 1 else os.getppid()
     folder = Path(tempfile.gettempdir()) / f"loongplug-{user}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

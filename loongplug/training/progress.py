@@ -1,10 +1,11 @@
 """What a person sees while training runs: a bar on a terminal, plain lines elsewhere."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from rich.console import Console
@@ -109,6 +110,9 @@ class PlainLines:
         self._total = total
         self._start: tuple[int, float] | None = None
 
+    def stepped(self, iteration: int) -> None:
+        """Nothing: an iteration without a report has no line."""
+
     def report(self, step: StepReport) -> None:
         """Print it, with the time that is left."""
         now = time.monotonic()
@@ -133,7 +137,11 @@ class PlainLines:
 
 
 class RichBar:
-    """A line for each report above a progress bar with the loss and the time that is left."""
+    """A line for each report above a progress bar with the loss and the time that is left.
+
+    What is printed to ``stream`` besides, and errors on a terminal, come above the bar. What goes
+    elsewhere stays there: Megatron's log is in a file, by another stdout.
+    """
 
     def __init__(self, stream: TextIO, *, total: int) -> None:
         self._bar = Progress(
@@ -144,19 +152,24 @@ class RichBar:
             TextColumn("loss {task.fields[loss]}"),
             TimeRemainingColumn(),
             console=Console(file=stream, force_terminal=True),
+            redirect_stdout=sys.stdout is stream,
+            redirect_stderr=sys.stderr.isatty(),
         )
         self._total = total
         self._task: TaskID | None = None
         self._bar.start()
 
-    def report(self, step: StepReport) -> None:
-        """Print the line and move the bar."""
-        self.say(step.line(total=self._total))
-        columns: dict[str, Any] = {"loss": _said(step.loss)}
-        done = step.iteration
+    def stepped(self, iteration: int) -> None:
+        """Move the bar."""
         if self._task is None:  # a resumed run starts where it was, which is no speed
-            self._task = self._bar.add_task("", total=self._total, completed=done, **columns)
-        self._bar.update(self._task, completed=done, **columns)
+            self._task = self._bar.add_task("", total=self._total, completed=iteration, loss="")
+        self._bar.update(self._task, completed=iteration)
+
+    def report(self, step: StepReport) -> None:
+        """Print the line, and say the loss beside the bar."""
+        self.say(step.line(total=self._total))
+        assert self._task is not None, "it follows its step"
+        self._bar.update(self._task, loss=_said(step.loss))
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
@@ -245,6 +258,8 @@ class TrainingProgress:
         if self.counter.empty_steps > self._empty_steps and self.sink is not None:
             self.sink.say(f"iteration {iteration} | no token to train on: it changes nothing")
         self._empty_steps = self.counter.empty_steps
+        if self.sink is not None:
+            self.sink.stepped(iteration)
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
         if iteration % self.interval == 0 or iteration == self.total or not self.reports:

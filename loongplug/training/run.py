@@ -59,7 +59,7 @@ from loongplug.training.decoder_data import first_of_stage, speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of, trained_modules
-from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
+from loongplug.training.log import LogTap, WithoutSave, applied, log_folder, megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.progress import (
     StepReport,
@@ -83,6 +83,7 @@ from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.special_tokens import folder_differences
 from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
+from loongplug.training.summary import end_facts, print_facts, start_facts
 from loongplug.training.work import StepWork
 
 _WITHOUT_MEDIA = "{} trains, but has no media: weight decay alone moves it. Freeze it."
@@ -244,17 +245,26 @@ def _run(
     ):
         set_global_variables(args)  # with it comes Megatron's handler of signals
         saves_when_told()
-        reports, unwritten = _pretrain(
-            args,
-            datasets,
-            provider,
-            engine=engine,
-            forward_step=forward_step,
-            answers=answers,
-            terminal=terminal,
-            on_report=on_report,
-            on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
+        logs = log_folder(args, without_save=without_save)
+        facts = start_facts(
+            parsed, mapping=mapping, freezing=freezing, datasets=datasets, logs=logs
         )
+        print_facts(facts, args=args, file=terminal)
+        try:
+            reports, unwritten = _pretrain(
+                args,
+                datasets,
+                provider,
+                engine=engine,
+                forward_step=forward_step,
+                answers=answers,
+                terminal=terminal,
+                on_report=on_report,
+                on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
+            )
+        except SystemExit:  # SIGTERM, or another end that the flags ask for
+            print_facts(end_facts(args, ended_early=True), args=args, file=terminal)
+            raise
         datasets.close()
         found = datasets.bad_samples.remarks.found, datasets.bad_samples.media
         media, remarks = Counter[str](), Remarks()  # of all ranks
@@ -267,6 +277,7 @@ def _run(
         idle = (_WITHOUT_MEDIA.format(name) for name in encoders if not media[name])
         _say(idle, args=args, file=terminal)
         exports.write(provider.chunks)
+        print_facts(end_facts(args), args=args, file=terminal)
         raise_together(unwritten)
     return reports
 

@@ -1,9 +1,7 @@
 """The recorded runs of a plan, in forked processes."""
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -49,23 +47,12 @@ def preload(device: str) -> None:
         read_command_line([])
         torch._dynamo.trace_rules.get_torch_obj_rule_map()
         Image.preinit()
-        with _silent():  # plugins that other packages bring to Hydra may log what they lack
-            models = {path.parent: name for name, path in available_models().items()}
-            for name in models.values():  # one of each family
-                composed = compose_model(model_name=name)
-                composed.family.load_builder(composed.config)
-                composed.family.megatron_arguments(composed.config)
-                composed.family.load_hugging_face(composed.config)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+        models = {path.parent: name for name, path in available_models().items()}
+        for name in models.values():  # one of each family
+            composed = compose_model(model_name=name)
+            composed.family.load_builder(composed.config)
+            composed.family.megatron_arguments(composed.config)
+            composed.family.load_hugging_face(composed.config)
 
 
 def device_of(flags: Sequence[str], *, folder: Path) -> str:

@@ -116,14 +116,9 @@ def test_no_more_rows_are_measured_than_an_evaluation_has_places_for():
 
 def test_a_run_says_how_many_rows_and_steps_there_are():
     rows = Rows([7] * 9)
-    assert str(evaluation_of(rows)) == (
-        "Each evaluation takes 9 of 9 rows of the validation data, each once, in 3 steps of 4."
-    )
+    assert str(evaluation_of(rows)) == "9 of 9 rows, each once, in 3 steps of 4"
     packed = evaluation_of(rows, look_ahead=8, most_steps=1)
-    assert str(packed) == (
-        "Each evaluation takes 8 of 9 rows of the validation data in 4 packs, each once, in 1"
-        " steps of 4."
-    )
+    assert str(packed) == "8 of 9 rows in 4 packs, each once, in 1 steps of 4"
 
 
 def test_a_pack_that_is_too_long_by_now_names_a_row():

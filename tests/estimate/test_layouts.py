@@ -84,6 +84,13 @@ def test_no_estimate_begins_when_the_time_is_up():
     assert not late.in_time
 
 
+def test_a_terminal_shows_what_is_at_work():
+    layout = ["--layout", "--tensor-model-parallel-size 3"]
+    shown = CliRunner(env={"FORCE_COLOR": "1"}).invoke(app, [*RUN, *layout])
+    assert "layout 1: flags and data" in shown.stderr
+    assert shown.exit_code == 1
+
+
 @pytest.mark.slow
 def test_layouts_are_rows_and_what_to_change_is_estimated(tmp_path):
     """The smallest layout does not fit; with what is said to change, a run of its own does."""

@@ -123,7 +123,7 @@ MODES: tuple[Mode, ...] = (
     Mode(
         name="adapters",
         title="LoRA on encoder and decoder",
-        flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),
+        flags=("model.image_encoder.lora.rank=8", "model.foundation.lora.rank=8"),
     ),
     Mode(
         name="ramp-up",

@@ -145,6 +145,12 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(options, said):
     assert said in result.output
 
 
+def test_a_terminal_shows_what_is_at_work():
+    shown = CliRunner(env={"FORCE_COLOR": "1"}).invoke(app, ["partition", "--ranks", "1", *RUN])
+    assert "counting the work of each layer" in shown.stderr
+    assert shown.exit_code == 1
+
+
 def test_ranks_are_a_number():
     result = run(ranks=0)
     assert (result.exit_code, "--ranks is 0: expected" in result.output) == (1, True)

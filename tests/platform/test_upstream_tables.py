@@ -2,6 +2,7 @@
 
 import inspect
 import queue
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,23 +17,30 @@ def nothing(*told, **more):
 
 
 def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
+    """With the rate that the step has used, which it moves on before anything is logged."""
     told = []
     logged = []
 
     def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **more):
         assert not told
-        logged.append((iteration, rest, more))
+        logged.append((iteration, learning_rate, rest, more))
         return "kept"
 
-    row, *_ = training_log_table(
+    step, row, *_ = training_log_table(
         lambda iteration, losses, **known: told.append((iteration, losses, known)),
         on_evaluation=told.append,
         interval=1,
     ).rows
+    groups = [{"lr": 0.01}, {"lr": 0.1, "default_config": True}]
+
+    def train_step(forward, data, model, optimizer, schedule):
+        groups[1]["lr"] = schedule
+
+    step.wrapper(train_step)(None, None, None, SimpleNamespace(param_groups=groups), 0.05)
     given = (1.0, True, 0, 0.5, None)
-    assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, *given, pg_collection=None) == "kept"
+    assert row.wrapper(log)({"lm loss": 1}, {}, 0.05, 7, *given, pg_collection=None) == "kept"
     assert told == [(7, {"lm loss": 1}, {"learning_rate": 0.1, "grad_norm": 0.5})]
-    assert logged == [(7, given, {"pg_collection": None, "is_first_iteration": False})]
+    assert logged == [(7, 0.1, given, {"pg_collection": None, "is_first_iteration": False})]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +48,7 @@ def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
 )
 def test_what_an_interval_has_said_is_not_said_again(interval, iteration, kept):
     """Megatron keeps what it has summed up in the first iteration of a start for the next line."""
-    row, *_ = training_log_table(nothing, on_evaluation=nothing, interval=interval).rows
+    _, row, *_ = training_log_table(nothing, on_evaluation=nothing, interval=interval).rows
     log = row.wrapper(lambda *rest, is_first_iteration: is_first_iteration)
     given = ({}, {}, 0.1, iteration, 1.0, True, 0, None)
     assert log(*given, is_first_iteration=True) is kept
@@ -49,7 +57,7 @@ def test_what_an_interval_has_said_is_not_said_again(interval, iteration, kept):
 
 def test_every_finished_evaluation_is_told():
     told = []
-    _, row, _ = training_log_table(
+    *_, row, _ = training_log_table(
         lambda iteration, losses: None, on_evaluation=told.append, interval=1
     ).rows
     assert row.wrapper(lambda step: ({"lm loss": step}, None, False))(3) == (

@@ -142,6 +142,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     turns = "Earlier turns are rendered differently: --multi-turn split"
     said = capfd.readouterr().out
     assert f"{turns}.\n" in said
+    assert f"saved       iteration 2 in {tmp_path / 'run'}\ngoing on " in said
     met = f"keys without a use (the first at {data}:"
     assert said.count(met) == 1  # as rows are met
     noted = json.loads((tmp_path / "run" / "loongplug_data.json").read_text())
@@ -156,7 +157,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     whole = train()
     said = capfd.readouterr().out
     assert f"{turns}, 64 answers are trained on.\n" in said
-    assert "Packs of training data are planned from their index" in said
+    assert "; planned packs, about " in said
     assert f"Training data have {keys} ({len(rows)})." in said
     assert "Training data have 1 rows left out by loss or weight" in said
     assert said.count(keys) == 1

@@ -221,7 +221,7 @@ def test_evaluation_takes_each_row_once_and_leaves_training_alone(
     assert steps == train(flags, *layout, ranks=2)
     assert found["dp2"] == pytest.approx(found["alone"], rel=2e-5)
     assert found["layout"] == pytest.approx(found["alone"], rel=2e-5)
-    said = "Each evaluation takes 5 of 5 rows of the validation data, each once, in 2 steps of 4."
+    said = " 5 of 5 rows, each once, in 2 steps of 4\n"
     assert capfd.readouterr().out.count(said) == 2
 
 

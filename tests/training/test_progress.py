@@ -67,9 +67,12 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
     stream = Terminal()
     sink = progress_sink(stream, total=3)
     assert isinstance(sink, RichBar)
-    sink.report(report(3, loss=0.25))
+    sink.stepped(1)
+    sink.report(report(1, loss=0.25))
+    sink.stepped(2)
     sink.close()
-    assert "3/3" in stream.getvalue()
+    assert "2/3" in stream.getvalue()  # it moves without a report
+    assert stream.getvalue().count("iteration") == 1
     assert "0.2500" in stream.getvalue()
     assert "50 tokens/s" in stream.getvalue()
     assert "75 % padding" in stream.getvalue()

@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import importlib.util
 import pkgutil
 from argparse import Namespace
 from pathlib import Path
@@ -280,6 +281,12 @@ def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
     assert violated(prepared, decoupled_lr=1e-4) == []
 
 
+def test_wandb_without_its_package(prepared: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask for ``--save``, which is given."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert violated(prepared, wandb_project="charts", save="/run") == ["wandb"]
+
+
 def with_plain_rope(run: Run, **more: Any) -> Any:
     """The run's model with a decoder of text alone, of the same sizes."""
     text = run[1].foundation
@@ -503,6 +510,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
         *ADAPTERS,
         "lora-beside-weights",
         "lr-mult-decoupled",
+        "wandb",
         "lora-own-folder",
         "lora-shared-experts",
     }

@@ -38,8 +38,8 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
     (tmp_path / CARRIED_FOLDER).mkdir()
     (tmp_path / CARRIED_FOLDER / "preprocessor_config.json").write_text('{"image_mean": [7]}')
     said = train(
-        [*flags, "--lr", "0.002", "--log-interval", "2", "--save", str(tmp_path)],
-        *("--load", str(tmp_path), "--train-data-path", str(data)),
+        [*flags, "--lr", "0.002", "--lr-decay-style", "linear", "--save", str(tmp_path)],
+        *("--load", str(tmp_path), "--train-data-path", str(data), "--log-interval", "2"),
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1"),
         *("--eval-interval", "4", "--tensorboard-dir", str(tmp_path / "board")),
         *("--eval-generate", "1"),
@@ -55,15 +55,17 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
         *("loss ", "lr ", "grad norm ", " s/step", " tokens/s", " TFLOP/s per rank"),
         *(" % padding", " GiB", " s left"),
     ]
-    assert "lr 0.002" in shown[2]
+    # The step's own, not the next one's.
+    assert [line.split(" | ")[2] for line in shown[:3]] == ["lr 0.002", "lr 0.0015", "lr 0.0005"]
     board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert board.Scalars("learning-rate")[0].value == pytest.approx(0.002)
     for name in ("step seconds", "tokens per second", "TFLOPs per rank", "memory GiB"):
         events = board.Scalars(name)
         assert [event.step for event in events] == [1, 2, 4]
         assert all(event.value > 0 for event in events)
     assert [event.step for event in board.Scalars("exact match validation")] == [4]
     # What it says of its folders, of rows and of idle encoders, in this order and once.
-    words = "the weights' own|without a use|as text|trains"
+    words = "the weights' own|without a use|as text|trains, but"
     told = [line for line in said if re.search(words, line)]
     assert len(told) == 6, told
     assert told[0].endswith(", not [7].")
@@ -112,7 +114,7 @@ def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
         WANDB_MODE="offline",
         WANDB_SILENT="true",
     )
-    (written,) = (tmp_path / "mine").glob("wandb/wandb/offline-run-*/*.wandb")
+    (written,) = (tmp_path / "mine").glob("wandb/offline-run-*/*.wandb")
     logged, run_name = read_history(written)
     assert run_name == "mine"
     assert {"learning-rate", "grad-norm", "lm loss", "batch-size"} <= logged[2]  # Megatron's

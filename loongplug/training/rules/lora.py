@@ -66,9 +66,16 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
     ]
 
 
+def _trained(args: Namespace, model: Any) -> list[str]:
+    """The modules of which anything trains beside adapters."""
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    mapping = family.load_hugging_face(model).mapping
+    return trained_modules(freezing_of(args, model), mapping=mapping)
+
+
 @rule(
     reason="there would be nothing to write",
-    cure="give the module its adapters, such as +model.foundation.lora.rank=8",
+    cure="give the module its adapters, such as model.foundation.lora.rank=8",
 )
 def lora_folders(args: Namespace, model: Any) -> str | None:
     """`--save-lora` where no module has `lora`"""
@@ -85,9 +92,7 @@ def lora_beside_weights(args: Namespace, model: Any) -> str | None:
     """`--save-lora` without `--save-hf` where other weights train than those of adapters"""
     if not args.save_lora or args.save_hf or not any(_lora(model)):
         return None
-    family = family_of(type(model), trusted_packages=args.trusted_packages)
-    mapping = family.load_hugging_face(model).mapping
-    whole = trained_modules(freezing_of(args, model), mapping=mapping)
+    whole = _trained(args, model)
     return f"--save-lora with weights of {', '.join(whole)} that train" if whole else None
 
 
@@ -138,6 +143,20 @@ def lr_mult(args: Namespace, model: Any) -> str | None:
         if architecture.lr_mult <= 0
     ]
     return ", ".join(wrong) or None
+
+
+@rule(
+    reason="what is frozen trains at no rate",
+    cure="drop lr_mult, or let the module train",
+    training_only=True,
+)
+def lr_mult_frozen(args: Namespace, model: Any) -> str | None:
+    """an `lr_mult` of a module of which nothing trains"""
+    modules = model.modules().items()
+    rated = [name for name, each in modules if each.lr_mult != 1.0 and not each.lora]
+    trained = _trained(args, model) if rated else []
+    keys = [model.keys[name] for name in rated if name not in trained]
+    return ", ".join(f"model.{key}.lr_mult with a frozen {key}" for key in keys) or None
 
 
 @rule(

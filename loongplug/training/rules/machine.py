@@ -17,18 +17,26 @@ def optimizer(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="the package sends the figures, from files that it writes before",
-    cure="pip install 'loongplug[wandb]', and give --save or --wandb-save-dir",
+    reason="the package sends the figures",
+    cure="pip install 'loongplug[wandb]'",
     training_only=True,
 )
 def wandb(args: Namespace, model: Any) -> str | None:
-    """`--wandb-project` without the package wandb, or without a folder to write to"""
-    if not args.wandb_project:
+    """`--wandb-project` without the package wandb"""
+    there = importlib.util.find_spec("wandb") is not None
+    return "--wandb-project without wandb" if args.wandb_project and not there else None
+
+
+@rule(
+    reason="wandb writes the figures to files before it sends them",
+    cure="give one of the two",
+    training_only=True,
+)
+def wandb_folder(args: Namespace, model: Any) -> str | None:
+    """`--wandb-project` without a folder to write to"""
+    if not args.wandb_project or args.save or args.wandb_save_dir:
         return None
-    if importlib.util.find_spec("wandb") is None:
-        return "--wandb-project without wandb"
-    folder = args.save or args.wandb_save_dir
-    return None if folder else "--wandb-project without --save and --wandb-save-dir"
+    return "--wandb-project without --save and --wandb-save-dir"
 
 
 sharded_optimizer = excludes(

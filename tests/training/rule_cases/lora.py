@@ -45,4 +45,8 @@ OVERRIDES: OverrideCases = {
         [(1, ["image_projector.lr_mult=0.0"]), (1, ["foundation.lr_mult=-1.0"])],
         [(1, ["foundation.lr_mult=0.5"])],
     ),
+    "lr-mult-frozen": (
+        [(1, ["image_encoder.lr_mult=0.5", "image_encoder.freeze=True"])],
+        [(1, ["image_encoder.lr_mult=0.5", "image_projector.freeze=True"])],
+    ),
 }

@@ -4,7 +4,8 @@ from rule_cases.kinds import Cases
 
 CASES: Cases = {
     "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
-    "wandb": (
+    "wandb": ([], [{"wandb_project": "charts", "save": "/run"}]),
+    "wandb-folder": (
         [{"wandb_project": "charts"}],
         [
             {"wandb_project": "charts", "save": "/run"},
