@@ -1,5 +1,6 @@
 """``loongplug data``."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,9 @@ from loongplug.commands.options import (
 )
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
+from loongplug.platform.without_torch import transformers_without_torch
+
+_SMALL = 2**20  # bytes of files that are looked through first
 
 data = typer.Typer(help="Check training data, index them, look at samples.", no_args_is_help=True)
 
@@ -56,7 +60,8 @@ def data_check(
 
     One line for each fault, with file and line. Ends with exit code 1 when there is one.
     """
-    with user_errors():
+    light = _say_nothing_of_videos(files, context)
+    with user_errors(), transformers_without_torch() if light else nullcontext():
         from loongplug.data.check import check as run
 
         bad = run(
@@ -73,6 +78,18 @@ def data_check(
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
+
+
+def _say_nothing_of_videos(files: list[str], context: typer.Context) -> bool:
+    """Whether small files of text have no videos, which transformers cannot take without torch."""
+    options = [f"{name}={value}" for name, value in context.params.items() if value is not None]
+    paths = [Path(name) for name in files if not name.replace(".", "", 1).isdecimal()]
+    return (
+        not any("video" in each for each in options)
+        and all(each.suffix in (".json", ".jsonl") and each.is_file() for each in paths)
+        and sum(each.stat().st_size for each in paths) <= _SMALL
+        and not any(b"video" in each.read_bytes() for each in paths)
+    )
 
 
 @data.command("index")
