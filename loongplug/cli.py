@@ -28,7 +28,7 @@ from loongplug.data.object_store import file_named
 from loongplug.data.pixel_limits import PixelLimits, Transparency
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 from loongplug.evaluate import MAX_NEW_TOKENS
-from loongplug.output_files import PREDICTIONS, check_output, figures
+from loongplug.output_files import PREDICTIONS, check_output
 
 _NOT_COMPARED = 2  # the exit code of verify, which has two of its own
 

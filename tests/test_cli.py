@@ -113,12 +113,10 @@ def test_eval_needs_a_model_and_data() -> None:
 
 
 def test_bench_step_hands_training_flags_on(calls: _Calls) -> None:
-    arguments = (
-        "--ranks 2 --steps 5 --model-name qwen3_vl_tiny --bf16 model.image_encoder.freeze=true"
-    )
-    assert _run("bench", "step", *arguments.split())[0] == 0
+    given = ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
+    assert _run("bench", "step", "--ranks", "2", "--steps", "5", *given)[0] == 0
     (flags,), options = calls[0]
-    assert flags == ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
+    assert flags == given
     assert options == {"ranks": 2, "warmup": 3, "steps": 5, "json_path": None}
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
 from PIL import Image
 from transformers import (
     CLIPImageProcessorPil,
@@ -24,7 +23,6 @@ from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.positions import Grid
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from loongplug.data.pixel_bytes import PixelBytes
@@ -154,8 +152,10 @@ class QwenPatches(ImagePatches):
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
         """See :meth:`ImagePatches.coded`."""
+        from loongplug.data.pixel_bytes import cut_once
+
         transform = copy(self.transform)
-        transform.patchify = _cut_once  # transformers' repeats frames, in float32
+        transform.patchify = cut_once  # transformers' repeats frames, in float32
         features = self._transformed(transform, images)
         grids = features["image_grid_thw"]
         pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
@@ -249,18 +249,6 @@ class FixedPatches(ImagePatches):
         frames = pixels.new_zeros(len(whole), _CHANNELS, *self.size)
         frames[:, :, : whole.shape[2], : whole.shape[3]] = whole
         return frames
-
-
-def _cut_once(
-    image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
-) -> tuple[NDArray[np.uint8], int, int]:
-    """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
-    import torch
-
-    from loongplug.data.pixel_bytes import cut
-
-    rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
-    return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
 
 _FIXED: Mapping[str, Any] = {

@@ -55,7 +55,8 @@ class Diagnosis:
 def doctor(*, device: str, as_json: bool, deep: bool = False) -> int:
     """Look at this machine, print what was found, and return the exit code.
 
-    ``deep`` as of :func:`~loongplug.platform.machine.collect`. Raises ValueError for an unknown device.
+    ``deep`` is :func:`~loongplug.platform.machine.collect`'s. Raises ValueError for an unknown
+    device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r} is unknown: expected auto, cpu or cuda.")

@@ -86,9 +86,7 @@ def collect(*, deep: bool = False) -> MachineFacts:
         broken=_broken(packages),
         requirements=requirements,
         requires_python=requires_python,
-        upstream_error=(
-            None if is_tested("megatron-core", "torch") and not deep else _upstream_error(packages)
-        ),
+        upstream_error=_upstream_error(packages, deep=deep),
         **(_seen_by_torch() if packages["torch"] else {}),
     )
 
@@ -151,9 +149,11 @@ def _broken(packages: dict[str, str | None]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _upstream_error(packages: dict[str, str | None]) -> str | None:
+def _upstream_error(packages: dict[str, str | None], *, deep: bool) -> str | None:
     """Import Megatron and put every replacement in place, as a training run does; then undo."""
     if packages["torch"] is None or packages["megatron-core"] is None:
+        return None
+    if not deep and is_tested("megatron-core", "torch"):
         return None
     from loongplug.platform import activate
 

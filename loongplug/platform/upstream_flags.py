@@ -13,12 +13,11 @@ MANY = "..."
 
 def is_tested(*packages: str) -> bool:
     """Whether the installed versions of these packages are the tested ones."""
-    tested = dict(each.split("==") for each in _lines()[0].removeprefix("#").split())
+    found = (f"{each}=={importlib.metadata.version(each).partition('+')[0]}" for each in packages)
     try:
-        versions = [importlib.metadata.version(each).partition("+")[0] for each in packages]
+        return all(each in _lines()[0].split() for each in found)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return versions == [tested[each] for each in packages]
 
 
 def add_upstream_flags(parser: ArgumentParser) -> None:

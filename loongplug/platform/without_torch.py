@@ -21,7 +21,7 @@ def transformers_without_torch() -> Iterator[None]:
     if {"torch", "transformers"} & {*sys.modules}:
         yield
         return
-    find, said = importlib.util.find_spec, os.environ.get(_SILENT)
+    find, silent = importlib.util.find_spec, os.environ.get(_SILENT, "")
 
     def find_others(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if name in _HIDDEN else find(name, package)
@@ -30,7 +30,4 @@ def transformers_without_torch() -> Iterator[None]:
     try:
         yield
     finally:
-        importlib.util.find_spec = find
-        os.environ.pop(_SILENT)
-        if said is not None:
-            os.environ[_SILENT] = said
+        importlib.util.find_spec, os.environ[_SILENT] = find, silent

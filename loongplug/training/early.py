@@ -1,4 +1,4 @@
-"""The check of a command line before anything heavy is imported: wrong flags and keys end at once."""
+"""The check of a command line before anything heavy is imported: what is wrong ends at once."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from pages.upstream_flags import flag_lines
 
 from loongplug.models.hf_config import hf_config
 from loongplug.platform import upstream_flags
@@ -15,7 +16,6 @@ from loongplug.training.config import compose_model
 from loongplug.training.early import check_early
 from loongplug.training.flags import whole_parser
 from loongplug.training.unknown_flags import ACCUMULATION, OURS, PER_DEVICE
-from pages.upstream_flags import flag_lines
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("--ranks",)  # of loongplug train itself

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loongplug.training.flags import whole_parser, read_command_line, without_flags
+from loongplug.training.flags import read_command_line, whole_parser, without_flags
 from loongplug.verify.flags import (
     LAYOUT,
     OUTPUT,
