@@ -29,12 +29,15 @@ _OURS = {
     # Data.
     "dataset train-file dataset-name": "--train-data-path {}",
     "val-dataset eval-dataset": "--valid-data-path {}",
+    "split-dataset-ratio val-size": "--valid-share {}",
     "template": "leave it out: the chat template is that of the model's folder",
     "max-length max-seq-length model-max-length cutoff-len": "--seq-length {}",
     "neat-packing": "--packing",
     "image-max-pixels": "--max-pixels {}",
     "media-dir": "--media-root {}",
     "dataloader-num-workers": "--num-workers {}",
+    "preprocessing-num-workers dataset-num-proc": "leave it out: rows are read as they are needed",
+    "dataset-dir": "leave it out: --train-data-path has whole paths",
     "stage assistant-only-loss": "--training-phase sft, or pretrain for loss on all text",
     # The schedule.
     "learning-rate": "--lr {}",
@@ -48,6 +51,8 @@ _OURS = {
     # The machine.
     "gradient-checkpointing": "--recompute-granularity full --recompute-method uniform"
     " --recompute-num-layers 1",
+    "per-device-eval-batch-size": "leave it out: validation takes --micro-batch-size",
+    "ddp-timeout": "--distributed-timeout-minutes N",
     "deepspeed fsdp": "--use-distributed-optimizer, as ZeRO 1",
     "sequence-parallel-size": "--context-parallel-size {}",
     "nproc-per-node": "--ranks {}, in front of all others",
@@ -61,6 +66,8 @@ _OURS = {
     "report-to": "--tensorboard-dir DIR, or --wandb-project NAME",
     "run-name": "--wandb-exp-name {}",
     "predict-with-generate": "--eval-generate N",
+    "eval-strategy": "--eval-interval N",
+    "save-strategy": "--save-interval N",
     "do-train": "leave it out: a run trains, and evaluates by --valid-data-path",
     "overwrite-output-dir": "leave it out: a run goes on by --load, and else writes anew",
 }

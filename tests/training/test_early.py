@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from pages.commands import script
 from pages.upstream_flags import flag_lines
 
 from loongplug.models.hf_config import hf_config
@@ -18,7 +20,9 @@ from loongplug.training.flags import whole_parser
 from loongplug.training.unknown_flags import ACCUMULATION, OURS, PER_DEVICE
 
 ROOT = Path(__file__).parents[2]
-LAUNCHERS = ("--ranks",)  # of loongplug train itself
+PAGE = ROOT / "docs" / "howto" / "coming_from.md"
+# Of loongplug train itself, and on the way.
+LAUNCHERS = ("--ranks", "--valid-share", "--columns")
 
 # Runs each command line in one process, and prints its code and what heavy packages are there then.
 COMMANDS = """
@@ -129,6 +133,26 @@ def test_the_words_of_other_trainers_are_answered_with_ours(
     flags: str, ranks: int | None, said: str
 ) -> None:
     assert said in refusal(*flags.split(), ranks=ranks)
+
+
+def test_commands_of_the_page_are_understood() -> None:
+    """Theirs flag by flag, and ours as they are."""
+    text = PAGE.read_text()
+    texts = [each.replace("\\\n", " ") for each in re.findall(r"```text\n(.*?)```", text, re.S)]
+    theirs = [shlex.split(each) for each in texts if "error" not in each]
+    assert len(theirs) == 3
+    for words in theirs:
+        first = next(at for at, word in enumerate(words) if word.startswith("--"))
+        lines = refusal(*words[first:]).splitlines()
+        assert len(lines) > 10
+        for line in lines:
+            assert re.search("here it is|leave it out", line), line
+    ours = [line for line in script(text).replace("\\\n", " ").splitlines() if " train " in line]
+    assert len(ours) == 4
+    for line in ours:
+        _, _, ranks, _, *flags = shlex.split(line)
+        assert ranks == "--ranks"
+        check_early(flags)
 
 
 def test_our_words_are_right() -> None:
