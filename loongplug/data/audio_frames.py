@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
@@ -13,7 +14,6 @@ from loongplug.data.audio_sizes import HOP, SAMPLE_RATE, AudioSizes
 from loongplug.data.positions import Grid
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 # Frames behind a sound's last one whose windows reach into the sound, and those until one whose

@@ -64,10 +64,9 @@ class MachineFacts:
 
 
 def collect(*, deep: bool = False) -> MachineFacts:
-    """Look at this machine. Imports torch and, where it is installed, Megatron.
+    """Look at this machine. Imports torch; Megatron, which takes longest, where there is need.
 
-    Of the versions of both that are tested together, that takes longer than all else, and happens
-    with ``deep`` alone.
+    There is with ``deep``, and where the versions of both are not the tested ones.
     """
     requirements, requires_python = _own_requirements()
     names = {*SHOWN_PACKAGES, *(Requirement(text).name for text in requirements)}

@@ -13,11 +13,9 @@ def check_early(
 ) -> None:
     """Raise ValueError for flags and keys of the model's YAML that there are not.
 
-    The run's own check, on every rank, is of much more; all is left to it where Megatron-Core is
-    not the tested version. Keys beside a Hugging Face folder are checked where this process
-    ``becomes_another``, for it could have no model any more. ``ranks`` are the run's, if known.
-
-    ``--help`` prints and raises SystemExit, ``--help-all`` is left to the run.
+    All is left to the run's own check where Megatron-Core is not the tested version. Keys beside a
+    Hugging Face folder are checked where this process ``becomes_another``, for it could have no
+    model any more. ``ranks`` are the run's, if known. ``--help`` prints and raises SystemExit.
     """
     parser = own_parser()
     if {"-h", "--help"} & {*flags}:

@@ -87,10 +87,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 def take_apart(
     argv: Sequence[str], parser: argparse.ArgumentParser, *, ranks: int | None = None
 ) -> tuple[Namespace, list[str], list[str]]:
-    """What ``argv`` says, in ``parser``'s words: arguments, the flags themselves, and overrides.
+    """Arguments, flags and overrides of ``argv``; ValueError as :func:`read_command_line` raises.
 
-    Raises ValueError as :func:`read_command_line` does; ``ranks``, how many a run has, helps to say
-    what a flag of another trainer is here.
+    ``ranks``, how many the run has, helps to say what another trainer's size of a batch is here.
     """
     overrides, rest = _split_overrides(argv, parser)
     args, left_over = parser.parse_known_args(rest)

@@ -72,8 +72,7 @@ _OURS = {
     "overwrite-output-dir": "leave it out: a run goes on by --load, and else writes anew",
 }
 OURS = MappingProxyType({name: said for names, said in _OURS.items() for name in names.split()})
-PER_DEVICE = ("per-device-train-batch-size", "per-device-batch-size")
-ACCUMULATION = "gradient-accumulation-steps"
+PER_DEVICE, ACCUMULATION = "per-device-train-batch-size", "gradient-accumulation-steps"
 
 
 def refuse_unknown(
@@ -111,7 +110,7 @@ def in_our_words(
     name: str, theirs: Mapping[str, str], args: Namespace, *, ranks: int | None
 ) -> str | None:
     """What ``name``, one of the flags with values ``theirs``, is here; None for what is unknown."""
-    if name in (*PER_DEVICE, ACCUMULATION):
+    if name in (PER_DEVICE, ACCUMULATION):
         return f"here it is {_batch(theirs, args, ranks=ranks)}"
     words, value = OURS.get(name), theirs[name]
     if words is None or words.startswith("leave it out"):
@@ -123,8 +122,8 @@ def in_our_words(
 
 def _batch(theirs: Mapping[str, str], args: Namespace, *, ranks: int | None) -> str:
     """The sizes of a batch, by arithmetic where all is known."""
-    given = next((theirs[each] for each in PER_DEVICE if theirs.get(each, "").isdecimal()), None)
-    micro, times = given or args.micro_batch_size or "B", theirs.get(ACCUMULATION) or "1"
+    micro = theirs.get(PER_DEVICE) or args.micro_batch_size or "B"
+    times = theirs.get(ACCUMULATION) or "1"
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     tp, pp, cp = (size or 1 for size in (*sizes, args.context_parallel_size))
     replicas, rest = divmod(ranks or 1, tp * pp * cp)

@@ -159,7 +159,7 @@ def test_our_words_are_right() -> None:
     """Ours exist, theirs do not, and the keys are those of a model."""
     known = {*whole_parser()._option_string_actions, *LAUNCHERS}
     assert len(OURS) > 40
-    assert not {f"--{name}" for name in (*OURS, *PER_DEVICE, ACCUMULATION)} & known
+    assert not {f"--{name}" for name in (*OURS, PER_DEVICE, ACCUMULATION)} & known
     assert flags_of(" ".join(OURS.values())) <= known
     values = {"freeze": "true", "rank": "8", "alpha": "8", "dropout": "0.5", "lr_mult": "0.5"}
     keys = {key for words in OURS.values() for key in re.findall(r"model\.[\w.]+", words)}
