@@ -25,7 +25,7 @@ def check_early(
     add_upstream_flags(parser)
     args, _, overrides = take_apart(flags, parser, ranks=ranks)
     of_folder = args.load_hf and overrides and becomes_another
-    if args.trusted_packages:  # which may import anything
+    if args.trusted_packages or args.load_lora:  # which may import anything, or have some keys
         return
     if args.model_name or args.config_file or of_folder:
         with transformers_without_torch() if of_folder else nullcontext():
