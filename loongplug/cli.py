@@ -29,7 +29,9 @@ from loongplug.data.object_store import file_named
 from loongplug.data.pixel_limits import PixelLimits, Transparency
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 from loongplug.evaluate import MAX_NEW_TOKENS
-from loongplug.output_files import PREDICTIONS, check_output, figures
+from loongplug.output_files import PREDICTIONS, check_output
+
+_NOT_COMPARED = 2  # the exit code of verify, which has two of its own
 
 app = typer.Typer(
     name="loongplug",
@@ -84,6 +86,9 @@ def train(
 def doctor(
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Import Megatron, in tested versions as well.")
+    ] = False,
 ) -> None:
     """Show what this machine has, what LoongPlug will use, and what is missing.
 
@@ -92,7 +97,7 @@ def doctor(
     from loongplug.platform.doctor import doctor as run
 
     with user_errors():
-        raise typer.Exit(run(device=device, as_json=as_json))
+        raise typer.Exit(run(device=device, as_json=as_json, deep=deep))
 
 
 @app.command("eval")
@@ -187,7 +192,7 @@ def convert(
     Takes train.py's flags: --load-hf DIR or --load DIR, which says what model it is, --save DIR or
     --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
     """
-    with user_errors():
+    with user_errors(flags=context.args):
         from loongplug.convert.worker import convert as run
 
         run(context.args, ranks=ranks)
@@ -223,18 +228,16 @@ def verify(
 
     Takes train.py's flags. Exit code 0: they agree, 1: they differ, 2: nothing could be compared.
     """
-    from loongplug.verify.command import FAILED
-    from loongplug.verify.command import verify as run
-    from loongplug.verify.plan import Request
-    from loongplug.verify.ranks import RankError
+    with user_errors(json_path, "verify", flags=context.args, code=_NOT_COMPARED):
+        from loongplug.verify.command import verify as run
+        from loongplug.verify.plan import Request
+        from loongplug.verify.ranks import RankError
 
-    request = Request(flags=tuple(context.args), scale=scale, steps=steps, ranks=ranks)
-    try:
-        check_output(json_path, figures("verify"), inputs=context.args)
-        code = run(request, json_path=json_path, keep=keep)
-    except (ValueError, RankError) as error:
-        typer.echo(f"loongplug: error: {error}", err=True)
-        raise typer.Exit(FAILED) from None
+        request = Request(flags=tuple(context.args), scale=scale, steps=steps, ranks=ranks)
+        try:
+            code = run(request, json_path=json_path, keep=keep)
+        except RankError as error:
+            raise ValueError(str(error)) from error
     raise typer.Exit(code)
 
 
@@ -260,7 +263,7 @@ def estimate(
     Takes train.py's flags. Needs no GPU and makes no weights. Where the run does not fit, it says
     which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
-    with user_errors(json_path, "estimate", words=context.args):
+    with user_errors(json_path, "estimate", flags=context.args):
         from loongplug.estimate.command import estimate as run
 
         raise typer.Exit(
@@ -292,7 +295,7 @@ def partition(
 
     Takes train.py's flags. Needs no GPU and makes no weights.
     """
-    with user_errors(json_path, "partition", words=context.args):
+    with user_errors(json_path, "partition", flags=context.args):
         from loongplug.partition.command import partition as run
 
         run(
@@ -316,7 +319,7 @@ def bench_step(
 
     Everything that is not an option of this command goes to training unchanged.
     """
-    with user_errors(json_path, "bench step", words=context.args):
+    with user_errors(json_path, "bench step", flags=context.args):
         from loongplug.bench.step import bench_step as run
 
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loongplug.parallel.failure import AtEnd
 
+# What starters call a rank's number.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
+
 
 @contextmanager
 def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
@@ -75,6 +78,13 @@ def quiet() -> None:
 def main(flags: Sequence[str] | None = None) -> None:
     """Run training with ``flags`` (default: the command line). Every rank enters."""
     flags = sys.argv[1:] if flags is None else flags
+    if not {*_RANKS} & {*os.environ}:  # else its starter has imported torch, or has checked
+        from loongplug.training.early import check_early
+
+        try:
+            check_early(flags, ranks=1)
+        except ValueError as error:
+            sys.exit(f"loongplug: error: {error}")
     with started(flags) as at_end:
         from loongplug.training.run import run
 

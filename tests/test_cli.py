@@ -113,16 +113,16 @@ def test_eval_needs_a_model_and_data() -> None:
 
 
 def test_bench_step_hands_training_flags_on(calls: _Calls) -> None:
-    arguments = "--ranks 2 --steps 5 --model-name tiny --bf16 model.image_encoder.freeze=true"
-    assert _run("bench", "step", *arguments.split())[0] == 0
+    given = ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
+    assert _run("bench", "step", "--ranks", "2", "--steps", "5", *given)[0] == 0
     (flags,), options = calls[0]
-    assert flags == ["--model-name", "tiny", "--bf16", "model.image_encoder.freeze=true"]
+    assert flags == given
     assert options == {"ranks": 2, "warmup": 3, "steps": 5, "json_path": None}
 
 
 def test_doctor(calls: _Calls) -> None:
     assert _run("doctor", "--device", "cpu", "--json")[0] == 0
-    assert calls[0][1] == {"device": "cpu", "as_json": True}
+    assert calls[0][1] == {"device": "cpu", "as_json": True, "deep": False}
 
 
 def test_doctor_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ class TestTrain:
         return found
 
     def test_is_torchrun_with_its_flags(self, started: list[list[str]]) -> None:
-        flags = ["--model-name", "tiny", "--bf16", "model.image_encoder.freeze=true"]
+        flags = ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
         assert _run("train", "--ranks", "2", *flags)[0] == 0
         ((_, *torchrun),) = started
         assert torchrun[:4] == [
@@ -181,9 +181,9 @@ class TestTrain:
         assert _run("train", "--device", "cpu")[0] == 0
         assert "--nproc-per-node=1" in started[0]
 
-    def test_help_is_the_runs(self, started: list[list[str]]) -> None:
-        _run("train", "--help")
-        assert started[0][1:] == ["-m", "loongplug.train", "--help"]
+    def test_all_of_the_help_is_the_runs(self, started: list[list[str]]) -> None:
+        _run("train", "--help-all")
+        assert started[0][1:] == ["-m", "loongplug.train", "--help-all"]
 
     def test_no_ranks_are_refused(self, started: list[list[str]]) -> None:
         code, printed = _run("train", "--ranks", "0")

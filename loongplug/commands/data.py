@@ -1,5 +1,7 @@
 """``loongplug data``."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +30,11 @@ from loongplug.commands.options import (
 )
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
+from loongplug.platform.without_torch import transformers_without_torch
+
+_SMALL = 2**20  # bytes of a file that is looked through first
+_TEXT = re.compile(r"\.jsonl?$")
+_VIDEO = re.compile(rb"video|\\u00", re.IGNORECASE)  # or a letter of it by its number
 
 data = typer.Typer(help="Check training data, index them, look at samples.", no_args_is_help=True)
 
@@ -59,7 +66,8 @@ def data_check(
     The first five of each fault, with file and line, and how many more there are. Ends with exit
     code 1 when there is one.
     """
-    with user_errors():
+    light = _say_nothing_of_videos(files, context)
+    with user_errors(), transformers_without_torch() if light else nullcontext():
         from loongplug.data.check import check as run
 
         bad = run(
@@ -76,6 +84,18 @@ def data_check(
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
+
+
+def _say_nothing_of_videos(files: list[str], context: typer.Context) -> bool:
+    """Whether small files of text have no videos, which transformers cannot take without torch."""
+    said = [f"{name}={value}" for name, value in context.params.items() if value is not None]
+    if any("video" in each for each in said) or not all(map(_TEXT.search, files)):
+        return False
+    try:
+        contents = [Path(name).read_bytes() for name in files if Path(name).stat().st_size < _SMALL]
+    except OSError:  # told by what opens them
+        return False
+    return len(contents) == len(files) and not any(map(_VIDEO.search, contents))
 
 
 @data.command("index")

@@ -1,7 +1,7 @@
 """Options that several commands have, and what becomes of a user's errors."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,15 +91,27 @@ HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": 
 
 @contextmanager
 def user_errors(
-    json_path: Path | None = None, kind: Kind = "metrics", *, words: Iterable[str] = ()
+    json_path: Path | None = None,
+    kind: Kind = "metrics",
+    *,
+    words: Iterable[str] = (),
+    flags: Sequence[str] = (),
+    code: int = 1,
 ) -> Iterator[None]:
-    """A ValueError is the user's, of what is at ``json_path``, too: one sentence, exit code 1."""
+    """A ValueError is the user's: one sentence, and the exit code.
+
+    Also of what is at ``json_path``, and of the training ``flags`` that a command takes.
+    """
     try:
-        check_output(json_path, figures(kind), inputs=words)
+        check_output(json_path, figures(kind), inputs=[*words, *flags])
+        if flags:
+            from loongplug.training.early import check_early
+
+            check_early(flags)
         yield
     except ValueError as error:
         typer.echo(f"loongplug: error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(code) from None
 
 
 def phase_named(name: str) -> Literal["pretrain", "sft"]:

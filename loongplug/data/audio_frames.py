@@ -1,16 +1,20 @@
 """Sounds to rows of frames: the log mel spectrum that encoders of Whisper's kind take."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
 from loongplug.data.audio_sizes import HOP, SAMPLE_RATE, AudioSizes
 from loongplug.data.positions import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Frames behind a sound's last one whose windows reach into the sound, and those until one whose
 # window does not reach to where the sound is mirrored at its end.
@@ -89,6 +93,8 @@ class AudioFrames:
         return [self._frames_of(sound) for sound in sounds]
 
     def _frames_of(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
+        import torch
+
         grid = self.grid(len(sound))
         count = grid[2]
         heard = -(-len(sound) // HOP) + _FADING + _CLEAR
@@ -115,6 +121,8 @@ class AudioFrames:
         as many as the longest sound has that the model takes, where it looks behind a sound, else
         as many as the longest of these sounds has.
         """
+        import torch
+
         lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
         whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
         features = torch.empty(len(lengths), whole, self.mel_bins)

@@ -1,16 +1,20 @@
 """A unit's images and videos as bytes: how many rows they have, and what values they become."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import prod
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.media_files import MediaFile
-from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.positions import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loongplug.data.pixel_bytes import PixelBytes
 
 
 def is_coded(media: Sequence[Medium]) -> bool:
@@ -50,6 +54,8 @@ class CodedMedia:
 
         [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
         """
+        import torch
+
         counts = [byte_rows(*each) for each in zip(media, grids, strict=True)]
         assert sum(counts) == len(rows), (counts, rows.shape)
         found, start = [], 0

@@ -1,17 +1,15 @@
 """Images to rows of patches: by Qwen's processors, or by one that makes all images one size."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 from transformers import (
     CLIPImageProcessorPil,
     GotOcr2ImageProcessorPil,
@@ -21,9 +19,13 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.pixel_bytes import PixelBytes, cut
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.positions import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loongplug.data.pixel_bytes import PixelBytes
 
 _CHANNELS = 3
 _MOST_RATIO = 200  # of an image's sides, as Qwen's processors have it
@@ -43,7 +45,7 @@ class PatchSizes:
     image_size: int | None = None
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "PatchSizes | None":
+    def of_config(cls, config: Mapping[str, Any]) -> PatchSizes | None:
         """By the content of a model's config.json; None where it does not say.
 
         Raises:
@@ -100,6 +102,8 @@ class ImagePatches(ABC):
     @cached_property
     def pixel_bytes(self) -> PixelBytes:
         """What becomes of rows of bytes."""
+        from loongplug.data.pixel_bytes import PixelBytes
+
         return PixelBytes.of(self.transform, frames=self.temporal_patch_size)
 
     def patches(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
@@ -114,7 +118,7 @@ class ImagePatches(ABC):
         made: dict[str, Tensor] = transform(
             images=list(images), return_tensors="pt", do_rescale=False, do_normalize=False
         )
-        assert made["pixel_values"].dtype == torch.uint8, made["pixel_values"].dtype
+        assert str(made["pixel_values"].dtype) == "torch.uint8", made["pixel_values"].dtype
         return made
 
     @abstractmethod
@@ -148,8 +152,10 @@ class QwenPatches(ImagePatches):
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
         """See :meth:`ImagePatches.coded`."""
+        from loongplug.data.pixel_bytes import cut_once
+
         transform = copy(self.transform)
-        transform.patchify = _cut_once  # transformers' repeats frames, in float32
+        transform.patchify = cut_once  # transformers' repeats frames, in float32
         features = self._transformed(transform, images)
         grids = features["image_grid_thw"]
         pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
@@ -217,6 +223,8 @@ class FixedPatches(ImagePatches):
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
         """See :meth:`ImagePatches.coded`."""
+        from loongplug.data.pixel_bytes import cut
+
         grids = [self.grid(image.height, image.width) for image in images]
         # [frames, channels, height, width]
         frames = self._transformed(self.transform, images)["pixel_values"]
@@ -241,14 +249,6 @@ class FixedPatches(ImagePatches):
         frames = pixels.new_zeros(len(whole), _CHANNELS, *self.size)
         frames[:, :, : whole.shape[2], : whole.shape[3]] = whole
         return frames
-
-
-def _cut_once(
-    image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
-) -> tuple[NDArray[np.uint8], int, int]:
-    """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
-    rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
-    return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
 
 _FIXED: Mapping[str, Any] = {

@@ -1,11 +1,11 @@
 """The media of samples: what stands for them in the text, and their rows for the encoder."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.audio_frames import AudioFrames
@@ -27,6 +27,9 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 16  # files of an object store that are asked for at a time
 
@@ -168,6 +171,8 @@ class MediaLoader:
         None give the zero-length unit, of frames with ``sounds``. Raises ValueError as
         :meth:`rows` does.
         """
+        import torch
+
         if not media:
             return MediaInput(
                 rows=self.no_rows(sounds=sounds), grids=torch.zeros(0, 3, dtype=torch.int64)
@@ -185,6 +190,8 @@ class MediaLoader:
         are [frames, mel_bins] float32. Raises ValueError, with ``where``, for a file that is
         missing, damaged or not of its kind.
         """
+        import torch
+
         assert len({isinstance(medium, AudioClip) for medium in media}) == 1, "one encoder's"
         versions = each_of(partial(_version, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
@@ -201,12 +208,14 @@ class MediaLoader:
 
     def no_rows(self, *, sounds: bool) -> Tensor:
         """None of an encoder's rows of values, [0, values of a row] float32."""
+        import torch
+
         if not sounds:
             return torch.zeros(0, self._processor.patch_dim)
         assert self._processor.audio is not None, "open_medium refuses sounds"
         return torch.zeros(0, self._processor.audio.mel_bins)
 
-    def _process(self, media: dict["_Version", Medium], *, where: str) -> dict["_Version", "_Rows"]:
+    def _process(self, media: dict[_Version, Medium], *, where: str) -> dict[_Version, _Rows]:
         self.decoded += len(media)
         files = {version: each for version, each in media.items() if isinstance(each, MediaFile)}
         decode = partial(decode_image, where=where, transparency=self._processor.transparency)
@@ -223,7 +232,7 @@ class MediaLoader:
                 processed[version] = self._videos.coded(medium, where=where)
         return processed
 
-    def _heard(self, clip: AudioClip, *, where: str) -> "_Rows":
+    def _heard(self, clip: AudioClip, *, where: str) -> _Rows:
         (made,) = _hearing(self._processor, where=where).frames([decode_audio(clip, where=where)])
         return made
 
@@ -234,7 +243,7 @@ _Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
 
 
 # Of an image or a video as bytes; of a sound float32, [frames, mel_bins].
-_Rows = tuple[Tensor, Grid]
+type _Rows = tuple[Tensor, Grid]
 
 
 def _version(medium: Medium, *, where: str) -> _Version:

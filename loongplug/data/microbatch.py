@@ -1,15 +1,20 @@
 """What one microbatch holds when it reaches the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loongplug.context.token_split import OwnPart, TokenSplit
 from loongplug.data.positions import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class TextNeeds:
     loss_mask: bool
 
     @classmethod
-    def of_stage(cls, *, first: bool, last: bool, balances: bool) -> "TextNeeds":
+    def of_stage(cls, *, first: bool, last: bool, balances: bool) -> TextNeeds:
         """Ids where text is embedded, labels where the loss is.
 
         ``balances``: the stage has routers with a balancing loss, which ask what counts.
@@ -93,7 +98,7 @@ class TextNeeds:
         return cls(input_ids=first, labels=last, loss_mask=last or balances)
 
     @classmethod
-    def any_of(cls, needs: Iterable["TextNeeds"]) -> "TextNeeds":
+    def any_of(cls, needs: Iterable[TextNeeds]) -> TextNeeds:
         """What at least one of them names."""
         needs = tuple(needs)
         return cls(

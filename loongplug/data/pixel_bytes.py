@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.positions import Grid
@@ -148,3 +149,11 @@ def cut(frames: Tensor, *, patch: int, merge: int) -> Tensor:
     pieces = frames[:, :, : rows * patch, : columns * patch].reshape(count, channels, *sizes)
     # [frames, block rows, block columns, merge, merge, channels, patch, patch]
     return pieces.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, channels * patch * patch)
+
+
+def cut_once(
+    image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[NDArray[np.uint8], int, int]:
+    """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
+    rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
+    return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size

@@ -1,24 +1,28 @@
 """Videos: how a model family writes their times, their grids and their patches."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loongplug.data.bad_samples import OddVideos
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
-from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loongplug.data.pixel_bytes import PixelBytes
 
 _USUAL_FPS = 2.0
 
@@ -153,6 +157,8 @@ class VideoProcessor:
         Raises ValueError with ``where`` for frames of unequal size or files that are no images,
         and for a folder without a video processor.
         """
+        import torch
+
         size = _size(video, where=where)
         count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
@@ -162,6 +168,8 @@ class VideoProcessor:
     @cached_property
     def pixel_bytes(self) -> PixelBytes:
         """What becomes of rows of bytes; ValueError where the folder has no video processor."""
+        from loongplug.data.pixel_bytes import PixelBytes
+
         transform = self._loaded(where=str(self._processor.folder))
         return PixelBytes.of_videos(transform, frames=self._processor.temporal_patch_size)
 
@@ -176,6 +184,8 @@ class VideoProcessor:
         [frames * height * width, channels * pixels] uint8. Raises ValueError with ``where`` for a
         video that cannot be used.
         """
+        import torch
+
         if isinstance(video, VideoClip):
             frames = decode_frames(video, where=where, odd=lambda *found: self.odd.append(found))
         else:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch.utils.data import DataLoader, Dataset
 
 from loongplug.platform.forks import signals_wait
 
@@ -116,8 +114,11 @@ class Background[Item, Result](Iterator[Result]):
         self._results = None
 
     def _start(self) -> Iterator[tuple[Result, _Failure | None]]:
+        import torch  # not above: few rows are read without it
+        from torch.utils.data import DataLoader
+
         loader: DataLoader[Any] = DataLoader(
-            _Task(self._function),
+            _Task(self._function),  # type: ignore[arg-type]  # it needs no base class
             sampler=self._items,
             batch_size=None,  # an item may hold anything
             collate_fn=_unchanged,
@@ -170,7 +171,8 @@ def map_rows[T](
     if processes < 1:
         raise ValueError(f"{processes} processes asked for: expected at least 1.")
     chunks = [range(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS)]
-    settings = WorkerSettings(processes=min(processes, max(1, len(chunks))))
+    several = min(processes, len(chunks)) if len(chunks) > 1 else 0  # else in this process
+    settings = WorkerSettings(processes=several)
     work = Background(lambda rows: [task(row) for row in rows], iter(chunks), settings=settings)
     try:
         with warnings.catch_warnings():  # torch's, of more processes than processors
@@ -190,7 +192,7 @@ def map_rows[T](
         work.close()
 
 
-class _Task[Item, Result](Dataset[Any]):
+class _Task[Item, Result]:
     """The function as torch's data loader takes it."""
 
     def __init__(self, function: Callable[[Item], Result]) -> None:

@@ -7,15 +7,18 @@ gradients, and both directions. Experts are one more index: a parameter holds on
 Hugging Face tensor all of them. Everything here is pure and linear.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 Where = tuple[slice, ...]
@@ -156,7 +159,7 @@ class Bundle:
             if not source.absent
         )
 
-    def entries(self) -> Iterator["MappedParameter"]:
+    def entries(self) -> Iterator[MappedParameter]:
         """The parameters they correspond to: one, or one for each expert."""
         together = self.row.experts is not None and self.expert is None
         for expert in range(self.row.experts or 0) if together else [self.expert]:
@@ -395,6 +398,8 @@ def pack(parts: Sequence[Tensor], *, groups: int, folded: bool = True) -> Tensor
     kept = _kept_axes(tuple(parts[0].shape[1:]), folded=folded)
     if len(parts) == 1:
         return parts[0].reshape(parts[0].shape[0], *kept)
+    import torch  # not above: commands that end at a wrong key need none
+
     stacked = torch.cat([part.reshape(groups, part.shape[0] // groups, -1) for part in parts], 1)
     return stacked.reshape(groups * stacked.shape[1], *kept)
 

@@ -52,16 +52,17 @@ class Diagnosis:
         return json.dumps(asdict(self), indent=2)
 
 
-def doctor(*, device: str, as_json: bool) -> int:
+def doctor(*, device: str, as_json: bool, deep: bool = False) -> int:
     """Look at this machine, print what was found, and return the exit code.
 
-    Raises ValueError for an unknown device.
+    ``deep`` is :func:`~loongplug.platform.machine.collect`'s. Raises ValueError for an unknown
+    device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device!r} is unknown: expected auto, cpu or cuda.")
     waiting = Console(stderr=True)
     with waiting.status("looking at this machine"):
-        diagnosis = diagnose(collect(), device=device)
+        diagnosis = diagnose(collect(deep=deep), device=device)
     if as_json:
         print(diagnosis.as_json())
     else:

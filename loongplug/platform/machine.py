@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 import loongplug
 from loongplug.platform.torch_kernels import grouped_product, onednn_product, varlen_attention
+from loongplug.platform.upstream_flags import is_tested
 
 # What is shown whether or not it is there.
 SHOWN_PACKAGES = frozenset(
@@ -62,8 +63,11 @@ class MachineFacts:
     has_onednn: bool = False  # large products on the host
 
 
-def collect() -> MachineFacts:
-    """Look at this machine. Imports torch and, where it is installed, Megatron."""
+def collect(*, deep: bool = False) -> MachineFacts:
+    """Look at this machine. Imports torch; Megatron, which takes longest, where there is need.
+
+    There is with ``deep``, and where the versions of both are not the tested ones.
+    """
     requirements, requires_python = _own_requirements()
     names = {*SHOWN_PACKAGES, *(Requirement(text).name for text in requirements)}
     packages = {name: version(name) for name in sorted(names)}
@@ -81,7 +85,7 @@ def collect() -> MachineFacts:
         broken=_broken(packages),
         requirements=requirements,
         requires_python=requires_python,
-        upstream_error=_upstream_error(packages),
+        upstream_error=_upstream_error(packages, deep=deep),
         **(_seen_by_torch() if packages["torch"] else {}),
     )
 
@@ -104,7 +108,7 @@ def _seen_by_torch() -> dict[str, Any]:
         ),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "has_gloo": dist.is_available() and dist.is_gloo_available(),
-        "has_varlen": varlen_attention() is not None,
+        "has_varlen": usable and varlen_attention() is not None,  # on GPUs alone; slow to import
         "has_grouped": grouped_product() is not None,
         "has_onednn": onednn_product() is not None,
     }
@@ -144,9 +148,11 @@ def _broken(packages: dict[str, str | None]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _upstream_error(packages: dict[str, str | None]) -> str | None:
+def _upstream_error(packages: dict[str, str | None], *, deep: bool) -> str | None:
     """Import Megatron and put every replacement in place, as a training run does; then undo."""
     if packages["torch"] is None or packages["megatron-core"] is None:
+        return None
+    if not deep and is_tested("megatron-core", "torch"):
         return None
     from loongplug.platform import activate
 

@@ -6,6 +6,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, NoReturn
 
 from loongplug.context.row_parts import BALANCES
@@ -16,7 +17,7 @@ from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.hetero.modes import SCHEDULES
 from loongplug.platform.device_flag import add_device_flag
 from loongplug.schedule.tensor_names import NAMES
-from loongplug.training.typed import closest
+from loongplug.training.unknown_flags import refuse_unknown
 
 PHASES = ("pretrain", "sft")
 
@@ -46,6 +47,14 @@ class _Help(argparse.HelpFormatter):
             return action.help or ""
 
 
+class _ShortHelp(argparse.Action):
+    """Prints what users need, and ends."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        print(Path(__file__).with_name("help.txt").read_text(encoding="utf-8"), end="")
+        raise SystemExit(0)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print its usage of a thousand lines and exit."""
 
@@ -59,10 +68,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     Raises:
         ValueError: unknown flags, each with its closest known one, or a value of the wrong kind.
     """
-    parser = _build_parser()
-    overrides, rest = _split_overrides(argv, parser)
-    args, left_over = parser.parse_known_args(rest)
-    _refuse_left_over(left_over, parser)
+    parser = whole_parser()
+    args, rest, overrides = take_apart(argv, parser)
     options = {
         action.dest: action.option_strings[0] for action in parser._actions if action.option_strings
     }
@@ -77,13 +84,27 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     )
 
 
+def take_apart(
+    argv: Sequence[str], parser: argparse.ArgumentParser, *, ranks: int | None = None
+) -> tuple[Namespace, list[str], list[str]]:
+    """Arguments, flags and overrides of ``argv``; ValueError as :func:`read_command_line` raises.
+
+    ``ranks``, how many the run has, helps to say what another trainer's size of a batch is here.
+    """
+    overrides, rest = _split_overrides(argv, parser)
+    args, left_over = parser.parse_known_args(rest)
+    if left_over:
+        refuse_unknown(left_over, parser._option_string_actions, args, ranks=ranks)
+    return args, rest, overrides
+
+
 def without_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """``argv`` less the flags of these names in args, with their values; the order stays.
 
     As :func:`read_command_line`, it imports ``megatron.training``. What stands in no flag's place
     (overrides, unknown flags) is left where it is.
     """
-    options = _build_parser()._option_string_actions
+    options = whole_parser()._option_string_actions
     kept: list[str] = []
     tokens = list(argv)
     while tokens:
@@ -113,17 +134,27 @@ def _begins_anew(token: str, options: Mapping[str, object], *, single: bool) -> 
     )
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
+def own_parser() -> argparse.ArgumentParser:
+    """A parser of LoongPlug's own flags; no import of torch."""
     parser = _Parser(
         prog="loongplug/train.py",
         usage="torchrun ... %(prog)s (--model-name NAME | --config-file PATH | --load-hf DIR) "
         "[flags of LoongPlug and Megatron] [model.key=value ...]",
         allow_abbrev=False,
         formatter_class=_Help,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help="the flags of most runs")
+    parser.add_argument("--help-all", action="help", help="every flag")
     _add_own_flags(parser)
+    return parser
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """A parser of all flags; imports ``megatron.training``, so the platform has to be active."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = own_parser()
     add_megatron_arguments(parser)
     for action in parser._actions:
         if action.dest == "dataloader_type":
@@ -379,20 +410,3 @@ def _split_overrides(
         else:
             rest.append(token)
     return overrides, rest
-
-
-def _refuse_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """One line for each flag that does not exist; what stands behind one counts as its value."""
-    known = {option.lstrip("-"): option for option in parser._option_string_actions}
-    problems = []
-    flag: str | None = None
-    for token in left_over:
-        if token.startswith("-"):
-            flag = token.partition("=")[0]
-            match = closest(flag.lstrip("-").replace("_", "-"), known)
-            suggestion = f"the closest is {known[match]}" if match else "--help lists them all"
-            problems.append(f"there is no flag {flag}; {suggestion}")
-        elif flag is None:
-            problems.append(f"{token} belongs to no flag and is not an override key=value")
-    if problems:
-        raise ValueError("\n".join(problems))

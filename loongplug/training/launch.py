@@ -7,27 +7,28 @@ from typing import NoReturn
 
 from loongplug.parallel.programs import ranks_command
 from loongplug.platform import requested_device
+from loongplug.training.early import check_early
 
 
 def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
     """Become LoongPlug's torchrun, with ``ranks`` processes of ``loongplug.train``.
 
     Without ``ranks``, one for each GPU that the run will use, or one. This process is replaced,
-    so that signals and the exit code are torchrun's. ``--help`` needs no ranks.
+    so that signals and the exit code are torchrun's. ``--help-all`` needs no ranks.
 
     Raises:
-        ValueError: ``--device`` names no device.
+        ValueError: a flag, a device or a key of the model's YAML that there is not.
     """
     train = ("-m", "loongplug.train", *flags)
-    if {"--help", "-h"} & {*flags}:
+    if "--help-all" in flags:
         os.execv(sys.executable, [sys.executable, *train])
-    number = _devices(flags) if ranks is None else ranks
-    os.execv(sys.executable, ranks_command(*train, ranks=number))
+    on_cpu = requested_device(flags) == "cpu"
+    number = 1 if ranks is None and on_cpu else ranks
+    check_early(flags, ranks=number, becomes_another=True)
+    os.execv(sys.executable, ranks_command(*train, ranks=number or _devices()))
 
 
-def _devices(flags: Sequence[str]) -> int:
-    if requested_device(flags) == "cpu":
-        return 1
+def _devices() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())

@@ -16,7 +16,7 @@ from loongplug.training import config, flags
 class Prepared:
     """Made in the process that forks the ranks, taken by ``use`` within each."""
 
-    _parser: argparse.ArgumentParser = field(default_factory=flags._build_parser)
+    _parser: argparse.ArgumentParser = field(default_factory=flags.whole_parser)
     _models: dict[tuple[str, tuple[str, ...]], config.ComposedModel] = field(default_factory=dict)
     _tried: set[str] = field(default_factory=set)
 
@@ -44,4 +44,4 @@ class Prepared:
             return self._models.get(key) or compose(**options)
 
         config.compose_model = made
-        flags._build_parser = lambda: self._parser
+        flags.whole_parser = lambda: self._parser

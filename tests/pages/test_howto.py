@@ -68,6 +68,15 @@ def test_an_encoder_of_your_own(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
+def test_coming_from_other_trainers(tmp_path: Path) -> None:
+    run_page(HOWTO / "coming_from.md", folder=tmp_path, timeout=BOUND)
+    assert (tmp_path / "runs/swift/adapter_config.json").is_file()
+    assert (tmp_path / "runs/trl/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
+@pytest.mark.timeout(1200)
 def test_lora(tmp_path: Path) -> None:
     printed = run_page(HOWTO / "train_with_lora.md", folder=tmp_path, timeout=BOUND)
     assert "PeftModel" in printed

@@ -322,7 +322,7 @@ def test_json_holds_everything() -> None:
 
 
 def _collect(rank: int) -> Diagnosis:
-    return diagnose(collect(), device="cpu")
+    return diagnose(collect(deep=True), device="cpu")
 
 
 def test_this_machine() -> None:

@@ -219,7 +219,7 @@ def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) ->
     message = refusal(command_line(tmp_path, "--lrr", "3", "--qqqqqqqqqq", "4"))
     assert message.splitlines() == [
         "there is no flag --lrr; the closest is --lr",
-        "there is no flag --qqqqqqqqqq; --help lists them all",
+        "there is no flag --qqqqqqqqqq; --help-all lists them all",
     ]
     assert refusal(["stray", *command_line(tmp_path)]) == (
         "stray belongs to no flag and is not an override key=value"
@@ -387,7 +387,7 @@ def test_help_is_shown_though_megatron_s_has_bare_percent_signs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_arguments(["--device", "cpu", "--help"])
+        parse_arguments(["--device", "cpu", "--help-all"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "--training-phase {pretrain,sft}" in shown

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loongplug.training.flags import _build_parser, read_command_line, without_flags
+from loongplug.training.flags import read_command_line, whole_parser, without_flags
 from loongplug.verify.flags import (
     LAYOUT,
     OUTPUT,
@@ -19,7 +19,7 @@ _TO_COME = {"trace"}
 
 
 def test_every_name_is_one_of_a_flag():
-    known = {action.dest for action in _build_parser()._actions}
+    known = {action.dest for action in whole_parser()._actions}
     assert (OUTPUT | REPLACED | LAYOUT | SOURCES) - known <= _TO_COME
 
 

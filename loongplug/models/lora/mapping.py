@@ -8,9 +8,7 @@ whose weights are one tensor there, ``A`` and ``B`` of all of them are stacked.
 import re
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from loongplug.models.hf_mapping import (
     ADAPTER,
@@ -24,6 +22,9 @@ from loongplug.models.hf_mapping import (
 )
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.settings import LoraSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WEIGHT = ".weight"
 _NUMBER = "{}"
@@ -95,7 +96,7 @@ class AdapterTable:
         return (experts * rows, columns) if is_a else (rows, columns * experts)
 
     @staticmethod
-    def to_file(source: Source, tensor: Tensor) -> Tensor:
+    def to_file(source: Source, tensor: "Tensor") -> "Tensor":
         """The tensor as it stands in the file, where that of experts is a matrix."""
         if not source.experts:
             return tensor
@@ -104,7 +105,7 @@ class AdapterTable:
         return tensor.reshape(AdapterTable.file_shape(source)).contiguous()
 
     @staticmethod
-    def from_file(source: Source, tensor: Tensor) -> Tensor:
+    def from_file(source: Source, tensor: "Tensor") -> "Tensor":
         """Undo :meth:`to_file`."""
         if not source.experts:
             return tensor
