@@ -16,8 +16,8 @@ from eventually import eventually
 from fake_slurm import ROOT
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
-# The first one's name is the ranks' address, so it has to be one of this machine.
-NODES = ("localhost", "second")
+# Addresses as names: the first one's is where ranks meet, and a hosts file need not have it.
+NODES = ("127.0.0.1", "127.0.0.2")
 # Of whoever waits for a job that trains, on a busy machine.
 SECONDS = 400.0
 CONFIG = """
@@ -40,7 +40,7 @@ SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 KillWait=5
 ReturnToService=2
-NodeName={nodes} NodeAddr=127.0.0.1 NodeHostname=localhost Port=[{ports[1]},{ports[2]}] CPUs=2
+NodeName=127.0.0.[1-2] NodeAddr=127.0.0.1 NodeHostname=localhost Port=[{ports[1]},{ports[2]}] CPUs=2
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -72,8 +72,10 @@ class Cluster:
         self.does("slurmd", "-N", node)
 
     def submits(self, *words: str | Path, **environment: str) -> "Job":
-        """A job of both nodes."""
-        there = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        """A job of both nodes; its ranks meet at a free port, as other clusters have a job 1."""
+        (port,) = free_ports(1)
+        there = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port)}
+        there |= environment
         flags = ("--nodes", "2", "--gpus-per-node=0", "--output", self.folder / "%j.log")
         number = self.does("sbatch", "--parsable", *map(str, flags), *words, **there).strip()
         return Job(self, number)
@@ -140,10 +142,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(3)]
-        ports = [each.getsockname()[1] for each in sockets]
-    text = CONFIG.format(folder=folder, ports=ports, nodes=",".join(NODES), user=getpass.getuser())
+    text = CONFIG.format(folder=folder, ports=free_ports(3), user=getpass.getuser())
     (folder / "slurm.conf").write_text(text)
     made = Cluster(folder)
     try:
@@ -158,6 +157,13 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for process in made.processes():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
+
+
+def free_ports(number: int) -> list[int]:
+    """Different ones."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def missing() -> list[str]:

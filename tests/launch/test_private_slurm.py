@@ -10,7 +10,7 @@ import psutil
 import pytest
 from eventually import eventually
 from fake_slurm import ROOT
-from private_slurm import Cluster, cluster, missing
+from private_slurm import NODES, Cluster, cluster, missing
 from tiny_job import CPU, board_job, on_one_node
 
 pytestmark = [
@@ -71,14 +71,14 @@ def test_a_lost_node_s_job_starts_again(slurm: Cluster, tmp_path: Path) -> None:
     script.chmod(0o755)
     job = slurm.submits(LAUNCH, SCRIPT=os.path.relpath(script, ROOT))
     job.prints("started", times=2)
-    slurm.kill("second")
-    slurm.does("scontrol", "update", "nodename=second", "state=down", "reason=lost")
+    slurm.kill(NODES[1])
+    slurm.does("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=lost")
     eventually(lambda: job.told("JobState") == "PENDING")
-    slurm.start("second")
+    slurm.start(NODES[1])
     assert job.ends() == "COMPLETED", job.printed
     assert job.told("Restarts") == "1"
     for node in range(2):
-        assert job.printed.count(f"started {node} of 2 at localhost\n") == 2
+        assert job.printed.count(f"started {node} of 2 at {NODES[0]}\n") == 2
 
 
 def test_a_job_saves_at_its_warning_and_goes_on(
