@@ -58,7 +58,7 @@ def test_stages_and_flags(tmp_path):
 @pytest.mark.parametrize("freeze", ["true", "false"])
 def test_modes_are_compared_on_the_same_work(tmp_path, freeze):
     """All ranks together do as much of a step in either; full separation spreads the encoder."""
-    steps, work = {}, {}
+    work = {}
     for mode in ("uniform", "full_hetero_dp"):
         figures = tmp_path / f"{mode}.json"
         flags = (*PP3, f"model.image_encoder.mode={mode}", f"model.image_encoder.freeze={freeze}")
@@ -68,10 +68,8 @@ def test_modes_are_compared_on_the_same_work(tmp_path, freeze):
         split = written["splits"]["plain"]
         stages = sum(each["forward"] + each["backward"] for each in split["stages"])
         work[mode] = written["microbatches"] * stages + 3 * split["outside"]
-        steps[mode] = split["step"] * 3
         assert (split["outside"] > 0) == (mode == "full_hetero_dp")
     assert work["full_hetero_dp"] == pytest.approx(work["uniform"], rel=1e-3)
-    assert all(steps[mode] > work[mode] for mode in steps)  # the rest of it is waiting
 
 
 def test_encoders_with_stages_of_their_own_and_around_the_schedule(tmp_path):
