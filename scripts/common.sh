@@ -136,7 +136,34 @@ add_experts() {
     fi
 }
 
+# The value of the run's flag $1, or $2: the last one of FLAGS and of the words behind.
+given() {
+    local name="$1" found="$2" before="" word
+    for word in "${FLAGS[@]}" "${@:3}"; do
+        if [[ "$before" == "$name" ]]; then found="$word"; fi
+        if [[ "$word" == "$name="* ]]; then found="${word#*=}"; fi
+        before="$word"
+    done
+    echo "$found"
+}
+
+# Warns where ranks of a pipeline wait for each other, as they have too few microbatches in a step.
+warn_of_bubbles() {
+    local tp pp cp batch micro ranks replicas
+    tp=$(given --tensor-model-parallel-size 1 "$@") pp=$(given --pipeline-model-parallel-size 1 "$@")
+    cp=$(given --context-parallel-size 1 "$@") micro=$(given --micro-batch-size 1 "$@")
+    batch=$(given --global-batch-size 1 "$@")
+    ranks="${ENCODER_RANK_OFFSET:-$((NNODES * GPUS_PER_NODE))}"
+    replicas=$((ranks / (tp * pp * cp)))
+    if ((pp > 1 && replicas > 0 && batch < 4 * pp * replicas * micro && ${NODE_RANK:-0} == 0)); then
+        echo "A batch of $batch gives each of $replicas replicas $((batch / (replicas * micro))) microbatches for" \
+            "$pp pipeline stages, which wait for each other below four a stage: raise GLOBAL_BATCH_SIZE to" \
+            "$((4 * pp * replicas * micro)), or lower PP" >&2
+    fi
+}
+
 launch() {
+    warn_of_bubbles "$@"
     export CUDA_DEVICE_MAX_CONNECTIONS="${CONNECTIONS:-1}"
     exec python -m loongplug.parallel.launch "${LAUNCH_ARGS[@]}" "$ROOT/loongplug/train.py" \
         "${FLAGS[@]}" "$@"

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,12 +124,25 @@ def parsed_for(
 
     # Either refuses what is no flag before it is taken apart.
     if stand_ins is None:
-        read_command_line(flags)
+        _require_sizes(read_command_line(flags).args)
     else:
         from loongplug.estimate.stand_in_data import with_stand_ins
 
         flags = with_stand_ins(flags, stand_ins)
     return first_rank([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"], ranks=ranks)
+
+
+def _require_sizes(args: Namespace) -> None:
+    from loongplug.training.defaults import default_tokenizer
+
+    default_tokenizer(args)
+    data = args.train_data_path or args.data_path
+    for flag, value in (("tokenizer-model", args.tokenizer_model), ("train-data-path", data)):
+        if not value:
+            raise ValueError(
+                f"--{flag} is not given: expected a tokenizer and data, whose rows say how large "
+                "microbatches are, or in their place --visual-tokens N, of each sample"
+            )
 
 
 def stepping_of(flags: Sequence[str]) -> "Stepping":

@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 # What starters call a process's number, how many there are, and its number on its machine; in a
-# Slurm job, mpirun's count.
+# Slurm job, mpirun's count. Slurm's are a step's, since a job's script has the job's.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STARTERS = (
     _NAMES,
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # a shell in a job is a step of one
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
@@ -22,8 +21,14 @@ _SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
 
 def take_rank() -> tuple[int, int]:
     """As :func:`this_rank`, once the environment says what another starter does, as torchrun."""
-    given = (each for each in _STARTERS if {*each[:2]} <= {*os.environ})
-    for name, theirs in zip(_NAMES, next(given, ()), strict=False):
+    given = next((each for each in _STARTERS if {*each[:2]} <= {*os.environ}), ())
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if not given and "SLURM_PROCID" in os.environ and tasks != "1":
+        raise ValueError(
+            f"SLURM_NTASKS is {tasks}, but a job's script runs once: start the ranks in it by srun,"
+            " or give RANK=0 and WORLD_SIZE=1 for a single rank"
+        )
+    for name, theirs in zip(_NAMES, given, strict=False):
         if theirs in os.environ:
             os.environ[name] = os.environ[theirs]
     rank, size = this_rank()

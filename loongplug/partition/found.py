@@ -125,6 +125,7 @@ def find(
             believed=believed,
             stages={**apart, decoder: pp},
             microbatches=len(microbatches),
+            around=around,
         )
         for name, believed in ((AWARE, real), (PLAIN, plain))
     )

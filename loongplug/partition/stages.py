@@ -1,6 +1,6 @@
 """A split of a model's layers into stages, and the time of a step with it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from loongplug.hetero.pipeline_graph import GraphModule
@@ -24,13 +24,15 @@ class Partition:
     """A split, called ``name``: the stages of encoders first, then the decoder's.
 
     ``step`` is how long a step takes, as the operations that a rank could do meanwhile; ``alone``
-    how long it would take each entry that has stages, if it waited for no other.
+    how long it would take each entry that has stages, if it waited for no other. ``outside`` is
+    what of the step lies before and behind the schedule, and so is the same for every split.
     """
 
     name: str
     stages: tuple[Stage, ...]
     step: float
     alone: Mapping[str, float] = field(default_factory=dict)
+    outside: int = 0
 
     @property
     def slowest(self) -> int:
@@ -49,11 +51,12 @@ def partition(
     believed: Mapping[str, EntryCosts],
     stages: Mapping[str, int],
     microbatches: int,
+    around: Collection[str] = (),
 ) -> Partition:
     """The best split of the layers if they cost what is ``believed``, at what they do cost.
 
     ``stages`` says how many each entry has that has some of its own, the decoder's last, which all
-    others lead into.
+    others lead into. All ranks do those ``around`` the schedule, before and behind it.
 
     Raises:
         ValueError: an entry has more stages than layers.
@@ -87,7 +90,10 @@ def partition(
         )
         for each in modules
     }
-    return Partition(name=name, stages=tuple(found), step=step, alone=alone)
+    outside = microbatches * sum(costs[entry].whole().total for entry in around)
+    return Partition(
+        name=name, stages=tuple(found), step=step + outside, alone=alone, outside=outside
+    )
 
 
 def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:

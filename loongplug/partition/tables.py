@@ -28,6 +28,8 @@ def print_found(found: FoundSplits) -> None:
         _print_sides(found)
     for name in found.around:
         print(f"{name} works on all stages before and behind the schedule: it is in no stage")
+    if found.around:
+        print(f"of the step, {_amount(found.kept.outside)} lie before and behind the schedule")
     for name in found.apart:
         sizes = found.kept.sizes(name)
         override = f"model.{found.parsed.model.keys[name]}.stage_layers={[*sizes]}"
@@ -99,6 +101,7 @@ def as_json(found: FoundSplits) -> dict[str, Any]:
 def _split(split: Partition) -> dict[str, Any]:
     return {
         "step": split.step,
+        "outside": split.outside,
         "stages": [
             {
                 "entry": each.entry,

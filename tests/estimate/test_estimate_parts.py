@@ -241,6 +241,11 @@ def test_a_tenth_of_the_device_stays_free():
         (["--ranks", "0"], "--ranks is 0: expected"),
         (["--ranks", "1", "--device-memory", "0"], "--device-memory is 0.0: expected"),
         (["--ranks", "1", "--model-nam", "x"], "there is no flag --model-nam"),
+        (
+            ["--ranks", "1", "--model-name", "qwen3_vl_tiny"],
+            "--tokenizer-model is not given: expected a tokenizer and data, whose rows say how "
+            "large microbatches are, or in their place --visual-tokens N",
+        ),
     ],
 )
 def test_wrong_options_are_one_sentence(options, said):

@@ -11,29 +11,18 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from fake_slurm import NODES, ROOT, job, kill, wait_for_line
-from tiny_job import CPU, on_one_node, stub_python, words_of
+from tiny_job import CPU, board_job, on_one_node, stub_python, words_of
 
 STEPS = 16
 # Seconds, some 20 on quiet cores; a collective of gloo or NCCL would wait for many minutes.
 BOUND = 60.0
-# Ranks that the failure board watches, without a model.
-DIES = """
-import os, sys, torch, torch.distributed as dist
-from loongplug.parallel.failure import failure_board
-with failure_board():
-    dist.init_process_group("gloo")
-    dist.barrier()
-    print("rank", dist.get_rank(), "is there", flush=True)
-    if os.environ.get("UNWELL") == str(dist.get_rank()):
-        raise ValueError("this node is unwell")
-    dist.recv(torch.ones(1), src=1 - dist.get_rank())
-"""
 
 
 @pytest.mark.quick
 def test_each_node_has_its_number_and_the_first_one_s_address(tmp_path: Path) -> None:
     paths = {"MODEL_DIR": "model", "TRAIN_DATA": "rows.jsonl"}
     given = {"GPUS_PER_NODE": "4", "MASTER_PORT": "", **stub_python(tmp_path)}
+    given["SRUN_OPTIONS"] = "--container-image=i.sqsh --container-mounts=/a:/a"
     with job(tmp_path, "--lr", "3e-6", **paths, **given) as running:
         assert running.end() == 0
         assert not running.requeued
@@ -48,6 +37,7 @@ def test_each_node_has_its_number_and_the_first_one_s_address(tmp_path: Path) ->
         assert words[-2:] == ["--lr", "3e-6"]
     options = (tmp_path / "srun").read_text().split()
     assert options[:3] == ["--ntasks-per-node=1", "--cpus-per-task=2", "--kill-on-bad-exit=1"]
+    assert options[3:5] == given["SRUN_OPTIONS"].split()
 
 
 @pytest.mark.quick
@@ -143,18 +133,6 @@ def test_two_nodes_save_in_time_and_train_as_one_does(
     expected = on_one_node(one, environment)
     assert metrics["loss_last"] == pytest.approx(expected[-1], rel=1e-6)
     assert expected[-1] < expected[saved - 1]
-
-
-def board_job(folder: Path) -> str:
-    """A launch script that starts ``DIES`` on each node, as SCRIPT."""
-    main, script = folder / "main.py", folder / "run.sh"
-    main.write_text(DIES)
-    script.write_text(
-        "#!/bin/bash\nexec python -m loongplug.parallel.launch --nnodes 2 --node_rank $NODE_RANK "
-        f'--nproc_per_node 1 --master_addr $MASTER_ADDR --master_port $MASTER_PORT "{main}"\n'
-    )
-    script.chmod(0o755)
-    return os.path.relpath(script, ROOT)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from socket import create_server
 
@@ -11,6 +12,7 @@ import pytest
 
 import loongplug
 from loongplug import platform
+from loongplug.parallel.failure import met_store
 from loongplug.parallel.world import served_store, take_rank, this_rank
 from loongplug.train import started
 
@@ -34,7 +36,6 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     "names",
     [
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -68,6 +69,7 @@ def test_torchrun_s_own_numbers_win_and_without_any_it_is_a_single_rank(
     [
         ({"SLURM_NTASKS": "8"}, 0, 1),  # salloc -n 8: its shell, in which nothing is started
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 0, 1),  # sbatch -n 1: its script
         ({"OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "2"}, 1, 2),
         # mpirun in a job's shell
         (
@@ -112,6 +114,30 @@ def test_numbers_that_are_none(
     for read in (take_rank, this_rank):
         with pytest.raises(ValueError, match=said):
             read()
+
+
+@pytest.mark.quick
+def test_a_job_s_script_is_no_rank_of_several(starter: pytest.MonkeyPatch) -> None:
+    """Slurm numbers it as it numbers tasks; the others would never come."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}.items():
+        starter.setenv(name, value)
+    with pytest.raises(ValueError, match="SLURM_NTASKS is 8, but a job's script runs once: start"):
+        take_rank()
+    starter.setenv("RANK", "0")
+    starter.setenv("WORLD_SIZE", "1")
+    assert take_rank() == (0, 1)
+
+
+@pytest.mark.quick
+def test_a_rank_0_that_does_not_come_is_a_sentence_within_the_limit(
+    starter: pytest.MonkeyPatch,
+) -> None:
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    starter.setenv("MASTER_ADDR", "127.0.0.1")
+    starter.setenv("MASTER_PORT", str(port))
+    with pytest.raises(ValueError, match=rf"rank 0 was not at 127.0.0.1:{port} within 0:00:01: g"):
+        met_store(1, limit=timedelta(seconds=1), purpose="start")
 
 
 @pytest.mark.quick
@@ -190,7 +216,7 @@ def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
     def started(rank: int, size: int, how: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, str(script), how],
-            env=plain | {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size)},
+            env=plain | {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -55,6 +55,23 @@ def test_stages_and_flags(tmp_path):
     assert built == [each["layers"] for each in aware["stages"]]
 
 
+@pytest.mark.parametrize("freeze", ["true", "false"])
+def test_modes_are_compared_on_the_same_work(tmp_path, freeze):
+    """All ranks together do as much of a step in either; full separation spreads the encoder."""
+    work = {}
+    for mode in ("uniform", "full_hetero_dp"):
+        figures = tmp_path / f"{mode}.json"
+        flags = (*PP3, f"model.image_encoder.mode={mode}", f"model.image_encoder.freeze={freeze}")
+        result = run(*flags, "--json", str(figures))
+        assert result.exit_code == 0, result.output
+        written = json.loads(figures.read_text())
+        split = written["splits"]["plain"]
+        stages = sum(each["forward"] + each["backward"] for each in split["stages"])
+        work[mode] = written["microbatches"] * stages + 3 * split["outside"]
+        assert (split["outside"] > 0) == (mode == "full_hetero_dp")
+    assert work["full_hetero_dp"] == pytest.approx(work["uniform"], rel=1e-3)
+
+
 def test_encoders_with_stages_of_their_own_and_around_the_schedule(tmp_path):
     figures = tmp_path / "figures.json"
     model = ("--model-name", "qwen2_5_omni_tiny")

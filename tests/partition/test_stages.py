@@ -42,6 +42,15 @@ def test_a_split_is_found_with_what_is_believed_and_timed_with_what_is():
     assert aware.step < unaware.step
 
 
+def test_what_all_ranks_do_around_the_schedule_is_of_the_step():
+    costs = {"eyes": entry(6), "text": entry(6)}
+    found = partition(
+        "", costs, believed=costs, stages={"text": 2}, microbatches=4, around=["eyes"]
+    )
+    assert found.outside == 4 * 6 * 3
+    assert found.step == found.alone["text"] + found.outside
+
+
 def test_a_stage_takes_a_layer_at_least():
     costs = {"text": entry(3)}
     with pytest.raises(ValueError, match=r"^text: 3 layers cannot be split into 4 stages"):

@@ -107,10 +107,11 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class Launch:
     """What a script gives torchrun: its own arguments, and those of train.py.
 
-    ``connections`` is CUDA_DEVICE_MAX_CONNECTIONS.
+    ``connections`` is CUDA_DEVICE_MAX_CONNECTIONS, ``warned`` what the script itself said.
     """
 
     connections: int
+    warned: str
     launcher: dict[str, str]
     argv: list[str]
 
@@ -131,7 +132,7 @@ def launch(script: Script, folder: Path, *more: str, **environment: str) -> Laun
     stub.parent.mkdir(exist_ok=True)
     stub.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     stub.chmod(0o755)
-    said = subprocess.run(
+    done = subprocess.run(
         [SCRIPTS / f"{script.name}.sh", "--device", "cpu", *more],
         env={
             "PATH": f"{stub.parent}:{os.environ['PATH']}",
@@ -144,13 +145,15 @@ def launch(script: Script, folder: Path, *more: str, **environment: str) -> Laun
         capture_output=True,
         text=True,
         timeout=120,
-    ).stdout.splitlines()
+    )
+    said = done.stdout.splitlines()
     connections, *module = said[:3]
     assert module == ["-m", LAUNCHER]
     said = said[3:]
     at = said.index(str(SCRIPTS.parent / "loongplug" / "train.py"))
     return Launch(
         connections=int(connections),
+        warned=done.stderr,
         launcher=dict(zip(said[:at:2], said[1:at:2], strict=True)),
         argv=said[at + 1 :],
     )
@@ -423,6 +426,31 @@ def test_placement_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         parse(launch(ALL[0], tmp_path, ENCODER_RANK_OFFSET="8"))
     with pytest.raises(ValueError, match=r"data_parallel_size 2 without a rank_offset"):
         parse(launch(ALL[0], tmp_path, ENCODER_DP="2"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("pp", "more", "replicas", "least"),
+    [
+        ("1", {"GLOBAL_BATCH_SIZE": "8"}, 0, 0),
+        ("4", {"GLOBAL_BATCH_SIZE": "128"}, 0, 0),
+        ("4", {"GLOBAL_BATCH_SIZE": "120"}, 8, 128),
+        ("2", {"GLOBAL_BATCH_SIZE": "124", "PACKING": "false", "MICRO_BATCH_SIZE": "2"}, 16, 256),
+        ("2", {"GLOBAL_BATCH_SIZE": "60", "ENCODER_RANK_OFFSET": "32"}, 8, 64),
+    ],
+)
+def test_too_few_microbatches_for_the_stages_are_said_once(
+    tmp_path: Path, pp: str, more: dict[str, str], replicas: int, least: int
+) -> None:
+    nodes = {"NNODES": "8", "NODE_RANK": "0", "MASTER_ADDR": "node0", **more}
+    stages = ("--pipeline-model-parallel-size", pp)  # wins over the script's
+    warned = launch(ALL[0], tmp_path, *stages, **nodes).warned
+    if not least:
+        assert warned == ""
+        return
+    assert f"gives each of {replicas} replicas " in warned
+    assert f"raise GLOBAL_BATCH_SIZE to {least}, or lower PP" in warned
+    assert launch(ALL[0], tmp_path, *stages, **nodes | {"NODE_RANK": "1"}).warned == ""
 
 
 # What is given to a script wins over what it says.
