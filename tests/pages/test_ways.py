@@ -21,8 +21,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 @pytest.fixture(scope="module")
-def found(demo: Path) -> dict[str, dict[str, Files]]:
-    return all_ways(demo)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Files]]:
+    return all_ways(tmp_path_factory.mktemp("rows"))
 
 
 def test_docs_show_the_ways_as_they_are(found: dict[str, dict[str, Files]]) -> None:

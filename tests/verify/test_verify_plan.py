@@ -41,10 +41,9 @@ def test_the_smallest_world(sizes, expected):
 
 
 @pytest.mark.not_quick
-def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
+def test_both_runs_have_the_same_batch_model_and_weights(tmp_path):
     plan = made_plan(
         tmp_path,
-        demo,
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
         *("--global-batch-size", "64", "--train-data-path", "elsewhere.jsonl", "--save", "run"),
         *("--num-virtual-stages-per-pipeline-rank", "2", "--sequence-parallel"),
@@ -64,7 +63,7 @@ def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
     ):
         assert getattr(layout.args, name) == getattr(reference.args, name), name
     assert layout.args.global_batch_size == 8  # two replicas, two pipelines full each
-    assert layout.args.train_data_path == [str(tmp_path / "demo" / "train.jsonl")]
+    assert layout.args.train_data_path == [str(tmp_path / "data" / "train.jsonl")]
     assert layout.args.save is None
     assert reference.overrides[: len(layout.overrides)] == layout.overrides
     assert (tmp_path / "weights" / "model.safetensors").is_file()

@@ -39,7 +39,7 @@ def likeness(name, layout):
     """The model with its small sizes, as the overrides would give it."""
     model = with_placeholder_ids(composed(name))
     parts = {model.keys[name]: {} for name in model.encoders} | {"foundation": {}}
-    for key, value in tiny_sizes(model, layout, vocabulary=101, demo_patches=False).items():
+    for key, value in tiny_sizes(model, layout, vocabulary=101, tiny_media=False).items():
         part, _, field = key.partition(".")
         parts[part][field] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(
@@ -84,7 +84,7 @@ def test_an_mlp_that_is_a_multiple_stays_one(monkeypatch):
     monkeypatch.syspath_prepend(str(OUTSIDE))
     model = compose_model(model_name="qwen2_vl_tiny", trusted_packages=["qwen2_vl"]).config
     for layout in LAYOUTS:
-        sizes = tiny_sizes(model, layout, vocabulary=101, demo_patches=True)
+        sizes = tiny_sizes(model, layout, vocabulary=101, tiny_media=True)
         width = sizes["image_encoder.ffn_hidden_size"]
         assert width % sizes["image_encoder.hidden_size"] == 0
         assert width % layout.tp == width % layout.encoder_tp == 0
