@@ -24,12 +24,12 @@ from loongplug.verify.tiny_processor import MEL_BINS, SECONDS, FixedImages, Kind
 _FIXED = {"llava": FixedImages(side=16), "internvl": FixedImages(side=16, patch_size=4)}
 # Of the longest tiny row. It just fits, so that media lie in several parts of a split sequence.
 _TOKENS: Mapping[Kind, int] = {
-    "qwen3_vl": 41,
-    "qwen2_5_vl": 41,
+    "qwen3_vl": 39,
+    "qwen2_5_vl": 39,
     "llava": 49,
-    "internvl": 85,
-    "qwen2_audio": 98,
-    "qwen2_5_omni": 78,
+    "internvl": 69,
+    "qwen2_audio": 96,
+    "qwen2_5_omni": 72,
 }
 _SETTINGS = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _HEAD = 16  # channels of a head, in both modules

@@ -14,8 +14,13 @@ from PIL import Image
 
 from loongplug.data.audio_sizes import SAMPLE_RATE
 
-_SIDES = ((32, 32),) * 8 + ((64, 32), (32, 64), (64, 64))  # height, width: mostly a token's
-_SECONDS = (0.2, 1.7)  # of all sounds of a row
+# With it, microbatches next to each other have media of the same sizes: only what is compared can
+# tell them apart.
+_SEED = 246
+_COUNTS = (1, 2, 2, 3, 3, 6)  # of images in a row; of at most three beside sounds
+_SMALL = (32, 32)  # height, width: of one token
+_LARGE = ((64, 32), (32, 64), (64, 64))  # of two or four
+_SECONDS = (0.3, 0.8, 1.6)  # of all sounds of a row
 _QUESTIONS = ("Sum?", "Max?", "Add", "So")
 
 
@@ -30,15 +35,18 @@ def write_rows(folder: Path, *, samples: int, media: Collection[str] = ("image",
 
 def _row(folder: Path, number: int, media: Collection[str]) -> dict[str, Any]:
     """One turn; or two, if the row has few media. One row in eight is text alone."""
-    rng = random.Random(number)
-    most = 3 if "audio" in media else 6
-    images = rng.randint(1, most) if "image" in media else 0
-    sounds = rng.randint(1, 2) if "audio" in media else 0
+    rng = random.Random(f"{_SEED} {number}")
     shown = []
     if rng.random() >= 1 / 8:
-        seconds = rng.uniform(*_SECONDS) / max(1, sounds)
-        shown += [_image(folder, f"{number}-{each}", rng) for each in range(images)]
-        shown += [_sound(folder, f"{number}-{each}", seconds, rng) for each in range(sounds)]
+        if "image" in media:
+            count = min(rng.choice(_COUNTS), 3 if "audio" in media else 6)
+            first = rng.choice((*_LARGE, *[_SMALL] * len(_LARGE)))
+            sizes = [first, *[_SMALL] * (count - 1)]
+            shown += [_image(folder, f"{number}-{n}", size, rng) for n, size in enumerate(sizes)]
+        if "audio" in media:
+            count = rng.randint(1, 2)
+            seconds = rng.choice(_SECONDS) / count
+            shown += [_sound(folder, f"{number}-{n}", seconds, rng) for n in range(count)]
     rng.shuffle(shown)
     turns = rng.randint(1, 2) if len(shown) <= 2 else 1
     messages: list[dict[str, Any]] = []
@@ -52,8 +60,8 @@ def _row(folder: Path, number: int, media: Collection[str]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def _image(folder: Path, name: str, rng: random.Random) -> dict[str, str]:
-    height, width = rng.choice(_SIDES)
+def _image(folder: Path, name: str, size: tuple[int, int], rng: random.Random) -> dict[str, str]:
+    height, width = size
     pixels = np.frombuffer(rng.randbytes(height * width * 3), dtype=np.uint8)
     (folder / "images").mkdir(exist_ok=True)
     Image.fromarray(pixels.reshape(height, width, 3)).save(folder / f"images/{name}.png")

@@ -1,7 +1,5 @@
 """The ways through the code on the page are those that runs take."""
 
-from pathlib import Path
-
 import pytest
 
 from pages.commands import ROOT

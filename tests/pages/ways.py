@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from types import CodeType
 
-
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
 from loongplug.verify.tiny_processor import write_processor
