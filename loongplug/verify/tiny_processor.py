@@ -1,7 +1,7 @@
-"""A tiny processor's folder of a kind of families: tokenizer, chat template, how media are made.
+"""Folders of tiny processors, a kind for each family: tokenizer, chat template, what makes pixels.
 
-The tokenizer knows single characters, and words that it is given; it loses nothing but characters
-outside its alphabet.
+Tokenizers know single characters, and words that they are given; they lose nothing but characters
+outside their alphabet.
 """
 
 import json
