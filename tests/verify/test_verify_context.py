@@ -12,7 +12,7 @@ from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
 from PIL import Image
 from sweeps import sweep
-from verify_cases import Pair, failing, keep_texts, made_plan, write_changed_rows
+from verify_cases import Pair, failing, keep_parts, made_plan, write_changed_rows
 
 from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.engine import over_parts_of_rows
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 def pair_of(folder: Path, name: str) -> Pair:
     ranks, flags = CASES[name]
     if "text" in name:
-        write_changed_rows(folder, lambda _, sample: keep_texts(sample))
+        write_changed_rows(folder, lambda _, sample: keep_parts(sample, "text"))
     return Pair(made_plan(folder, *flags, ranks=ranks, steps=1), folder)
 
 
@@ -183,7 +183,7 @@ def write_images_over(folder: Path) -> None:
     """Rows of one turn: with a large image, with a small one, and with none."""
 
     def change(number: int, sample: dict[str, Any]) -> None:
-        keep_texts(sample)
+        keep_parts(sample, "text")
         sample["messages"] = sample["messages"][:2]
         if number % 3 < 2:
             image = {"type": "image", "image": f"{('large', 'small')[number % 3]}.png"}

@@ -15,14 +15,13 @@ from parity.mutations import (
     swap_two_microbatches_gradients,
 )
 from sweeps import sweep
-from verify_cases import Mutation, Pair, failing, keep_texts, made_plan, write_changed_rows
+from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
 from loongplug.verify.plan import SAMPLES, Request
 from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
-from loongplug.verify.tiny_rows import write_rows
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
@@ -162,7 +161,9 @@ def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> Non
 
 def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path) -> None:
     """Rows have sounds alone; the encoder of images has no piece, and trains."""
-    write_rows(tmp_path / "data", samples=SAMPLES, media=["audio"])
+    write_changed_rows(
+        tmp_path, lambda _, row: keep_parts(row, "audio", "text"), media=["image", "audio"]
+    )
     flags = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2, *OVERLAPPED)
     plan = plan_runs(Request(flags=flags, scale="tiny", steps=2), folder=tmp_path)
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
@@ -175,7 +176,9 @@ def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path)
 def write_partly_text(folder: Path) -> None:
     """Of four rows in their order, the second has no images."""
     text = {*epoch_permutation(SAMPLES, seed=1234, epoch=0)[1::4]}  # Megatron's default seed
-    write_changed_rows(folder, lambda number, row: keep_texts(row) if number in text else None)
+    write_changed_rows(
+        folder, lambda number, row: keep_parts(row, "text") if number in text else None
+    )
 
 
 @pytest.fixture(scope="module")

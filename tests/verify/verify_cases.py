@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,19 +26,24 @@ def made_plan(folder: Path, *flags: str, steps: int = 2, **options: Any) -> Plan
     return plan_runs(request, folder=folder)
 
 
-def write_changed_rows(folder: Path, change: Callable[[int, dict[str, Any]], None]) -> None:
+def write_changed_rows(
+    folder: Path,
+    change: Callable[[int, dict[str, Any]], None],
+    *,
+    media: Collection[str] = ("image",),
+) -> None:
     """The rows of plans in ``folder``, each after ``change`` has had its number and itself."""
-    rows = write_rows(folder / "data", samples=SAMPLES)
+    rows = write_rows(folder / "data", samples=SAMPLES, media=media)
     samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     for number, sample in enumerate(samples):
         change(number, sample)
     rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
 
 
-def keep_texts(sample: dict[str, Any]) -> None:
-    """Take a row's media away."""
+def keep_parts(sample: dict[str, Any], *kinds: str) -> None:
+    """Leave a row the parts of these kinds alone."""
     for message in sample["messages"][::2]:
-        message["content"] = [part for part in message["content"] if part["type"] == "text"]
+        message["content"] = [part for part in message["content"] if part["type"] in kinds]
 
 
 class Pair:
