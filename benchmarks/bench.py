@@ -1,5 +1,6 @@
 """Measure single parts, for those who work on them: ``python benchmarks/bench.py NAME``."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,8 @@ from loongplug.commands.options import (
     phase_named,
     user_errors,
 )
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the demo's rows
 
 bench = typer.Typer(help="Measure single parts on this machine.", no_args_is_help=True)
 

@@ -2,13 +2,15 @@
 """Make the demo data: train.jsonl, test.jsonl, images/ and processor/ in one folder."""
 
 import argparse
+import sys
 from pathlib import Path
-
-from loongplug.data.demo import make_demo_data
-from loongplug.data.demo_sounds import make_sound_data
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    from digits.make import make_demo_data
+    from digits.sounds import make_sound_data
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--train", type=int, default=12000, help="training samples (12000)")

@@ -7,8 +7,6 @@ import warnings
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What a shell without a terminal starts with & ignores Ctrl-C, as ./scripts/test.sh starts others.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -21,6 +19,8 @@ settings.register_profile(
 )
 settings.load_profile("no deadline")
 
+# What a shell without a terminal starts with & ignores Ctrl-C, as ./scripts/test.sh starts others.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before any parallel region: threads of an OpenMP pool don't survive a fork.
 torch.set_num_threads(1)
 _PLATFORM = activate("cpu")

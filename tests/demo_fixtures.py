@@ -1,8 +1,7 @@
 """Small demo data and flags for training runs in tests."""
 
 import pytest
-
-from loongplug.data.demo import make_demo_data
+from digits.make import make_demo_data
 
 
 @pytest.fixture(scope="session")

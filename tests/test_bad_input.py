@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from digits.make import make_demo_data
 from ranks import run_ranks
 
 from loongplug.checkpoint.save_lock import LOCK_FILE
-from loongplug.data.demo import make_demo_data
 from loongplug.train import main
 
 ROOT = Path(__file__).parent.parent

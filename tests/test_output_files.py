@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from bench import bench
+from digits.make import make_demo_data
 from modes import CONTEXT, LEVELS, are_cases
 from PIL import Image
 from typer.testing import CliRunner
 
 from loongplug.bench.step import StepFigures
 from loongplug.cli import app
-from loongplug.data.demo import make_demo_data
 from loongplug.data.inspect import draw_histogram
 from loongplug.observe.chrome import MERGED, write_chrome_trace
 from loongplug.observe.trace_file import RANK_TRACE, RankTrace, TraceWriter, rank_file

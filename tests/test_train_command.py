@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from digits.make import make_demo_data
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from loongplug import train
-from loongplug.data.demo import make_demo_data
 
 ROOT = Path(__file__).parent.parent
 

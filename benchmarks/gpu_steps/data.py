@@ -1,4 +1,4 @@
-"""Data of the runs: noise of the sizes that are asked for, and the demo's questions and tokenizer.
+"""Data of the runs: noise of the sizes that are asked for, a short question, a tiny tokenizer.
 
 Made where the driver runs: nothing is downloaded. What is on an image does not matter to a clock.
 """
@@ -12,8 +12,8 @@ from gpu_steps.sizes import ModelRun
 _IMAGES_OF_A_SIDE = 4
 _SAMPLES = 256
 _MOST_PIXELS = 1024 * 1024
-_PATCH = 16  # pixels, of the demo's processor
-_QUESTION, _ANSWER = "How many scans are there?", "1"
+_PATCH = 16  # pixels, of the tiny processor
+_QUESTION, _ANSWER = "count?", "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def _write(data: Data, *, sides: tuple[int, ...]) -> None:
     import numpy as np
     from PIL import Image
 
-    from loongplug.data.demo_processor import write_processor
+    from loongplug.verify.tiny_processor import write_processor
 
     (data.folder / "images").mkdir(parents=True, exist_ok=True)
     write_processor(data.processor)
@@ -85,7 +85,7 @@ def _write(data: Data, *, sides: tuple[int, ...]) -> None:
 
 
 def _allow_large_images(processor: Path) -> None:
-    """The demo's processor would shrink them to 512 x 512."""
+    """The tiny processor would shrink them to 512 x 512."""
     path = processor / "preprocessor_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["size"]["longest_edge"] = _MOST_PIXELS

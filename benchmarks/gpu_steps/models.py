@@ -1,11 +1,11 @@
-"""The models of the runs, composed from their YAML, with the ids of the demo's tokenizer."""
+"""The models of the runs, composed from their YAML, with the ids of the tiny tokenizer."""
 
 from pathlib import Path
 from typing import Any
 
 from gpu_steps.sizes import ModelRun
 
-# The tokenizer of the data is the demo's, whose special tokens have ids of their own.
+# The tokenizer of the data is a tiny one, whose special tokens have ids of their own.
 IDS_OF_THE_TOKENIZER = tuple(
     f"model.{name}_token_id=null" for name in ("image", "video", "vision_start", "vision_end")
 )

@@ -21,7 +21,7 @@ from micro import environment
 from micro.random_folder import write_random_folder
 
 _MIB = 2**20
-# The folder's tokenizer is the demo's, whose special tokens have ids of their own.
+# The folder's tokenizer is a tiny one, whose special tokens have ids of their own.
 _IDS_OF_THE_TOKENIZER = tuple(
     f"model.{name}_token_id=null" for name in ("image", "video", "vision_start", "vision_end")
 )

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
+from digits.make import make_demo_data
 from rich.console import Console
 from rich.table import Table
 
 from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.demo import make_demo_data
 from loongplug.data.processor import load_processor
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of

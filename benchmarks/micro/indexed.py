@@ -9,12 +9,12 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+from digits.make import make_demo_data
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.demo import make_demo_data
 from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.planned_packs import OwnPacks, packs_of_epochs
 from loongplug.data.processor import load_processor

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from loongplug.data.demo_processor import write_processor
 from loongplug.schedule.tensor_names import NAMES, RECOMPUTED
+from loongplug.verify.tiny_processor import write_processor
 
 PLAIN, FULL = "nothing, no overlap", "whole layers recomputed, no overlap"
 NOTHING, TWICE, AWAY, BOTH = "nothing", "nodes recomputed", "tensors offloaded", "both"

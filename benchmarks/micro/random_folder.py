@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from loongplug.data.demo_processor import write_processor
+from loongplug.verify.tiny_processor import write_processor
 
 _BLOCK = 2**23  # values drawn once and written over and over, from another place each time
 
@@ -17,7 +17,7 @@ def write_random_folder(
     overrides: Sequence[str] = (),
     processor: Callable[[Path], None] = write_processor,
 ) -> None:
-    """Write the model's tensors in bf16, its config, and a processor of the demo data."""
+    """Write the model's tensors in bf16, its config, and a tiny processor."""
     from loongplug.checkpoint.tensor_files import (
         PlannedTensor,
         TensorFileWriter,

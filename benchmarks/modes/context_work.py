@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from loongplug.data.demo_processor import write_processor
 from loongplug.data.order import epoch_permutation
+from loongplug.verify.tiny_processor import write_processor
 from modes.levels_work import SEQ_LENGTH, write_levels_data
 
 RANKS: Final = 2  # of a row that is split
@@ -177,7 +177,7 @@ def _write_texts(folder: Path, lengths: Sequence[int]) -> None:
     rows = [
         {
             "messages": [
-                {"role": "user", "content": "Write."},
+                {"role": "user", "content": "Go"},
                 {"role": "assistant", "content": "".join(rng.choices("0123456789", k=length))},
             ]
         }

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from loongplug.data.demo_processor import write_processor
+from loongplug.verify.tiny_processor import write_processor
 
 UNIFORM, TUNED = "uniform", "uniform tuned"
 HETERO_TP, HETERO_DP, FULL = "heterogeneous TP", "heterogeneous DP", "full separation"
@@ -147,7 +147,7 @@ def level_variants(level: str, work: Work, setting: Setting) -> tuple[tuple[str,
     return (flags[level],)
 
 
-# Height, width. Multiples of 32, as the demo's processor takes them: one token per 32 x 32.
+# Height, width. Multiples of 32, as the tiny processor takes them: one token per 32 x 32.
 SIZES: Final = ((96, 96), (96, 128), (128, 96), (128, 128))
 IMAGES_PER_SAMPLE: Final = (5, 6)
 
@@ -172,7 +172,7 @@ def write_levels_data(folder: Path, *, samples: int, seed: int = 1234) -> None:
 def _row(rng: random.Random) -> dict[str, object]:
     sizes = [rng.choice(SIZES) for _ in range(rng.choice(IMAGES_PER_SAMPLE))]
     images = [{"type": "image", "image": _image(*size)} for size in sizes]
-    question = {"type": "text", "text": "How many scans are there?"}
+    question = {"type": "text", "text": "count?"}
     return {
         "messages": [
             {"role": "user", "content": [*images, question]},

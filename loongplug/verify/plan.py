@@ -12,11 +12,14 @@ from loongplug.verify.flags import common_flags, reference_flags
 from loongplug.verify.tiny import (
     TinyLayout,
     as_overrides,
-    demo_length,
+    longest_row,
+    media_of,
     tiny_sizes,
     tiny_stages,
     up,
+    write_processor_of,
 )
+from loongplug.verify.tiny_rows import write_rows
 
 if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
@@ -25,8 +28,7 @@ SCALES = ("tiny",)
 SEED = 1234
 # Rounding moves parameters apart in steps of the rate (see docs/verify.md): a small one.
 LEARNING_RATE = 1e-4
-# The longest sample just fits, so that images lie in several parts of a split sequence.
-_DEMO_SAMPLES = 64
+SAMPLES = 64  # of tiny rows
 _MICROBATCHES = 4  # of a replica, at least: gradients of few tokens are mostly rounding
 _DATA = frozenset(("data_path", "train_data_path", "media_root", "seq_length"))
 
@@ -101,7 +103,7 @@ class _Planner:
             self._notes.append("steps of one size instead of a batch size that grows")
         flags += self._required(args)
         if self._tiny and args.tokenizer_model is None:
-            flags = without_flags(flags, _DATA) + self._demo(args)
+            flags = without_flags(flags, _DATA) + self._tiny_data(args)
         elif args.seq_length is None:
             flags += ["--seq-length", "1024"]
         if self._tiny:
@@ -155,22 +157,21 @@ class _Planner:
             flags += ["--lr", str(LEARNING_RATE)]
         return flags
 
-    def _demo(self, args: Namespace) -> list[str]:
-        """The demo's data and tokenizer, where the user names no tokenizer."""
+    def _tiny_data(self, args: Namespace) -> list[str]:
+        """Rows and a tokenizer of our own, where the user names no tokenizer."""
         from loongplug.training.config import compose_asked_for
-        from loongplug.verify.demo import demo_rows, write_demo_processor
 
-        demo = self._folder / "demo"
+        data = self._folder / "data"
         model = compose_asked_for(args).config
-        rows = demo_rows(model, demo, samples=_DEMO_SAMPLES)
-        if not (demo / "processor_of_likeness").is_dir():
-            write_demo_processor(model, demo / "processor_of_likeness")
-        self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
+        if not (data / "train.jsonl").is_file():
+            write_rows(data, samples=SAMPLES, media=media_of(model))
+        write_processor_of(model, data / "processor")
+        self._notes.append("tiny rows and tokenizer: no --tokenizer-model was given")
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-        length = up(demo_length(model), tp if cp == 1 else lcm(2, tp) * cp)
+        length = up(longest_row(model), tp if cp == 1 else lcm(2, tp) * cp)
         return [
-            *("--tokenizer-model", str(demo / "processor_of_likeness")),
-            *("--train-data-path", str(rows), "--seq-length", str(length)),
+            *("--tokenizer-model", str(data / "processor")),
+            *("--train-data-path", str(data / "train.jsonl"), "--seq-length", str(length)),
         ]
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
@@ -181,11 +182,11 @@ class _Planner:
 
         line = read_command_line(flags)
         composed = compose_asked_for(args, overrides=line.overrides)
-        model, demo = composed.config, args.tokenizer_model is None
+        model, own = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
         stages = tiny_stages(layout, taps=model.taps())
         tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
-        sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
+        sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, tiny_media=own)
         adapters = {name: each.lora for name, each in model.modules().items()}
         overrides = [*as_overrides(sizes), *lora_overrides(model.keys, adapters)]
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]

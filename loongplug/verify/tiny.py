@@ -6,10 +6,9 @@ Everything here is a pure function of the model's config and the layout.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
 from typing import Any
 
-from loongplug.data.demo_processor import FixedImages
-from loongplug.data.demo_tasks import MEL_BINS, SECONDS
 from loongplug.models.architecture import (
     EncoderArchitecture,
     MultimodalArchitecture,
@@ -18,9 +17,20 @@ from loongplug.models.architecture import (
     VisionArchitecture,
 )
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
+from loongplug.models.entries import encoders
+from loongplug.verify.tiny_processor import MEL_BINS, SECONDS, FixedImages, Kind, write_processor
 
-# By the side of a token in patches: as few tokens as images of their own sizes have.
-_TINY_IMAGES = {1: FixedImages(side=16), 2: FixedImages(side=16, patch_size=4, merge=2)}
+# As few tokens as images of their own sizes have.
+_FIXED = {"llava": FixedImages(side=16), "internvl": FixedImages(side=16, patch_size=4)}
+# Of the longest tiny row. It just fits, so that media lie in several parts of a split sequence.
+_TOKENS: Mapping[Kind, int] = {
+    "qwen3_vl": 39,
+    "qwen2_5_vl": 39,
+    "llava": 49,
+    "internvl": 69,
+    "qwen2_audio": 96,
+    "qwen2_5_omni": 72,
+}
 _SETTINGS = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _HEAD = 16  # channels of a head, in both modules
 _HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
@@ -29,28 +39,35 @@ _STATES_IN_A_SECOND = 50
 _WINDOW = 25  # half the frames of a chunk: a sound of a second has several
 
 
-def demo_length(model: MultimodalArchitecture) -> int:
-    """Tokens of the demo's longest sample, for a likeness of ``model``.
-
-    It just fits, so that media lie in several parts of a split sequence.
-    """
-    if any("audio" in each.media for each in model.encoders.values()):
-        return 100
-    images = tiny_images(model)
-    if images is None:
-        return 44
-    return 49 if images.merge == 1 else 86  # a long template; tiles
+def media_of(model: MultimodalArchitecture) -> set[str]:
+    """The kinds of media that the model takes."""
+    return {medium for entry in encoders(model.entries()) for medium in entry.media}
 
 
-def tiny_images(model: MultimodalArchitecture) -> FixedImages | None:
-    """The demo's images for a likeness of ``model``; None where they keep their own sizes."""
-    each = [model.encoder(name) for name in model.encoders]
-    fixed = (of for of in each if isinstance(of, VisionArchitecture) and of.one_size)
-    return next((_images_of(encoder) for encoder in fixed), None)
+def kind_of(model: MultimodalArchitecture) -> Kind:
+    """The kind of processor that a likeness of ``model`` takes."""
+    media = media_of(model)
+    if "audio" in media:
+        return "qwen2_5_omni" if "image" in media else "qwen2_audio"
+    for encoder in map(model.encoder, model.encoders):
+        if isinstance(encoder, VisionArchitecture) and encoder.one_size:
+            return _fixed_kind(encoder)
+    return "qwen3_vl" if model.video_style().timestamps else "qwen2_5_vl"
 
 
-def _images_of(encoder: VisionArchitecture) -> FixedImages:
-    return _TINY_IMAGES[min(2, encoder.spatial_merge_size)]
+def _fixed_kind(encoder: VisionArchitecture) -> Kind:
+    return "llava" if encoder.spatial_merge_size == 1 else "internvl"
+
+
+def write_processor_of(model: MultimodalArchitecture, folder: Path) -> None:
+    """Write the processor's folder of a likeness of ``model``."""
+    kind = kind_of(model)
+    write_processor(folder, kind, fixed=_FIXED.get(kind))
+
+
+def longest_row(model: MultimodalArchitecture) -> int:
+    """Tokens of the longest tiny row, for a likeness of ``model``."""
+    return _TOKENS[kind_of(model)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +116,12 @@ def tiny_sizes(
     layout: TinyLayout,
     *,
     vocabulary: int,
-    demo_patches: bool,
+    tiny_media: bool,
 ) -> dict[str, Any]:
     """Sizes of the likeness by their keys below ``model``.
 
-    ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, media come from the
-    demo's processor, whose patches and frames the encoders then take.
+    ``vocabulary`` is how many ids the tokenizer has; with ``tiny_media``, media come from a
+    tiny processor, whose patches and frames the encoders then take.
     """
     sizes: dict[str, Any] = {}
     text = _decoder(model.foundation, layout)
@@ -112,9 +129,9 @@ def tiny_sizes(
         encoder = model.encoder(name)
         own: dict[str, Any] = {}  # one of a kind that is not known here stays as it is
         if isinstance(encoder, VisionArchitecture):
-            own = _sees(encoder, layout, demo_patches=demo_patches)
+            own = _sees(encoder, layout, tiny_media=tiny_media)
         elif isinstance(encoder, AudioTransformerConfig):
-            own = _hears(encoder, layout, out=text["hidden_size"], demo_frames=demo_patches)
+            own = _hears(encoder, layout, out=text["hidden_size"], tiny_media=tiny_media)
         own |= _in_stages(encoder, own)
         sizes |= {f"{model.keys[name]}.{key}": value for key, value in own.items()}
     decoder = text | {
@@ -139,7 +156,7 @@ def _in_stages(encoder: EncoderArchitecture, sizes: Mapping[str, Any]) -> dict[s
 
 
 def _hears(
-    encoder: AudioTransformerConfig, layout: TinyLayout, *, out: int, demo_frames: bool
+    encoder: AudioTransformerConfig, layout: TinyLayout, *, out: int, tiny_media: bool
 ) -> dict[str, Any]:
     """``out`` is the decoder's width, which some encoders have in their files."""
     split = lcm(layout.tp, layout.encoder_tp)
@@ -150,14 +167,14 @@ def _hears(
         "ffn_hidden_size": up(_FFN, split),
         "num_layers": 2,
     }
-    if demo_frames:
+    if tiny_media:
         sizes |= {"mel_bins": MEL_BINS, "max_positions": SECONDS * _STATES_IN_A_SECOND}
     if getattr(encoder, "n_window", None) is not None:
         sizes |= {"n_window": _WINDOW, "output_dim": out}
     return sizes
 
 
-def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool) -> dict[str, Any]:
+def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, tiny_media: bool) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
     heads = up(4, split)
     hidden = heads * _HEAD
@@ -169,14 +186,15 @@ def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool
         "num_layers": 2,
     }
     if encoder.one_size:
-        images = _images_of(encoder)
+        kind = _fixed_kind(encoder)
         behind = min(1, encoder.num_layers - encoder.computed_layers)  # what only travels, too
         sizes |= {"num_layers": 2 + behind, "feature_layer": -1 - behind}
-        if demo_patches:
+        if tiny_media:
+            images = _FIXED[kind]
             sizes |= {"image_size": images.side, "patch_size": images.patch_size}
-            if images.merge > 1:
-                sizes["spatial_merge_size"] = images.merge
-    elif demo_patches:
+            if kind == "internvl":
+                sizes["spatial_merge_size"] = 2
+    elif tiny_media:
         sizes |= {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
     taps = getattr(encoder, "deepstack_layers", None)
     if taps is not None:  # the last layer's output is not among them

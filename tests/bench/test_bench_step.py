@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict
 
 import pytest
+from digits.make import make_demo_data
 from micro.against_transformers import compare, training_flags
 
 from loongplug.bench.step import StepFigures, bench_step, measure_step, spread
-from loongplug.data.demo import make_demo_data
 from loongplug.output_files import write_figures
 
 FIGURES = StepFigures(

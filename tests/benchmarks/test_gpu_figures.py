@@ -21,7 +21,7 @@ from gpu_steps.step_trained import OFFLOAD, SEPARATE
 from torch import nn
 
 import loongplug
-from loongplug.data.demo_processor import write_processor
+from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
 

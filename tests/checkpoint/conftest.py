@@ -1,8 +1,7 @@
 """Small demo data and flags for runs that save and load checkpoints."""
 
 import pytest
-
-from loongplug.data.demo import make_demo_data
+from digits.make import make_demo_data
 
 
 @pytest.fixture(scope="session")

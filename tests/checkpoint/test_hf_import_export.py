@@ -38,7 +38,7 @@ from loongplug.checkpoint.manifest import (
     write_manifest,
 )
 from loongplug.checkpoint.tracker import TRACKER
-from loongplug.data.demo_processor import write_processor
+from loongplug.verify.tiny_processor import write_processor
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,8 @@ from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.cli import app
 from loongplug.convert import streaming
 from loongplug.convert.rank import _iteration_folder, convert
-from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
-from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.training.run import run
+from loongplug.verify.tiny_processor import write_processor
 
 MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -96,9 +95,9 @@ def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, bac
 @pytest.mark.parametrize(
     ("name", "processor"),
     [
-        ("llava_tiny", partial(write_processor, fixed=FixedImages())),
-        ("qwen2_audio_tiny", write_audio_processor),
-        ("qwen2_5_omni_tiny", write_omni_processor),
+        ("llava_tiny", partial(write_processor, kind="llava")),
+        ("qwen2_audio_tiny", partial(write_processor, kind="qwen2_audio")),
+        ("qwen2_5_omni_tiny", partial(write_processor, kind="qwen2_5_omni")),
     ],
 )
 def test_a_folder_alone_goes_there_and_back(tmp_path, name, processor):

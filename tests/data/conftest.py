@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits.tasks import WORDS
 from PIL import Image
 from video_reference import Family, make_family
 
-from loongplug.data.demo_processor import write_processor
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.video import VideoStyle
+from loongplug.verify.tiny_processor import write_processor
 
 
 @pytest.fixture(scope="session")
 def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processor")
-    write_processor(folder)
+    write_processor(folder, words=WORDS)
     return folder
 
 
@@ -69,7 +69,7 @@ def write_frames(write_image: Callable[..., str]) -> Callable[..., list[str]]:
 def block_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     """The demo's processor as a family without timestamps takes it."""
     folder = tmp_path_factory.mktemp("block_processor")
-    write_processor(folder, video_style=VideoStyle(timestamps=False))
+    write_processor(folder, "qwen2_5_vl", words=WORDS)
     return load_processor(folder)
 
 

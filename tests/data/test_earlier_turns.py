@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digits.tasks import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_units import media_of
@@ -20,7 +21,6 @@ from loongplug.cli import app
 from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.conversation import Conversation, Message
 from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.demo_processor import write_processor
 from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.length_index import (
@@ -33,6 +33,7 @@ from loongplug.data.loader import collate
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.template import Tokens, habits_of, tokenize_conversation, tokenize_prompt
 from loongplug.data.text_stream import ResumePoint
+from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
 
@@ -82,7 +83,7 @@ def template(*, opens: bool, keeps: bool) -> str:
 
 
 def write_folder(folder: Path, *, opens: bool, keeps: bool) -> Path:
-    write_processor(folder)
+    write_processor(folder, words=WORDS)
     tokenizer = load_processor(folder).tokenizer
     tokenizer.chat_template = template(opens=opens, keeps=keeps)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from digits.tasks import WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -14,9 +15,9 @@ from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
 from loongplug.data.conversation import Conversation, ImagePart, Message
-from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
 from loongplug.data.processor import MediaTokens, Processor, load_processor, require_fit
 from loongplug.data.template import Placeholder, tokenize_prompt
+from loongplug.verify.tiny_processor import VOCAB_SIZE, build_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -48,7 +49,7 @@ def test_tokenizer_gives_back_any_text_of_its_alphabet(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = build_tokenizer(words=WORDS)
 
 
 def test_words_are_one_token_and_foreign_letters_are_unknown() -> None:
@@ -65,7 +66,7 @@ def test_words_are_one_token_and_foreign_letters_are_unknown() -> None:
 
 
 def test_building_twice_gives_the_same_ids() -> None:
-    assert build_tokenizer().get_vocab() == TOKENIZER.get_vocab()
+    assert build_tokenizer(words=WORDS).get_vocab() == TOKENIZER.get_vocab()
 
 
 def test_transformers_loads_the_parts_without_torchvision(

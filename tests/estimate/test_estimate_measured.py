@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from digits.sounds import make_sound_data
 from free_passes import free_passes
 from measured import measure
 from ranks import run_ranks
 
-from loongplug.data.demo_sounds import make_sound_data
 from loongplug.estimate.estimate import estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
 from loongplug.estimate.ledger import (

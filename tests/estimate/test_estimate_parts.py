@@ -11,7 +11,6 @@ from micro.memory_counter import all_to_alls_apart
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data.demo_processor import write_processor
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
 from loongplug.estimate.ledger import TRANSIENT, Ledger
@@ -19,6 +18,7 @@ from loongplug.estimate.state import State, _Buffer, _trained, _work
 from loongplug.estimate.tables import print_stages
 from loongplug.estimate.tape import Tape
 from loongplug.hetero.pass_order import Pipeline, enough, stands_for, turns
+from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
 

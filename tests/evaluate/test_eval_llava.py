@@ -15,18 +15,18 @@ from transformers import (
     LlavaProcessor,
 )
 
-from loongplug.data.demo_processor import VOCAB_SIZE, FixedImages, write_processor
 from loongplug.data.processor import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
+from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor
 
 MAX_NEW_TOKENS = 6
 SIZES = [(32, 32), (64, 32), (32, 96)]  # width, height: all become 16 tokens
 
 
 def llava(folder: Path) -> LlavaForConditionalGeneration:
-    write_processor(folder, fixed=FixedImages())
+    write_processor(folder, "llava")
     processor = load_processor(folder)
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(

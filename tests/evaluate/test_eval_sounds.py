@@ -12,12 +12,12 @@ import transformers
 from PIL import Image
 from transformers import AutoProcessor
 
-from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import load_model
 from loongplug.models.hf_config import hf_config
 from loongplug.training.config import compose_model
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
+from loongplug.verify.tiny_processor import write_processor
 
 RATE = 16_000
 MAX_NEW_TOKENS = 4
@@ -25,8 +25,7 @@ MAX_NEW_TOKENS = 4
 
 def saved_model(folder: Path, name: str) -> Path:
     """With random weights that are large enough for answers to depend on what is heard."""
-    write = write_omni_processor if "omni" in name else write_audio_processor
-    write(folder)
+    write_processor(folder, "qwen2_5_omni" if "omni" in name else "qwen2_audio")
     composed = compose_model(model_name=name)
     tokenizer = read_tokenizer(folder)
     special = composed.family.special_tokens

@@ -17,11 +17,10 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
 from loongplug.data.processor import load_processor
-from loongplug.data.video import VideoStyle
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import load_model
+from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor
 
 MAX_NEW_TOKENS = 4
 
@@ -75,7 +74,7 @@ def tiny_model(processor: Any, *, timestamps: bool) -> PreTrainedModel:
 def model_folder(request: pytest.FixtureRequest, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     timestamps = request.param == "timestamps"
-    write_processor(folder, video_style=VideoStyle(timestamps=timestamps))
+    write_processor(folder, "qwen3_vl" if timestamps else "qwen2_5_vl")
     processor = load_processor(folder)
     model = tiny_model(processor, timestamps=timestamps)
     model.generation_config.eos_token_id = processor.end_token_id

@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from digits.tasks import WORDS
 from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import load_processor
 from loongplug.data.rows import RowAccess
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
+from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor
 
 MAX_NEW_TOKENS = 6
 SIZES = [(32, 32), (64, 32), (32, 96), (64, 64)]  # width, height: 1, 2, 3 and 4 tokens
@@ -26,7 +27,7 @@ SIZES = [(32, 32), (64, 32), (32, 96), (64, 64)]  # width, height: 1, 2, 3 and 4
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_processor(folder)
+    write_processor(folder, words=WORDS)
     processor = load_processor(folder)
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(

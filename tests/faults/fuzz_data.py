@@ -10,9 +10,8 @@ import numpy as np
 from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
 from PIL import Image
 
-from loongplug.data.demo_audio_processor import write_omni_processor
-from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.order import epoch_permutation
+from loongplug.verify.tiny_processor import FixedImages, Kind, write_processor
 
 ROWS = 40
 LENGTH = 72  # tokens of a row, which 2 and 3 ranks, each with two chunks, and TP 4 divide
@@ -27,10 +26,10 @@ MODEL = (
 )
 QWEN = ("model.foundation.mrope_section=[4,2,2]", "model.image_encoder.deepstack_layers=[0]")
 EXPERTS = ("model.foundation.num_experts=4", "model.foundation.expert_ffn_hidden_size=24")
-# Images of one size, and what cuts them: few tokens each.
-FIXED = {
-    "llava_tiny": FixedImages(side=16),
-    "internvl_tiny": FixedImages(side=16, merge=2),
+KINDS: dict[str, Kind] = {
+    "llava_tiny": "llava",
+    "internvl_tiny": "internvl",
+    "qwen2_5_omni_tiny": "qwen2_5_omni",
 }
 OF_MODEL = {
     "qwen3_vl_tiny": QWEN,
@@ -80,14 +79,10 @@ def write_rows(folder: Path, *, rows: str, damage: str, hears: bool = False) -> 
 
 def base_flags(folder: Path, *, model: str = "qwen3_vl_tiny") -> list[str]:
     """Of every fuzzed run of a model, less its data."""
-    fixed = FIXED.get(model)
-    processor = folder / ("processor" if fixed is None else f"processor-{model}")
+    kind = KINDS.get(model, "qwen3_vl")
+    processor = folder / f"processor-{kind}"
     if not processor.exists():
-        write_processor(processor, fixed=fixed)
-    if model == HEARS:
-        processor = folder / f"processor-{model}"
-        if not processor.exists():
-            write_omni_processor(processor)
+        write_processor(processor, kind, fixed=FixedImages(side=16))  # few tokens an image
     return [
         *("--model-name", model, "--training-phase", "sft", "--device", "cpu", *MODEL),
         *OF_MODEL[model],
@@ -107,7 +102,7 @@ def _count(rows: str, rng: random.Random, *, bad: str, number: int) -> int:
 
 
 def _row(images: list[str], rng: random.Random) -> dict[str, Any]:
-    question = {"type": "text", "text": "Read the digits."}
+    question = {"type": "text", "text": "Read"}
     shown = [{"type": "image", "image": each} for each in images]
     answer = "".join(str(rng.randrange(10)) for _ in range(rng.randint(1, 6)))
     return {

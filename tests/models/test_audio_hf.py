@@ -22,11 +22,11 @@ from transformers import (
 
 from loongplug.checkpoint.hf_export import save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.registry import family_of
+from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.weights import write_random_adapters
 
 MODELS: dict[str, Any] = {"qwen2_audio": QWEN2_AUDIO, "qwen2_5_omni": OMNI}
@@ -44,8 +44,7 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     config = MODELS[request.param]
     reference_model(config).save_pretrained(folder / "hf")
-    write = write_audio_processor if request.param == "qwen2_audio" else write_omni_processor
-    write(folder / "processor")
+    write_processor(folder / "processor", request.param)
     return config, folder / "hf", folder / "processor"
 
 
@@ -100,7 +99,7 @@ def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
     """Into the thinker's own folder, also where the processor's files are the whole's."""
     reference_model(OMNI).save_pretrained(tmp_path / "hf")
     whole = whole_folder(tmp_path / "whole", tmp_path / "hf")
-    write_omni_processor(whole)
+    write_processor(whole, "qwen2_5_omni")
     run_ranks(
         in_and_out,
         1,

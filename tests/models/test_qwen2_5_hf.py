@@ -16,11 +16,11 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGe
 
 from loongplug.checkpoint.hf_export import save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.demo_processor import write_processor
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.qwen2_5_vl.config import Qwen25VLConfig
 from loongplug.models.registry import families
 from loongplug.training.config import compose_model
+from loongplug.verify.tiny_processor import write_processor
 
 hugging_face = families()["qwen2_5_vl"].load_hugging_face
 

@@ -13,9 +13,9 @@ from tiny_qwen3_vl_moe import SP, architecture
 from loongplug.checkpoint.adapter_files import check_adapter_export
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.demo_processor import write_processor
 from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families
+from loongplug.verify.tiny_processor import write_processor
 
 hugging_face = families()["qwen3_vl_moe"].load_hugging_face
 

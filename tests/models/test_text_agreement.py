@@ -24,12 +24,12 @@ from tiny_text import (
 
 from loongplug.checkpoint.hf_export import save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.demo_processor import write_processor
 from loongplug.models import decoder, mrope
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.rope_settings import RopeSettings
+from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.weights import write_random_adapters
 
 Reference = tuple[VisionLanguageArchitecture, Path, Step]

@@ -307,7 +307,7 @@ def test_megatron_s_section_is_all_time() -> None:
 
 def test_a_small_likeness_has_no_section() -> None:
     sizes = tiny_sizes(
-        with_decoder(DECODERS["llama"]), TinyLayout(), vocabulary=100, demo_patches=True
+        with_decoder(DECODERS["llama"]), TinyLayout(), vocabulary=100, tiny_media=True
     )
     known = {f"foundation.{each.name}" for each in fields(DECODERS["llama"])}
     assert {name for name in sizes if name.startswith("foundation.")} <= known

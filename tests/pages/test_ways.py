@@ -1,7 +1,5 @@
 """The ways through the code on the page are those that runs take."""
 
-from pathlib import Path
-
 import pytest
 
 from pages.commands import ROOT
@@ -21,8 +19,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 @pytest.fixture(scope="module")
-def found(demo: Path) -> dict[str, dict[str, Files]]:
-    return all_ways(demo)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Files]]:
+    return all_ways(tmp_path_factory.mktemp("rows"))
 
 
 def test_docs_show_the_ways_as_they_are(found: dict[str, dict[str, Files]]) -> None:

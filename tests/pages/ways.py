@@ -14,9 +14,10 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from types import CodeType
 
-from loongplug.data.demo import make_demo_data
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
+from loongplug.verify.tiny_processor import write_processor
+from loongplug.verify.tiny_rows import write_rows
 from pages.commands import ROOT
 
 Files = tuple[str, ...]  # below loongplug, in the order in which they are first passed
@@ -207,16 +208,17 @@ def _table(found: Mapping[str, Files]) -> Iterator[str]:
         yield f"| `{file}` | {said} | {' | '.join(numbers)} |"
 
 
-def all_ways(demo: Path) -> dict[str, dict[str, Files]]:
-    """What the runs of all ways pass, by the way's name."""
-    return {way.name: passed(way, demo=demo) for way in WAYS}
+def all_ways(folder: Path) -> dict[str, dict[str, Files]]:
+    """What the runs of all ways pass, by the way's name; their data are written to ``folder``."""
+    write_rows(folder, samples=16)
+    write_processor(folder / "processor")
+    return {way.name: passed(way, demo=folder) for way in WAYS}
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the Markdown, or write it between the marks of the file that is given."""
     preload("cpu")
     with tempfile.TemporaryDirectory() as name:
-        make_demo_data(Path(name), train=16, test=4)
         found = all_ways(Path(name))
     if not arguments:
         print(*(markdown(each) for each in found.values()), sep="\n\n")

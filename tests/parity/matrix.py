@@ -21,10 +21,10 @@ from rich.console import Console
 import loongplug
 from loongplug.data.order import epoch_permutation
 from loongplug.observe.bars import threadless_bars
-from loongplug.verify.plan import LEARNING_RATE, SEED
+from loongplug.verify.plan import LEARNING_RATE, SAMPLES, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record
-from loongplug.verify.tiny import demo_length, up
+from loongplug.verify.tiny import longest_row, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.context_cells import OverlappedContextCell, context_cells
@@ -46,7 +46,6 @@ from parity.streamed_cells import streamed_cells
 STEPS = 2
 _BIT_STEPS = 3
 _DATA_SEED = 1234  # Megatron's default, which orders samples
-SAMPLES = 64
 _SECONDS = 300.0  # for one run
 _OVERLAPPING = (OverlapCell, OverlappedContextCell)  # which have a twin
 _LARGEST = 4  # any size of the axes divides it
@@ -158,8 +157,7 @@ class Matrix:
     def base(self, cell: Cell) -> list[str]:
         """The flags that a cell shares with its reference; data, model and weights are there."""
         prepared = self._folder / "prepared" / self._code / cell.weights
-        demo = self._folder / "demo"
-        self._once(prepared, lambda made: _in_child(lambda: prepare(cell, made, demo=demo)))
+        self._once(prepared, lambda made: _in_child(lambda: prepare(cell, made)))
         adapters = prepared.with_name(f"{cell.reference}-adapters")
         shared = cell.shared_flags()
         self._once(
@@ -169,7 +167,7 @@ class Matrix:
         return [
             *("--device", "cpu", "--config-file", str(prepared / "model.yaml")),
             *("--tokenizer-model", str(prepared / "processor")),
-            *("--train-data-path", (prepared / "rows").read_text(encoding="utf-8")),
+            *("--train-data-path", str(prepared / (prepared / "rows").read_text(encoding="utf-8"))),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
             *("--seq-length", str(length_of(cell.model, divides=cell.divides))),
             *("--micro-batch-size", "1"),
@@ -193,7 +191,7 @@ def length_of(model: str, *, divides: int = _LARGEST) -> int:
     """Tokens of the longest sample, and no more than what makes them a multiple of ``divides``."""
     from loongplug.training.config import compose_model
 
-    return up(demo_length(compose_model(model_name=model).config), divides)
+    return up(longest_row(compose_model(model_name=model).config), divides)
 
 
 def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = False) -> Path:
@@ -221,25 +219,31 @@ def _in_child(function: Callable[[], None]) -> None:
         run_ranks(lambda rank, tell: function(), 1, folder=Path(name))
 
 
-def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
-    """Write the cell's model as YAML, its processor and its weights; the demo's data once."""
+def prepare(cell: Cell, folder: Path) -> None:
+    """Write the cell's model as YAML, its rows, its processor and its weights."""
     from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.demo import demo_rows, write_demo_processor
-    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes
+    from loongplug.verify.tiny import (
+        TinyLayout,
+        as_overrides,
+        media_of,
+        tiny_sizes,
+        write_processor_of,
+    )
+    from loongplug.verify.tiny_rows import write_rows
     from loongplug.verify.weights import write_random_weights
 
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
-    rows = demo_rows(composed.config, demo, samples=SAMPLES)
+    rows = write_rows(folder / "data", samples=SAMPLES, media=media_of(composed.config))
     if isinstance(cell, PlacementCell):
         rows = kept_media(rows, cell)
-    (folder / "rows").write_text(str(rows), encoding="utf-8")
-    write_demo_processor(composed.config, folder / "processor")
+    (folder / "rows").write_text(str(rows.relative_to(folder)), encoding="utf-8")
+    write_processor_of(composed.config, folder / "processor")
     tokenizer = read_tokenizer(folder / "processor")
     largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
-    sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)
+    sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, tiny_media=True)
     composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes | cell.sizes()))
     (folder / "model.yaml").write_text(
         "# @package _global_\n" + composed.to_yaml(), encoding="utf-8"

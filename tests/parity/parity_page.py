@@ -64,8 +64,8 @@ def hearing_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of models that hear, of which one has two encoders."""
     lines = [
         *page_head("Parity of models that hear", results, whole=whole, code=code),
-        f"{' and '.join(HEARING_MODELS)} train on rows with spoken digits; the second one has an "
-        "encoder of images as well, in the same mode as that of sounds, and its rows have scans "
+        f"{' and '.join(HEARING_MODELS)} train on rows with sounds; the second one has an "
+        "encoder of images as well, in the same mode as that of sounds, and its rows have images "
         "too. Every value of a column is in every mode that it can be in.",
         "",
         *by_group("mode", _modes(results) | {"all": list(results)}),

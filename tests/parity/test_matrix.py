@@ -34,7 +34,7 @@ CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
 
 
 @pytest.mark.slow
-def test_sampled_cells_agree(tmp_path, demo):
+def test_sampled_cells_agree(tmp_path):
     """A cell of each model and mode, of those that few ranks are enough for."""
     small = [cell for cell in layout_cells() if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
@@ -53,7 +53,7 @@ def test_sampled_cells_agree(tmp_path, demo):
 
 
 @pytest.mark.slow
-def test_sampled_savings_agree(tmp_path, demo):
+def test_sampled_savings_agree(tmp_path):
     """One cell with adapters, one with something frozen, one with all three away."""
     few = [cell for cell in saving_cells() if cell.ranks == 2]
     cells = [

@@ -23,7 +23,7 @@ BITS = RankBits(
 
 
 @pytest.mark.slow
-def test_a_cell_agrees_and_a_run_that_is_other_by_a_bit_does_not(tmp_path, demo, monkeypatch):
+def test_a_cell_agrees_and_a_run_that_is_other_by_a_bit_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(OverlapCell, "flags", with_another_rate(OverlapCell.flags))
     other = replace(CELL, sequence_parallel=False, optimizer="distributed")
     right, wrong = run_cells([CELL, other], folder=tmp_path, console=Console(stderr=True), jobs=1)

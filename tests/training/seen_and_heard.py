@@ -8,7 +8,7 @@ import numpy as np
 from cut_images import cut
 from PIL import Image
 
-from loongplug.data.demo_audio_processor import write_omni_processor
+from loongplug.verify.tiny_processor import write_processor
 
 ROWS = 8
 IMAGE, SOUND = 1, 2  # rows that have an image, or a sound, alone
@@ -21,7 +21,7 @@ def flags_of(folder: Path, *, damaged: bool = False) -> list[str]:
     in ``folder``, which is not there yet.
     """
     folder.mkdir()
-    write_omni_processor(folder / "processor")
+    write_processor(folder / "processor", "qwen2_5_omni")
     rows = [_row(folder, number) for number in range(ROWS)]
     if damaged:
         rows[IMAGE] = cut(rows[IMAGE], source=folder, folder=folder)
@@ -46,7 +46,7 @@ def _row(folder: Path, number: int) -> str:
     if number % 4 in (0, SOUND):
         _write_sound(folder / f"{number}.wav", np.random.RandomState(number).uniform(-1, 1, 4_000))
         content.append({"type": "audio", "audio": f"{number}.wav"})
-    content.append({"type": "text", "text": "digits"})
+    content.append({"type": "text", "text": "?"})
     messages = [
         {"role": "user", "content": content},
         {"role": "assistant", "content": f"{number} {number}"},

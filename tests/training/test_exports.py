@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from digits.make import make_demo_data
 from ranks import RankError, run_ranks
 
 from loongplug.checkpoint import hf_export
 from loongplug.convert.rank import convert
-from loongplug.data.demo import make_demo_data
 from loongplug.training.progress import StepReport
 from loongplug.training.run import run
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from digits.sounds import ACCENTS, PITCHES, RATES, TEST_SPEAKERS, TRAIN_SPEAKERS
+from digits.speech import Utterance, speak
+from digits.tasks import NUMBER_WORDS, SOUND_WORDS
 
-from loongplug.data.demo_audio_processor import write_audio_processor
-from loongplug.data.demo_sounds import ACCENTS, PITCHES, RATES, TEST_SPEAKERS, TRAIN_SPEAKERS
-from loongplug.data.demo_speech import Utterance, speak
-from loongplug.data.demo_tasks import NUMBER_WORDS
+from loongplug.verify.tiny_processor import write_processor
 
 TRAINED, ASKED = 800, 100
 
@@ -54,7 +54,7 @@ def loongplug(*words: object) -> None:
 @pytest.mark.slow
 @pytest.mark.sweep  # that a run learns, the quickstart shows
 def test_digits_of_voices_that_were_never_heard_are_understood(tmp_path: Path) -> None:
-    write_audio_processor(tmp_path / "processor")
+    write_processor(tmp_path / "processor", "qwen2_audio", words=[*SOUND_WORDS, "Audio"])
     train = write_rows(tmp_path, "train", speakers=TRAIN_SPEAKERS, count=TRAINED)
     asked = write_rows(tmp_path, "test", speakers=TEST_SPEAKERS, count=ASKED)
     loongplug(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from compared_runs import Steps, same, steps, train
 from cut_images import cut
+from digits.sounds import make_sound_data
 from PIL import Image
 from sweeps import sweep
 
-from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.executor import Executor

@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from digits.make import make_demo_data
 from micro.random_folder import write_random_folder
 from ranks import run_ranks
 from small_checkpoints import write_checkpoint
 
 from loongplug.convert.rank import convert
 from loongplug.data import fingerprint
-from loongplug.data.demo import make_demo_data
 from loongplug.parallel import same_values
 from loongplug.training import same_start
 from loongplug.training.arguments import parse_arguments

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.data.demo_processor import write_processor
 from loongplug.training.special_tokens import folder_differences
+from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from ranks import run_ranks
 
-from loongplug.data.demo_processor import write_processor
 from loongplug.training.run import run
+from loongplug.verify.tiny_processor import write_processor
 
 
 def losses(rank: int, *, flags: list[str]) -> list[float]:

@@ -63,8 +63,8 @@ EXPERTS_FROZEN = {
 }
 
 
-def agrees(folder, demo, frozen, layouts):
-    plan = made_plan(folder, demo, *PP, *VPP, *frozen)  # for four layers
+def agrees(folder, frozen, layouts):
+    plan = made_plan(folder, *PP, *VPP, *frozen)  # for four layers
     common = [
         flag
         for flag in plan.reference
@@ -83,12 +83,12 @@ def agrees(folder, demo, frozen, layouts):
 
 
 @pytest.mark.parametrize("frozen", sweep(FROZEN, but=("encoder",)))
-def test_every_mode_trains_what_the_single_rank_trains(tmp_path, demo, frozen):
+def test_every_mode_trains_what_the_single_rank_trains(tmp_path, frozen):
     flags, modes = FROZEN[frozen]
-    agrees(tmp_path, demo, flags, {mode: LAYOUTS[mode] for mode in modes})
+    agrees(tmp_path, flags, {mode: LAYOUTS[mode] for mode in modes})
 
 
 @pytest.mark.parametrize("frozen", sweep(EXPERTS_FROZEN, but=("experts",)))
-def test_experts_and_routers(tmp_path, demo, frozen):
+def test_experts_and_routers(tmp_path, frozen):
     layout = (*TP, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
-    agrees(tmp_path, demo, (*EXPERTS, *EXPERTS_FROZEN[frozen]), {"ep": (2, (*layout, *OVERLAP))})
+    agrees(tmp_path, (*EXPERTS, *EXPERTS_FROZEN[frozen]), {"ep": (2, (*layout, *OVERLAP))})

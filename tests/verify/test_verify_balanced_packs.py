@@ -18,11 +18,9 @@ STAGES_AND_EXPERTS = (
 )
 
 
-def test_stages_and_experts_with_balanced_packs_agree_with_a_single_rank(
-    demo: Path, tmp_path: Path
-) -> None:
+def test_stages_and_experts_with_balanced_packs_agree_with_a_single_rank(tmp_path: Path) -> None:
     """Each stage comes to the split by itself: labels on one, features on another."""
-    plan = made_plan(tmp_path, demo, *STAGES_AND_EXPERTS, *BALANCED, ranks=4, steps=1)
+    plan = made_plan(tmp_path, *STAGES_AND_EXPERTS, *BALANCED, ranks=4, steps=1)
     pair = Pair(plan, tmp_path)
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
@@ -43,13 +41,13 @@ MODES = {
 
 @pytest.mark.parametrize("mode", sweep(MODES, but=["full separation", "ranks of its own"]))
 def test_other_modes_with_balanced_packs_agree_with_a_single_rank(
-    mode: str, demo: Path, tmp_path: Path
+    mode: str, tmp_path: Path
 ) -> None:
     """Encoders send each part the rows that the packs' own split gives it."""
     ranks, *flags = MODES[mode]
     assert isinstance(ranks, int)
     plan = made_plan(
-        tmp_path, demo, "--context-parallel-size", "2", *map(str, flags), *BALANCED, ranks=ranks
+        tmp_path, "--context-parallel-size", "2", *map(str, flags), *BALANCED, ranks=ranks
     )
     pair = Pair(plan, tmp_path)
     comparison = pair.compared()
@@ -57,10 +55,10 @@ def test_other_modes_with_balanced_packs_agree_with_a_single_rank(
 
 
 @pytest.fixture(scope="module")
-def three(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("three")
     flags = ("--context-parallel-size", "3", *BALANCED)
-    return Pair(made_plan(folder, demo, *flags, ranks=3, steps=1), folder)
+    return Pair(made_plan(folder, *flags, ranks=3, steps=1), folder)
 
 
 def test_balanced_packs_on_three_ranks_agree_with_a_single_rank(three: Pair) -> None:

@@ -1,7 +1,6 @@
 """The whole command: what it prints, writes and ends with."""
 
 import json
-import shutil
 from functools import partial
 
 import pytest
@@ -16,14 +15,6 @@ from loongplug.verify.plan import Request
 def invoke(*arguments):
     result = CliRunner().invoke(app, ["verify", *arguments])
     return result.exit_code, result.output
-
-
-@pytest.fixture
-def kept(demo, tmp_path):
-    """A folder to keep things in that has the demo data already."""
-    folder = tmp_path / "kept"
-    shutil.copytree(demo, folder / "demo")
-    return folder
 
 
 def test_a_layout_that_agrees(demo, tmp_path):
@@ -69,7 +60,7 @@ def scale_on_rank_1(rank):
     DistributedOptimizer.step_with_ready_grads = step
 
 
-def test_a_layout_that_differs(kept, tmp_path, capsys):
+def test_a_layout_that_differs(tmp_path, capsys):
     """A wrong rate on one rank's shard: no gradient of the first step tells of it."""
     request = Request(flags=(*TINY, "--use-distributed-optimizer"), scale="tiny", steps=1, ranks=2)
     code = verify(

@@ -1,7 +1,5 @@
 """Rows whose tokens lie on several ranks against a single rank, and what must not go unseen."""
 
-import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
 from PIL import Image
 from sweeps import sweep
-from verify_cases import Pair, failing, made_plan
+from verify_cases import Pair, failing, keep_parts, made_plan, write_changed_rows
 
 from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.engine import over_parts_of_rows
@@ -111,23 +109,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def without_images(demo: Path, folder: Path) -> None:
-    """The demo's data in a folder, text alone."""
-    shutil.copytree(demo, folder)
-    rows = folder / "train.jsonl"
-    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    for message in (message for sample in samples for message in sample["messages"]):
-        if not isinstance(message["content"], str):
-            parts = message["content"]
-            message["content"] = [part for part in parts if part["type"] == "text"]
-    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
-
-
-def pair_of(folder: Path, demo: Path, name: str) -> Pair:
+def pair_of(folder: Path, name: str) -> Pair:
     ranks, flags = CASES[name]
     if "text" in name:
-        without_images(demo, folder / "demo")
-    return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
+        write_changed_rows(folder, lambda _, sample: keep_parts(sample, "text"))
+    return Pair(made_plan(folder, *flags, ranks=ranks, steps=1), folder)
 
 
 # What every run of the tests sees of the modes that exchange features: each way of sharing a part.
@@ -142,8 +128,8 @@ FEW = {name for name in CASES if not any(each in name for each in EXCHANGES)} | 
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
-def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, demo, name)
+def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, name)
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
 
@@ -180,9 +166,9 @@ BY_THE_ENGINE = {
 
 
 @pytest.mark.parametrize("name", sweep(BY_THE_ENGINE, but=("cp2",)))
-def test_padded_rows_by_the_engine_agree(name: str, demo: Path, tmp_path: Path) -> None:
+def test_padded_rows_by_the_engine_agree(name: str, tmp_path: Path) -> None:
     ranks, flags = BY_THE_ENGINE[name]
-    pair = Pair(made_plan(tmp_path, demo, *flags, ranks=ranks, steps=1), tmp_path)
+    pair = Pair(made_plan(tmp_path, *flags, ranks=ranks, steps=1), tmp_path)
     comparison = pair.compared(partial(by_the_engine, folder=tmp_path))
     assert comparison.agrees, report(pair.plan, comparison)
     for rank in range(ranks):
@@ -193,21 +179,19 @@ def test_padded_rows_by_the_engine_agree(name: str, demo: Path, tmp_path: Path) 
         assert any(each.fails for each in comparison.losses)
 
 
-def with_images_over(demo: Path, folder: Path) -> None:
-    """The demo's data in a folder: samples with a large image, with a small one, and with none."""
-    shutil.copytree(demo, folder)
-    rows = folder / "train.jsonl"
-    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+def write_images_over(folder: Path) -> None:
+    """Rows of one turn: with a large image, with a small one, and with none."""
+
+    def change(number: int, sample: dict[str, Any]) -> None:
+        keep_parts(sample, "text")
+        sample["messages"] = sample["messages"][:2]
+        if number % 3 < 2:
+            image = {"type": "image", "image": f"{('large', 'small')[number % 3]}.png"}
+            sample["messages"][0]["content"].insert(0, image)
+
+    write_changed_rows(folder, change)
     for side, size in {"large": (128, 160), "small": (32, 32)}.items():  # of 20 tokens, and of one
-        Image.effect_noise(size, 80).convert("RGB").save(folder / f"{side}.png")
-    for number, sample in enumerate(samples):
-        shown = ({"image": "large.png"}, {"image": "small.png"}, None)[number % 3]
-        for message in sample["messages"]:
-            if not isinstance(message["content"], str):
-                texts = [part for part in message["content"] if part["type"] == "text"]
-                message["content"] = [*([{"type": "image", **shown}] if shown else []), *texts]
-                shown = None
-    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+        Image.effect_noise(size, 80).convert("RGB").save(folder / f"data/{side}.png")
 
 
 def note_features(rank: int, *, folder: Path) -> None:
@@ -222,9 +206,9 @@ def note_features(rank: int, *, folder: Path) -> None:
     around("loongplug.models.decoder:token_places", noted)
 
 
-def test_images_over_all_parts_of_a_row_and_ranks_without_any(demo: Path, tmp_path: Path) -> None:
-    with_images_over(demo, tmp_path / "demo")
-    pair = Pair(made_plan(tmp_path, demo, *CP3, ranks=3, steps=1), tmp_path)
+def test_images_over_all_parts_of_a_row_and_ranks_without_any(tmp_path: Path) -> None:
+    write_images_over(tmp_path)
+    pair = Pair(made_plan(tmp_path, *CP3, ranks=3, steps=1), tmp_path)
     for more in ((), FULL):
         comparison = pair.compared(partial(note_features, folder=tmp_path), more=more)
         assert comparison.agrees, report(pair.plan, comparison)
@@ -239,8 +223,8 @@ def test_images_over_all_parts_of_a_row_and_ranks_without_any(demo: Path, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def experts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return pair_of(tmp_path_factory.mktemp("experts"), demo, "cp2-experts-packed")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(tmp_path_factory.mktemp("experts"), "cp2-experts-packed")
 
 
 def test_parts_of_an_encoder_s_gradient_that_are_averaged(experts: Pair) -> None:

@@ -80,18 +80,18 @@ FEW = ("figure-4a", "1/1/1|1/2/1-frozen-encoder")
 STAGED = (QWEN3, 4, lies(2))
 
 
-def pair_of(folder: Path, demo: Path, case: tuple[str, int, tuple[str, ...]]) -> Pair:
+def pair_of(folder: Path, case: tuple[str, int, tuple[str, ...]]) -> Pair:
     model, ranks, flags = case
     if model == QWEN3:
-        return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
+        return Pair(made_plan(folder, *flags, ranks=ranks, steps=1), folder)
     flags = ("--device", "cpu", "--model-name", model, *flags)
     request = Request(flags=flags, scale="tiny", steps=1, ranks=ranks)
     return Pair(plan_runs(request, folder=folder), folder)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
-def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, demo, CASES[name])
+def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, CASES[name])
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
@@ -102,9 +102,9 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def staged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two replicas of the decoder, and an encoder of two stages with both taps on the first."""
-    return pair_of(tmp_path_factory.mktemp("staged"), demo, STAGED)
+    return pair_of(tmp_path_factory.mktemp("staged"), STAGED)
 
 
 def test_they_agree_without_a_fault(staged: Pair) -> None:

@@ -20,17 +20,17 @@ OWN_TP = ("model.image_encoder.tensor_model_parallel_size=1",)
 
 
 @pytest.fixture(scope="module")
-def split(demo, tmp_path_factory):
+def split(tmp_path_factory):
     """TP 2 on two ranks."""
     folder = tmp_path_factory.mktemp("split")
-    return Pair(made_plan(folder, demo, "--tensor-model-parallel-size", "2"), folder)
+    return Pair(made_plan(folder, "--tensor-model-parallel-size", "2"), folder)
 
 
 @pytest.fixture(scope="module")
-def tied(demo, tmp_path_factory):
+def tied(tmp_path_factory):
     """PP 2 on two ranks, the embedding tied to the head."""
     folder = tmp_path_factory.mktemp("tied")
-    return Pair(made_plan(folder, demo, "--pipeline-model-parallel-size", "2", TIED), folder)
+    return Pair(made_plan(folder, "--pipeline-model-parallel-size", "2", TIED), folder)
 
 
 def test_the_layouts_agree_without_a_fault(split, tied):

@@ -14,7 +14,7 @@ from loongplug.verify.runs import plan_runs
 
 
 def pair_of(model, folder):
-    """TP 2 on two ranks, each with the encoder's whole weights; LLaVA's demo has its own files."""
+    """TP 2 on two ranks, each with the encoder's whole weights."""
     flags = ("--device", "cpu", "--model-name", model, "--tensor-model-parallel-size", "2")
     flags += ("--enable-full-hetero-dp", "model.image_encoder.tensor_model_parallel_size=1")
     request = Request(flags=flags, scale="tiny", steps=1)

@@ -36,14 +36,14 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def pair_of(folder: Path, demo: Path, name: str, *more: str, steps: int = 1) -> Pair:
+def pair_of(folder: Path, name: str, *more: str, steps: int = 1) -> Pair:
     ranks, flags = CASES[name]
-    return Pair(made_plan(folder, demo, *flags, *more, ranks=ranks, steps=steps), folder)
+    return Pair(made_plan(folder, *flags, *more, ranks=ranks, steps=steps), folder)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, demo, name)
+def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, name)
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
@@ -52,19 +52,19 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def shared(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A microbatch of two samples, of which each replica of the encoder makes one.
 
     Gradients are clipped.
     """
     folder = tmp_path_factory.mktemp("shared")
     flags = ("--micro-batch-size", "2", "--clip-grad", "0.01", *lies(1, dp=2))
-    return Pair(made_plan(folder, demo, *flags, ranks=3, steps=1), folder)
+    return Pair(made_plan(folder, *flags, ranks=3, steps=1), folder)
 
 
 @pytest.fixture(scope="module")
-def split(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return pair_of(tmp_path_factory.mktemp("split"), demo, "2/1/1|1/1/1-split")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(tmp_path_factory.mktemp("split"), "2/1/1|1/1/1-split")
 
 
 def test_they_agree_without_a_fault(shared: Pair) -> None:

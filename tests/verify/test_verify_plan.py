@@ -43,10 +43,9 @@ def test_the_smallest_world(sizes, expected):
 
 
 @pytest.mark.not_quick
-def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
+def test_both_runs_have_the_same_batch_model_and_weights(tmp_path):
     plan = made_plan(
         tmp_path,
-        demo,
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
         *("--global-batch-size", "64", "--train-data-path", "elsewhere.jsonl", "--save", "run"),
         *("--num-virtual-stages-per-pipeline-rank", "2", "--sequence-parallel"),
@@ -66,7 +65,7 @@ def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
     ):
         assert getattr(layout.args, name) == getattr(reference.args, name), name
     assert layout.args.global_batch_size == 8  # two replicas, two pipelines full each
-    assert layout.args.train_data_path == [str(tmp_path / "demo" / "train.jsonl")]
+    assert layout.args.train_data_path == [str(tmp_path / "data" / "train.jsonl")]
     assert layout.args.save is None
     assert reference.overrides[: len(layout.overrides)] == layout.overrides
     assert (tmp_path / "weights" / "model.safetensors").is_file()
@@ -97,7 +96,7 @@ def test_a_folder_of_adapters_says_which_there_are_also_where_they_are_replaced(
     described = composed.family.load_hugging_face(composed.config)
     table = adapter_table(composed.config, described)
     write_random_adapters(tmp_path / "given", table, seed=1)
-    plan = made_plan(tmp_path, demo, "--load-lora", str(tmp_path / "given"))
+    plan = made_plan(tmp_path, "--load-lora", str(tmp_path / "given"))
     line = read_command_line(plan.layout)
     assert line.args.load_lora == str(tmp_path / "adapters")  # random ones of the small likeness
     found = compose_model(model_name="qwen3_vl_tiny", overrides=line.overrides).config

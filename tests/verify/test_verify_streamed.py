@@ -1,7 +1,6 @@
 """Encoders in the pipeline's bubbles against a single rank, and what must not go unseen."""
 
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,11 @@ from parity.mutations import (
     swap_two_microbatches_gradients,
 )
 from sweeps import sweep
-from verify_cases import Mutation, Pair, failing, made_plan
+from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
-from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
-from loongplug.verify.plan import Request
+from loongplug.verify.plan import SAMPLES, Request
 from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
 
@@ -130,9 +128,9 @@ def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(CASES, but=SOME))
-def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
+def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
     ranks, flags = CASES[name]
-    plan = made_plan(tmp_path, demo, *STREAMED, *flags, ranks=ranks, steps=2)
+    plan = made_plan(tmp_path, *STREAMED, *flags, ranks=ranks, steps=2)
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(plan, comparison)
     found = streamed(tmp_path, ranks)
@@ -163,14 +161,11 @@ def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> Non
 
 def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path) -> None:
     """Rows have sounds alone; the encoder of images has no piece, and trains."""
-    make_sound_data(tmp_path, train=16, test=1)
-    data = (
-        *("--tokenizer-model", str(tmp_path / "processor_qwen2_5_omni"), "--seq-length", "320"),
-        *("--train-data-path", str(tmp_path / "train_audio.jsonl")),
+    write_changed_rows(
+        tmp_path, lambda _, row: keep_parts(row, "audio", "text"), media=["image", "audio"]
     )
-    model = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny")
-    request = Request(flags=(*model, *data, *STREAMED, *PP2, *OVERLAPPED), scale="tiny", steps=2)
-    plan = plan_runs(request, folder=tmp_path)
+    flags = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2, *OVERLAPPED)
+    plan = plan_runs(Request(flags=flags, scale="tiny", steps=2), folder=tmp_path)
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(plan, comparison)
     of_images = [sum(pieces) for pieces, *_, name, _ in streamed(tmp_path, 2) if "image" in name]
@@ -178,25 +173,20 @@ def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path)
     assert not any(of_images)
 
 
-def partly_text(demo: Path, folder: Path) -> None:
-    """The demo's data in a folder; of four rows in their order, the second has no images."""
-    shutil.copytree(demo, folder)
-    rows = folder / "train.jsonl"
-    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    text = epoch_permutation(len(samples), seed=1234, epoch=0)[1::4]  # Megatron's default seed
-    for message in (message for number in text for message in samples[number]["messages"]):
-        if not isinstance(message["content"], str):
-            parts = message["content"]
-            message["content"] = [part for part in parts if part["type"] == "text"]
-    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+def write_partly_text(folder: Path) -> None:
+    """Of four rows in their order, the second has no images."""
+    text = {*epoch_permutation(SAMPLES, seed=1234, epoch=0)[1::4]}  # Megatron's default seed
+    write_changed_rows(
+        folder, lambda number, row: keep_parts(row, "text") if number in text else None
+    )
 
 
 @pytest.fixture(scope="module")
-def pair(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """PP 2, rows without images among the others."""
     folder = tmp_path_factory.mktemp("streamed")
-    partly_text(demo, folder / "demo")
-    return Pair(made_plan(folder, demo, *STREAMED, *PP2, steps=2), folder)
+    write_partly_text(folder)
+    return Pair(made_plan(folder, *STREAMED, *PP2, steps=2), folder)
 
 
 def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> None:

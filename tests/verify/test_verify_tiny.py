@@ -40,7 +40,7 @@ def likeness(name, layout):
     """The model with its small sizes, as the overrides would give it."""
     model = with_placeholder_ids(composed(name))
     parts = {model.keys[name]: {} for name in model.encoders} | {"foundation": {}}
-    for key, value in tiny_sizes(model, layout, vocabulary=101, demo_patches=False).items():
+    for key, value in tiny_sizes(model, layout, vocabulary=101, tiny_media=False).items():
         part, _, field = key.partition(".")
         parts[part][field] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(
@@ -85,7 +85,7 @@ def test_an_mlp_that_is_a_multiple_stays_one(monkeypatch):
     monkeypatch.syspath_prepend(str(OUTSIDE))
     model = compose_model(model_name="qwen2_vl_tiny", trusted_packages=["qwen2_vl"]).config
     for layout in LAYOUTS:
-        sizes = tiny_sizes(model, layout, vocabulary=101, demo_patches=True)
+        sizes = tiny_sizes(model, layout, vocabulary=101, tiny_media=True)
         width = sizes["image_encoder.ffn_hidden_size"]
         assert width % sizes["image_encoder.hidden_size"] == 0
         assert width % layout.tp == width % layout.encoder_tp == 0
@@ -115,7 +115,7 @@ def test_an_encoder_of_an_unknown_kind_stays_as_it_is():
         num_layers=3, hidden_size=24, ffn_hidden_size=40, num_attention_heads=2
     )
     model = dataclasses.replace(model, audio_encoder=own)
-    sizes = tiny_sizes(model, TinyLayout(), vocabulary=100, demo_patches=True)
+    sizes = tiny_sizes(model, TinyLayout(), vocabulary=100, tiny_media=True)
     assert sizes
     assert all(key.startswith("foundation.") for key in sizes)
 

@@ -1,17 +1,18 @@
 """Plans and recordings for the tests of ``loongplug verify``, made once each."""
 
-import shutil
+import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loongplug.verify.compare import Comparison, compare
-from loongplug.verify.plan import Plan, Request
+from loongplug.verify.plan import SAMPLES, Plan, Request
 from loongplug.verify.recording import read_recording
 from loongplug.verify.runs import plan_runs, record
+from loongplug.verify.tiny_rows import write_rows
 
 Mutation = Callable[[int], None]  # called in each rank before it trains, with its number
 
@@ -19,13 +20,30 @@ TINY = ("--device", "cpu", "--model-name", "qwen3_vl_tiny")
 TIED = "model.foundation.tie_word_embeddings=true"
 
 
-def made_plan(folder: Path, demo: Path, *flags: str, steps: int = 2, **options: Any) -> Plan:
-    """A plan on the tests' demo data; its files lie in ``folder``."""
-    data = folder / "demo"
-    if not data.is_dir():
-        shutil.copytree(demo, data)
+def made_plan(folder: Path, *flags: str, steps: int = 2, **options: Any) -> Plan:
+    """A plan of a tiny Qwen3-VL; its files lie in ``folder``."""
     request = Request(flags=(*TINY, *flags), scale="tiny", steps=steps, **options)
     return plan_runs(request, folder=folder)
+
+
+def write_changed_rows(
+    folder: Path,
+    change: Callable[[int, dict[str, Any]], None],
+    *,
+    media: Collection[str] = ("image",),
+) -> None:
+    """The rows of plans in ``folder``, each after ``change`` has had its number and itself."""
+    rows = write_rows(folder / "data", samples=SAMPLES, media=media)
+    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    for number, sample in enumerate(samples):
+        change(number, sample)
+    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+
+
+def keep_parts(sample: dict[str, Any], *kinds: str) -> None:
+    """Leave a row the parts of these kinds alone."""
+    for message in sample["messages"][::2]:
+        message["content"] = [part for part in message["content"] if part["type"] in kinds]
 
 
 class Pair:

@@ -12,10 +12,18 @@ from typing import Any
 
 from rich.progress import Progress
 
-from loongplug.data.demo_processor import FixedImages, write_processor
-from loongplug.data.demo_scans import Picture, draw_sizes, load_scans, write_picture
-from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, NEW_TASKS, TASKS, Task, choose_task
+from digits.scans import Picture, draw_sizes, load_scans, write_picture
+from digits.tasks import (
+    AUDIO_TASKS,
+    BOTH_TASKS,
+    NEW_TASKS,
+    TASKS,
+    WORDS,
+    Task,
+    choose_task,
+)
 from loongplug.output_files import check_output, json_lines, keys
+from loongplug.verify.tiny_processor import write_processor
 
 # A user's own rows may have these keys, too.
 _NAMES = [task.name for task in (*TASKS, *NEW_TASKS, *AUDIO_TASKS, *BOTH_TASKS)]
@@ -57,9 +65,9 @@ def make_demo_data(
         f"{prefix}test": (scans.test, test, 1),
     }
     (out / "images").mkdir(parents=True, exist_ok=True)
-    write_processor(out / "processor")
-    write_processor(out / "processor_llava", fixed=FixedImages())
-    write_processor(out / "processor_internvl", fixed=FixedImages(merge=2))
+    write_processor(out / "processor", words=WORDS)
+    write_processor(out / "processor_llava", "llava", words=WORDS)
+    write_processor(out / "processor_internvl", "internvl", words=WORDS)
     written: set[Picture] = set()
     with Progress(transient=True) as progress:
         for name, (members, number, each) in splits.items():

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits import sounds as digit_sounds
+from digits.scans import load_scans
+from digits.sounds import make_sound_data
+from digits.speech import Utterance, speak
+from digits.tasks import AUDIO_TASKS, BOTH_TASKS, NUMBER_WORDS
 
-from loongplug.data import demo_sounds
 from loongplug.data.audio_sizes import SAMPLE_RATE, AudioSizes
-from loongplug.data.demo_processor import VOCAB_SIZE
-from loongplug.data.demo_scans import load_scans
-from loongplug.data.demo_sounds import make_sound_data
-from loongplug.data.demo_speech import Utterance, speak
-from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, MEL_BINS, NUMBER_WORDS, SECONDS
+from loongplug.verify.tiny_processor import MEL_BINS, SECONDS, VOCAB_SIZE
 
 Row = dict[str, Any]
 
@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Utterance]:
         found.update({utterance.path: utterance for utterance in utterances})
         yield from utterances
 
-    monkeypatch.setattr(demo_sounds, "speak", note)
+    monkeypatch.setattr(digit_sounds, "speak", note)
     return found
 
 

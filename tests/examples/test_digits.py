@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digits.make import make_demo_data
+from digits.tasks import NEW_TASKS, NUMBER_WORDS, TASKS
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.demo import make_demo_data
-from loongplug.data.demo_processor import FixedImages, write_processor
-from loongplug.data.demo_tasks import NEW_TASKS, NUMBER_WORDS, TASKS
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.processor import load_processor
+from loongplug.verify.tiny_processor import FixedImages
 
 Row = dict[str, Any]
 
@@ -195,11 +195,8 @@ def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None
             assert sample.loss_mask.sum() >= 2
 
 
-def test_every_sample_loads_for_a_model_whose_images_have_one_size(
-    demo: Path, tmp_path: Path
-) -> None:
-    write_processor(tmp_path, fixed=FixedImages())
-    processor = load_processor(tmp_path)
+def test_every_sample_loads_for_a_model_whose_images_have_one_size(demo: Path) -> None:
+    processor = load_processor(demo / "processor_llava")
     longest = 0
     for name in FILES:
         dataset = ChatDataset(
@@ -222,16 +219,11 @@ def test_every_sample_loads_for_a_model_whose_images_have_one_size(
     assert longest > 6 * 16
 
 
-def test_every_sample_loads_for_a_model_whose_images_become_tiles(
-    demo: Path, tmp_path: Path
-) -> None:
+def test_every_sample_loads_for_a_model_whose_images_become_tiles(demo: Path) -> None:
     """Twice as wide or high as the other side: two tiles and one of the whole, of 4 tokens each."""
-    fixed = FixedImages(merge=2)
-    write_processor(tmp_path, fixed=fixed)
-    sizes = PatchSizes(
-        patch_size=fixed.patch_size, spatial_merge_size=fixed.merge, image_size=fixed.side
-    )
-    processor = load_processor(tmp_path, patch_sizes=sizes)
+    fixed = FixedImages()
+    sizes = PatchSizes(patch_size=fixed.patch_size, spatial_merge_size=2, image_size=fixed.side)
+    processor = load_processor(demo / "processor_internvl", patch_sizes=sizes)
     found = set()
     for name in FILES:
         dataset = ChatDataset(
@@ -258,10 +250,9 @@ def test_every_sample_loads_for_a_model_whose_images_become_tiles(
     assert found == {1, 3}
 
 
-def test_digits_stay_legible_where_all_images_have_one_size(demo: Path, tmp_path: Path) -> None:
+def test_digits_stay_legible_where_all_images_have_one_size(demo: Path) -> None:
     """A sheet of 64 x 64 pixels shows its scan at 16 x 16, twice what the scan itself has."""
-    write_processor(tmp_path, fixed=FixedImages())
-    images = load_processor(tmp_path).images
+    images = load_processor(demo / "processor_llava").images
     path = next((demo / "images").glob("*-64x64.png"))
     sheet = Image.open(path).convert("RGB")
     ((rows, grid),) = images.patches([sheet])

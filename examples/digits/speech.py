@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import wave
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.audio_sizes import SAMPLE_RATE
+from loongplug.verify.tiny_rows import write_sound
 
 _LOUDEST = 0.5  # of what 16 bits hold: voices differ more than speakers before a microphone do
 
@@ -56,7 +56,7 @@ def speak(utterances: Sequence[Utterance], folder: Path) -> Iterator[Utterance]:
             "The demo's sounds are spoken by eSpeak NG, which is not installed: pip install"
             " 'loongplug[demo-audio]'."
         ) from error
-    command = [sys.executable, "-m", __spec__.name, str(folder)]
+    command = [sys.executable, "-P", __file__, str(folder)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
     ) as process:
@@ -123,20 +123,12 @@ def _resampled(samples: NDArray[np.int16], rate: int) -> NDArray[np.int16]:
     return np.round(wave_form).astype(np.int16)
 
 
-def _write(path: Path, samples: NDArray[np.int16]) -> None:
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(samples.itemsize)
-        file.setframerate(SAMPLE_RATE)
-        file.writeframes(samples.astype("<i2").tobytes())
-
-
 def _main() -> None:
     """Speak what standard input asks for into the folder named; say a line for each file."""
     library, folder = _Library(), Path(sys.argv[1])
     for asked in json.load(sys.stdin):
         utterance = Utterance(**asked)
-        _write(folder / utterance.path, library.samples(utterance))
+        write_sound(folder / utterance.path, library.samples(utterance))
         print(utterance.path, flush=True)
 
 

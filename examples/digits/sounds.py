@@ -12,17 +12,18 @@ from typing import Any
 
 from rich.progress import Progress
 
-from loongplug.data.demo import check_demo_folder
-from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
-from loongplug.data.demo_scans import Picture, Scans, draw_sizes, load_scans, write_picture
-from loongplug.data.demo_speech import Utterance, speak
-from loongplug.data.demo_tasks import (
+from digits.make import check_demo_folder
+from digits.scans import Picture, Scans, draw_sizes, load_scans, write_picture
+from digits.speech import Utterance, speak
+from digits.tasks import (
     AUDIO_TASKS,
     BOTH_TASKS,
     NUMBER_WORDS,
+    SOUND_WORDS,
     SoundTask,
     choose_task,
 )
+from loongplug.verify.tiny_processor import write_processor
 
 # Of eSpeak NG; a voice is an accent and a speaker.
 ACCENTS = ("en", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-us", "en-us-nyc")
@@ -98,7 +99,7 @@ def make_sound_data(out: Path, *, train: int, test: int, seed: int = 1234) -> No
     ``test_both.jsonl`` scans as well; ``train`` and ``test`` say how many rows each has.
     ``processor_qwen2_audio/`` and ``processor_qwen2_5_omni/`` are for models of these families.
 
-    All may lie in one folder with what :func:`loongplug.data.demo.make_demo_data` writes: with the
+    All may lie in one folder with what :func:`digits.make.make_demo_data` writes: with the
     same seed, no scan of a test sample is in any training sample. The same arguments give the same
     files. Shows progress on a terminal.
 
@@ -124,8 +125,9 @@ def make_sound_data(out: Path, *, train: int, test: int, seed: int = 1234) -> No
     for name, each in samples.items():
         lines = (json.dumps(sample.row) + "\n" for sample in each)
         (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    write_audio_processor(out / "processor_qwen2_audio")
-    write_omni_processor(out / "processor_qwen2_5_omni")
+    words = {*SOUND_WORDS, "Audio"}  # which Qwen2-Audio's template says of each sound
+    write_processor(out / "processor_qwen2_audio", "qwen2_audio", words=[*words])
+    write_processor(out / "processor_qwen2_5_omni", "qwen2_5_omni", words=SOUND_WORDS)
 
 
 def _write_media(samples: Sequence[_Sample], out: Path, *, scans: Scans) -> None:

@@ -1,11 +1,10 @@
 """What the demo data ask about handwritten and spoken digits, and the right answers."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MEL_BINS = 32  # of the demo's sounds; the published models have 128
-SECONDS = 4  # of the longest sound that they take; the demo's are shorter
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -96,11 +95,13 @@ def choose_task[AnyTask: (Task, SoundTask)](
     return rng.choices(tasks, weights=[task.share for task in tasks])[0]
 
 
-def task_texts() -> list[str]:
-    """Texts that together hold every word a question of ``TASKS`` may have."""
-    return [*(task.question((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]
+def _words(texts: Sequence[str]) -> tuple[str, ...]:
+    """Words of more than one letter in the texts, with the space before them."""
+    return tuple(sorted({word for text in texts for word in re.findall(r" ?[A-Za-z]{2,}", text)}))
 
 
-def sound_task_texts() -> list[str]:
-    """The questions of ``AUDIO_TASKS`` and ``BOTH_TASKS``."""
-    return [task.ask for task in (*AUDIO_TASKS, *BOTH_TASKS)]
+_TEXTS = [*(task.question((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]
+
+# What the tokenizers of the demo know by one token.
+WORDS = _words(_TEXTS)
+SOUND_WORDS = _words([*_TEXTS, *(task.ask for task in (*AUDIO_TASKS, *BOTH_TASKS))])

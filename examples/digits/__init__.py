@@ -1,0 +1,1 @@
+"""Questions about handwritten and spoken digits, for runs on a laptop: rows and processors."""
