@@ -1,0 +1,236 @@
+"""The order in which a step's programs can be done, or who waits for whom for ever. Pure.
+
+Which rank goes on first changes nothing: each goes on until it waits for another one, and what is
+left when all of them wait is a circle. So the order is found once, whatever things take.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from loongplug.simulate.programs import Meet, Post, Programs, Time, Wait, Work
+
+BEGIN = 0  # the node that all others are behind
+_Nodes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """All that takes time in a step, each node behind those that it waits for.
+
+    A node is a work, a message or a meeting. It begins at the latest end of those ``before``, and
+    ``takes`` so long. ``works`` has, by node, a work's rank and number among the rank's acts.
+    ``last`` are the nodes that each rank ends behind; ``came`` has that of each message.
+    """
+
+    before: Sequence[_Nodes]
+    takes: Sequence[Time]
+    works: Mapping[int, tuple[int, int]]
+    last: Sequence[_Nodes]
+    came: Sequence[int | None]
+
+
+class Waiting(NamedTuple):
+    """A rank that never goes on, ``what`` it waits for, and the rank that has to do that."""
+
+    rank: int
+    what: str
+    other: int | None
+
+
+class Deadlock(Exception):  # noqa: N818 - what it is, not that it is an error
+    """Ranks that wait for one another, or for what nobody does; says so in one sentence.
+
+    Each of the ``ring`` waits for the next one, and the last one for the first.
+    """
+
+    def __init__(self, waiting: Mapping[int, Waiting]) -> None:
+        """``waiting`` are all ranks that are not through."""
+        way = [waiting[min(waiting)]]
+        while (other := way[-1].other) in waiting and waiting[other] not in way:
+            way.append(waiting[other])
+        self.ring = tuple(way[way.index(waiting[other]) :] if other in waiting else way[-1:])
+        parts = [
+            f"rank {rank} waits for {'somebody' if other is None else f'rank {other}'} {what}"
+            for rank, what, other in self.ring
+        ]
+        super().__init__("; ".join(parts) + ", for ever")
+
+
+def order(programs: Programs) -> Order:
+    """In which order all of a step can be done.
+
+    Raises:
+        Deadlock: ranks wait for one another, or for what nobody does.
+    """
+    walk = _Walk(programs)
+    walk.all_go()
+    return Order(
+        before=walk.before,
+        takes=walk.takes,
+        works=walk.works,
+        last=walk.behind,
+        came=walk.came,
+    )
+
+
+class _Walk:
+    """How far each rank has come.
+
+    What a rank does next is ``behind`` these nodes; so are the ends of messages that it posts.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        ranks, messages = programs.ranks, programs.messages
+        self._programs, self._messages = programs, messages
+        self.before: list[_Nodes] = [()]
+        self.takes: list[Time] = [0]
+        self.works: dict[int, tuple[int, int]] = {}
+        self.behind: list[_Nodes] = [(BEGIN,) for _ in ranks]
+        self.came: list[int | None] = [None for _ in messages.names]
+        self._sent: list[_Nodes | None] = [None for _ in messages.names]
+        self._received: list[_Nodes | None] = [None for _ in messages.names]
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)
+        for message, others in messages.behind.items():
+            for other in others:
+                self._followers[other].append(message)
+        self._at = [0 for _ in ranks]
+        self._awake = deque(range(len(ranks)))
+        self._asleep: defaultdict[int, list[int]] = defaultdict(list)  # ranks by message
+        self._met = [[0 for _ in programs.groups] for _ in ranks]  # how often, by group
+        # By group and number: what each that has come takes, and the node when all have.
+        self._here: defaultdict[tuple[int, int], dict[int, Time]] = defaultdict(dict)
+        self._meetings: dict[tuple[int, int], int] = {}
+
+    def all_go(self) -> None:
+        """Each rank, to its end."""
+        while self._awake:
+            self._goes(self._awake.popleft())
+        ranks = self._programs.ranks
+        left = [rank for rank, at in enumerate(self._at) if at < len(ranks[rank])]
+        if left:
+            raise Deadlock({rank: self._waiting(rank) for rank in left})
+
+    def _goes(self, rank: int) -> None:
+        """A rank, as far as it can."""
+        acts, at, behind = self._programs.ranks[rank], self._at[rank], self.behind[rank]
+        while at < len(acts):
+            act = acts[at]
+            kind = type(act)
+            if kind is Work:
+                self.works[len(self.takes)] = rank, at
+                behind = (self._node(behind, act.takes),)
+            elif kind is Post:
+                for message, sends in act.ends:
+                    ends = self._sent if sends else self._received
+                    assert ends[message] is None, f"{self._messages.names[message]} goes twice"
+                    ends[message] = behind
+                    self._comes(message)
+            elif kind is Wait:
+                missing = self._missing(act)
+                if missing is not None:
+                    self._asleep[missing[0]].append(rank)
+                    break
+                behind = self._behind_all(behind, act)
+            else:
+                self.behind[rank] = behind
+                meeting = self._meets(rank, act)
+                if meeting is None:
+                    break
+                behind = (meeting,)
+            at += 1
+        self._at[rank], self.behind[rank] = at, behind
+
+    def _node(self, before: _Nodes, takes: Time) -> int:
+        self.before.append(before)
+        self.takes.append(takes)
+        return len(self.takes) - 1
+
+    def _missing(self, act: Wait) -> tuple[int, bool] | None:
+        """The first end that is waited for."""
+        eager, came = self._messages.eager, self.came
+        for end in act.ends:
+            message, sends = end
+            if came[message] is None and not (sends and eager[message]):
+                return end
+        return None
+
+    def _behind_all(self, behind: _Nodes, act: Wait) -> _Nodes:
+        eager, came = self._messages.eager, self.came
+        for message, sends in act.ends:
+            node = came[message]
+            if not (sends and eager[message]) and node not in behind:
+                behind = (*behind, node)
+        return behind
+
+    def _comes(self, message: int) -> None:
+        """A message, if it can; then those that are behind it."""
+        messages, came = self._messages, self.came
+        todo = [message]
+        while todo:
+            message = todo.pop()
+            before = self._ends(message)
+            if came[message] is not None or before is None:
+                continue
+            if message in messages.behind:
+                others = [came[each] for each in messages.behind[message]]
+                if None in others:
+                    continue
+                before = (*dict.fromkeys((*before, *others)),)
+            takes = messages.takes[message]
+            alike = len(before) == 1 and not takes
+            came[message] = before[0] if alike else self._node(before, takes)
+            self._awake.extend(self._asleep.pop(message, ()))
+            todo.extend(self._followers.get(message, ()))
+
+    def _ends(self, message: int) -> _Nodes | None:
+        """What a message is behind by its ends; None where one is missing."""
+        sent, received = self._sent[message], self._received[message]
+        if sent is None or self._messages.eager[message]:
+            return sent
+        return None if received is None else (*dict.fromkeys((*sent, *received)),)
+
+    def _meets(self, rank: int, act: Meet) -> int | None:
+        """The node of a meeting; None before all have come."""
+        group = self._programs.groups[act.group]
+        meeting = act.group, self._met[rank][act.group]
+        if meeting not in self._meetings:
+            here = self._here[meeting]
+            here[rank] = act.takes
+            if len(here) < len(group):
+                return None
+            before = dict.fromkeys(chain.from_iterable(self.behind[each] for each in group))
+            self._meetings[meeting] = self._node((*before,), max(here.values()))
+            self._awake.extend(each for each in group if each != rank)
+        self._met[rank][act.group] += 1
+        return self._meetings[meeting]
+
+    def _waiting(self, rank: int) -> Waiting:
+        """What a rank waits for that does not go on."""
+        act = self._programs.ranks[rank][self._at[rank]]
+        if isinstance(act, Meet):
+            here = self._here[act.group, self._met[rank][act.group]]
+            group = self._programs.groups[act.group]
+            other = next(each for each in group if each not in here)
+            return Waiting(rank, f"to meet ranks {', '.join(map(str, group))}", other)
+        assert isinstance(act, Wait)
+        end = self._missing(act)
+        assert end is not None
+        message, seen = end[0], set[int]()
+        while self._ends(message) is not None and message not in seen:  # behind another one
+            seen.add(message)
+            others = self._messages.behind[message]
+            message = next(each for each in others if self.came[each] is None)
+        sends = self._sent[message] is None if message not in seen else not end[1]
+        other = next(
+            (
+                each
+                for each, acts in enumerate(self._programs.ranks)
+                if any(isinstance(x, Post) and (message, sends) in x.ends for x in acts)
+            ),
+            None,
+        )
+        way = "to send" if sends else "to receive"
+        return Waiting(rank, f"{way} {self._messages.names[message]}", other)
