@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from loongplug.hetero.encoder_steps import encoder_step, made_by
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -168,6 +169,7 @@ class _Side:
         self._mode = case.mode_of(encoder)
         self._tp = case.encoder_tp(encoder)
         self._placement = self._mode.place(case.decoder, entry=encoder.entry, tp=self._tp)
+        self._layout = self._placement.entry(encoder.name).layout
         self._trains = encoder.time.backward > 0
         self._pieces: tuple[ApartPiece, ...] = ()
         if self._mode.apart:
@@ -196,23 +198,20 @@ class _Side:
         return self._plans[rank]
 
     def _step(self, rank: int) -> EncoderStep:
-        count, edge = self.case.microbatches, self._edge(rank)
-        made = self._made(rank)
-        encodes = any(rank in each.edge.encoder_ranks for each in self._pieces)
-        replicas = 1 if edge is None or not self._mode.around_schedule else len(edge.replicas)
-        consumes = any(rank in each.edge.decoder_ranks for each in self._pieces)
-        return EncoderStep(
-            encoder_replicas=tuple(
-                (number % replicas,) for number in range(count * max(1, len(made)))
-            ),
-            replicas=replicas,
-            replica=edge.replica_of(rank) if edge else 0 if encodes else None,
-            consumes=rank in edge.consumers if edge else consumes,
+        edge = self._edge(rank)
+        replicas = 1 if edge is None else len(edge.replicas)
+        count = self.case.microbatches * max(1, len(self._made(rank)))
+        return encoder_step(
+            self._mode,
+            rank=rank,
+            edge=edge,
+            layout=self._layout if self._mode.apart else None,
+            pieces=self._pieces,
+            encoder_replicas=tuple((number % replicas,) for number in range(count)),
             training=True,
             trains=self._trains,
             last_stage=False,  # it says when state leaves for the host, which none does here
-            pieces=max(1, len(made)),
-            warmup=ahead(pipeline=len(self.case.stages), virtual=False),
+            ahead=ahead(pipeline=len(self.case.stages), virtual=self.case.chunks > 1),
         )
 
     def _edge(self, rank: int) -> Edge | None:
@@ -220,7 +219,7 @@ class _Side:
         return None if self._mode.apart else self._placement.edge(self.encoder.name, rank=rank)
 
     def _made(self, rank: int) -> tuple[ApartPiece, ...]:
-        return tuple(each for each in self._pieces if rank in each.edge.encoder_ranks)
+        return made_by(rank, layout=self._layout, pieces=self._pieces)
 
     def _acts(self, rank: int, operation: Operation) -> Iterator[Act]:
         match operation:
