@@ -114,26 +114,37 @@ class _Walk:
             raise Deadlock({rank: self._waiting(rank) for rank in left})
 
     def _goes(self, rank: int) -> None:
-        """A rank, as far as it can."""
+        """A rank, as far as it can. Most of a run's time is here."""
         acts, at, behind = self._programs.ranks[rank], self._at[rank], self.behind[rank]
+        came, before, takes, asleep = self.came, self.before, self.takes, self._asleep
+        eager, instant = self._messages.eager, self._messages.instant
         while at < len(acts):
             act = acts[at]
             kind = type(act)
             if kind is Work:
-                self.works[len(self.takes)] = rank, at
-                behind = (self._node(behind, act.takes),)
+                self.works[len(takes)] = rank, at
+                before.append(behind)
+                behind = (len(takes),)
+                takes.append(act.takes)
             elif kind is Post:
                 for message, sends in act.ends:
-                    ends = self._sent if sends else self._received
-                    assert ends[message] is None, f"{self._messages.names[message]} goes twice"
-                    ends[message] = behind
-                    self._comes(message)
+                    if sends and message in instant and came[message] is None:
+                        came[message] = behind[0] if len(behind) == 1 else self._node(behind, 0)
+                        if message in asleep:
+                            self._awake += asleep.pop(message)
+                    else:
+                        self._set_out(message, behind, sends=sends)
             elif kind is Wait:
-                missing = self._missing(act)
-                if missing is not None:
-                    self._asleep[missing[0]].append(rank)
-                    break
-                behind = self._behind_all(behind, act)
+                for message, sends in act.ends:
+                    if sends and eager[message]:
+                        continue
+                    node = came[message]
+                    if node is None:
+                        asleep[message].append(rank)
+                        self._at[rank], self.behind[rank] = at, behind
+                        return
+                    if node not in behind:
+                        behind = (*behind, node)
             else:
                 self.behind[rank] = behind
                 meeting = self._meets(rank, act)
@@ -148,22 +159,13 @@ class _Walk:
         self.takes.append(takes)
         return len(self.takes) - 1
 
-    def _missing(self, act: Wait) -> tuple[int, bool] | None:
-        """The first end that is waited for."""
-        eager, came = self._messages.eager, self.came
-        for end in act.ends:
-            message, sends = end
-            if came[message] is None and not (sends and eager[message]):
-                return end
-        return None
-
-    def _behind_all(self, behind: _Nodes, act: Wait) -> _Nodes:
-        eager, came = self._messages.eager, self.came
-        for message, sends in act.ends:
-            node = came[message]
-            if not (sends and eager[message]) and node not in behind:
-                behind = (*behind, node)
-        return behind
+    def _set_out(self, message: int, behind: _Nodes, *, sends: bool) -> None:
+        """One end of a message."""
+        ends = self._sent if sends else self._received
+        twice = ends[message] is not None or (sends and self.came[message] is not None)
+        assert not twice, f"{self._messages.names[message]} goes twice"
+        ends[message] = behind
+        self._comes(message)
 
     def _comes(self, message: int) -> None:
         """A message, if it can; then those that are behind it."""
@@ -207,6 +209,9 @@ class _Walk:
         self._met[rank][act.group] += 1
         return self._meetings[meeting]
 
+    def _is_missing(self, message: int, sends: bool) -> bool:
+        return self.came[message] is None and not (sends and self._messages.eager[message])
+
     def _waiting(self, rank: int) -> Waiting:
         """What a rank waits for that does not go on."""
         act = self._programs.ranks[rank][self._at[rank]]
@@ -216,8 +221,7 @@ class _Walk:
             other = next(each for each in group if each not in here)
             return Waiting(rank, f"to meet ranks {', '.join(map(str, group))}", other)
         assert isinstance(act, Wait)
-        end = self._missing(act)
-        assert end is not None
+        end = next(end for end in act.ends if self._is_missing(*end))
         message, seen = end[0], set[int]()
         while self._ends(message) is not None and message not in seen:  # behind another one
             seen.add(message)

@@ -5,6 +5,7 @@ Times are of one unit. Only sums and maxima are made of them, so that integers s
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 Time = int | float
@@ -76,6 +77,12 @@ class Messages:
     eager: tuple[bool, ...] = ()
     takes: tuple[Time, ...] = ()
     behind: Mapping[int, tuple[int, ...]]
+
+    @cached_property
+    def instant(self) -> frozenset[int]:
+        """Those that are there as soon as they are sent."""
+        each = enumerate(zip(self.eager, self.takes, strict=True))
+        return frozenset(n for n, (eager, takes) in each if eager and not takes) - {*self.behind}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from streamed_steps import FORWARD, even, passes, steps
+from streamed_steps import FORWARD, even, passes, simulate, steps
 
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,
@@ -12,7 +12,6 @@ from loongplug.hetero.pipeline_clock import (
     PassCosts,
     PieceCost,
     Step,
-    simulate,
 )
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.hetero.streaming import separated
