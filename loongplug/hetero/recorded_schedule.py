@@ -80,7 +80,7 @@ def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) 
         schedule, with_peers = schedules.forward_backward_no_pipelining, {}
     elif several:
         schedule = schedules.forward_backward_pipelining_with_interleaving
-    chunks = [_Chunk(config, number) for number in range(pipeline.chunks)]
+    chunks = [_chunk(config, number) for number in range(pipeline.chunks)]
     with _noted_passes(noted):
         schedule(
             forward_step_func=None,
@@ -95,14 +95,11 @@ def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) 
     return tuple(noted)
 
 
-class _Chunk(nn.Module):
+def _chunk(config: ModelParallelConfig, number: int) -> Any:
     """Stands in for a virtual stage of the model."""
-
-    model_type = ModelType.encoder_or_decoder
-
-    def __init__(self, config: ModelParallelConfig, number: int) -> None:
-        super().__init__()
-        self.config, self.number = config, number
+    made: Any = nn.Module()
+    made.config, made.number, made.model_type = config, number, ModelType.encoder_or_decoder
+    return made
 
 
 @contextmanager
@@ -125,15 +122,15 @@ def _noted_passes(noted: list[Call]) -> Iterator[None]:
             assert current_microbatch is not None
             made = Pass(chunk=model.number, microbatch=current_microbatch)
         gradient = None if output is None else "gradient"
-        before = (("pre_forward", made), ("pre_backward", output))
-        behind = (("post_forward", made), ("post_backward", output))
-        for name, one in before:
-            if one is not None and hooks.get(name) is not None:
-                hooks[name](one.chunk)
+        if made is not None and hooks.get("pre_forward"):
+            hooks["pre_forward"](made.chunk)
+        if output is not None and hooks.get("pre_backward"):
+            hooks["pre_backward"](output.chunk)
         noted.append(Turn(forward=made, backward=output))
-        for name, one in behind:
-            if one is not None and hooks.get(name) is not None:
-                hooks[name](made if name == "post_forward" else gradient, one.chunk)
+        if made is not None and hooks.get("post_forward"):
+            hooks["post_forward"](made, made.chunk)
+        if output is not None and hooks.get("post_backward"):
+            hooks["post_backward"](gradient, output.chunk)
         return made, 0, gradient
 
     # Without torch's process groups each stage would be the first one and the last.
@@ -155,17 +152,12 @@ _WAYS = {
     "send_prev": Way(forward=False, sends=True),
     "recv_next": Way(forward=False, sends=False),
 }
+# Upstream's order, for every other stage.
+_ORDERS = (
+    ("send_next", "recv_prev", "send_prev", "recv_next"),
+    ("recv_prev", "send_next", "recv_next", "send_prev"),
+)
 _THERE = "received"
-
-
-class _Handle:
-    """What the schedule waits on."""
-
-    def __init__(self, noted: list[Call], posted: int, way: Way) -> None:
-        self._noted, self._posted, self._way = noted, posted, way
-
-    def wait(self) -> None:
-        self._noted.append(Waited(self._posted, (self._way,)))
 
 
 class _Communicator:
@@ -210,25 +202,32 @@ class _Communicator:
         return (_THERE, self._posted(**ways)) if overlap_p2p_comm else self._done(**ways)
 
     def send_forward_backward_recv_forward_backward(
-        self, output: Any, gradient: Any, *, recv_prev: bool, recv_next: bool, tensor_shape: Any
+        self, output: Any, gradient: Any, *, tensor_shape: Any, **receives: bool
     ) -> tuple[str, str]:
-        sends = {"send_next": output is not None, "send_prev": gradient is not None}
-        self._done(recv_prev=recv_prev, recv_next=recv_next, **sends)
+        self._done(send_next=output is not None, send_prev=gradient is not None, **receives)
         return _THERE, _THERE
 
-    def _posted(self, **wanted: bool) -> dict[str, _Handle]:
-        """In upstream's order, which differs for every other stage."""
-        order = ("send_next", "recv_prev", "send_prev", "recv_next")
-        if self.current_stage % 2:
-            order = ("recv_prev", "send_next", "recv_next", "send_prev")
-        names = [name for name in order if wanted.get(name)]
+    def _posted(self, **wanted: bool) -> dict[str, Any]:
+        """Handles, which the schedule waits on later."""
+        names = [name for name in _ORDERS[self.current_stage % 2] if wanted.get(name)]
+        place = len(self._noted)
         if names:
             self._noted.append(Posted(tuple(_WAYS[name] for name in names)))
-        place = len(self._noted) - 1
-        return {name: _Handle(self._noted, place, _WAYS[name]) for name in names}
+        return {name: _Handle(self._noted, Waited(place, (_WAYS[name],))) for name in names}
 
     def _done(self, **wanted: bool) -> str:
         handles = self._posted(**wanted)
         if handles:
-            self._noted.append(Waited(len(self._noted) - 1, tuple(_WAYS[name] for name in handles)))
+            ways = tuple(_WAYS[name] for name in handles)
+            self._noted.append(Waited(len(self._noted) - 1, ways))
         return _THERE
+
+
+class _Handle(NamedTuple):
+    """What upstream waits on."""
+
+    noted: list[Call]
+    waited: Waited
+
+    def wait(self) -> None:
+        self.noted.append(self.waited)

@@ -48,10 +48,12 @@ class Deadlock(Exception):  # noqa: N818 - what it is, not that it is an error
 
     def __init__(self, waiting: Mapping[int, Waiting]) -> None:
         """``waiting`` are all ranks that are not through."""
-        way = [waiting[min(waiting)]]
-        while (other := way[-1].other) in waiting and waiting[other] not in way:
-            way.append(waiting[other])
-        self.ring = tuple(way[way.index(waiting[other]) :] if other in waiting else way[-1:])
+        way: list[Waiting] = []
+        at = waiting.get(min(waiting))
+        while at is not None and at not in way:
+            way.append(at)
+            at = None if at.other is None else waiting.get(at.other)
+        self.ring = tuple(way[-1:] if at is None else way[way.index(at) :])
         parts = [
             f"rank {rank} waits for {'somebody' if other is None else f'rank {other}'} {what}"
             for rank, what, other in self.ring
@@ -120,13 +122,12 @@ class _Walk:
         eager, instant = self._messages.eager, self._messages.instant
         while at < len(acts):
             act = acts[at]
-            kind = type(act)
-            if kind is Work:
+            if isinstance(act, Work):
                 self.works[len(takes)] = rank, at
                 before.append(behind)
                 behind = (len(takes),)
                 takes.append(act.takes)
-            elif kind is Post:
+            elif isinstance(act, Post):
                 for message, sends in act.ends:
                     if sends and message in instant and came[message] is None:
                         came[message] = behind[0] if len(behind) == 1 else self._node(behind, 0)
@@ -134,7 +135,7 @@ class _Walk:
                             self._awake += asleep.pop(message)
                     else:
                         self._set_out(message, behind, sends=sends)
-            elif kind is Wait:
+            elif isinstance(act, Wait):
                 for message, sends in act.ends:
                     if sends and eager[message]:
                         continue
@@ -178,9 +179,10 @@ class _Walk:
                 continue
             if message in messages.behind:
                 others = [came[each] for each in messages.behind[message]]
-                if None in others:
+                known = [node for node in others if node is not None]
+                if len(known) < len(others):
                     continue
-                before = (*dict.fromkeys((*before, *others)),)
+                before = (*dict.fromkeys((*before, *known)),)
             takes = messages.takes[message]
             alike = len(before) == 1 and not takes
             came[message] = before[0] if alike else self._node(before, takes)
@@ -218,23 +220,20 @@ class _Walk:
         if isinstance(act, Meet):
             here = self._here[act.group, self._met[rank][act.group]]
             group = self._programs.groups[act.group]
-            other = next(each for each in group if each not in here)
-            return Waiting(rank, f"to meet ranks {', '.join(map(str, group))}", other)
+            late = next(each for each in group if each not in here)
+            return Waiting(rank, f"to meet ranks {', '.join(map(str, group))}", late)
         assert isinstance(act, Wait)
         end = next(end for end in act.ends if self._is_missing(*end))
         message, seen = end[0], set[int]()
         while self._ends(message) is not None and message not in seen:  # behind another one
             seen.add(message)
-            others = self._messages.behind[message]
-            message = next(each for each in others if self.came[each] is None)
+            ahead = self._messages.behind[message]
+            message = next(each for each in ahead if self.came[each] is None)
         sends = self._sent[message] is None if message not in seen else not end[1]
-        other = next(
-            (
-                each
-                for each, acts in enumerate(self._programs.ranks)
-                if any(isinstance(x, Post) and (message, sends) in x.ends for x in acts)
-            ),
-            None,
+        others = (
+            each
+            for each, acts in enumerate(self._programs.ranks)
+            if any(isinstance(x, Post) and (message, sends) in x.ends for x in acts)
         )
         way = "to send" if sends else "to receive"
-        return Waiting(rank, f"{way} {self._messages.names[message]}", other)
+        return Waiting(rank, f"{way} {self._messages.names[message]}", next(others, None))
