@@ -21,7 +21,7 @@ from torch import nn
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 
 
-class Way(NamedTuple):
+class StageEnd(NamedTuple):
     """One end of a message between stages: of an activation on its way ``forward``, or a gradient.
 
     The other end is the next stage's or the previous one's, around the pipeline.
@@ -39,14 +39,14 @@ class Way(NamedTuple):
 class Posted(NamedTuple):
     """These set out, in Megatron's order; nobody waits for them yet."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[StageEnd, ...]
 
 
 class Waited(NamedTuple):
     """The stage goes on when what was ``posted``, by its place among the calls, is done."""
 
     posted: int
-    ways: tuple[Way, ...]
+    ways: tuple[StageEnd, ...]
 
 
 Call = Turn | Posted | Waited
@@ -147,10 +147,10 @@ def _noted_passes(noted: list[Call]) -> Iterator[None]:
 
 
 _WAYS = {
-    "send_next": Way(forward=True, sends=True),
-    "recv_prev": Way(forward=True, sends=False),
-    "send_prev": Way(forward=False, sends=True),
-    "recv_next": Way(forward=False, sends=False),
+    "send_next": StageEnd(forward=True, sends=True),
+    "recv_prev": StageEnd(forward=True, sends=False),
+    "send_prev": StageEnd(forward=False, sends=True),
+    "recv_next": StageEnd(forward=False, sends=False),
 }
 # Upstream's order, for every other stage.
 _ORDERS = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.pipeline_clock import DecoderPass, EncoderPlan, EncoderWork, Name, Step
-from loongplug.hetero.recorded_schedule import Posted, Waited, Way, calls
+from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.simulate.clock import step_time
 from loongplug.simulate.order import Deadlock
 from loongplug.simulate.programs import Act, Build, End, Label, Meet, Post, Programs, Wait, Work
@@ -27,10 +27,10 @@ def stage_acts(
     NCCL, unless it is ``eager``. ``beside_sends`` is that of :func:`calls`.
     """
     rank = ranks[pipeline.stage]
-    counts: dict[Way, int] = {}
-    posted: dict[tuple[int, Way], End] = {}
+    counts: dict[StageEnd, int] = {}
+    posted: dict[tuple[int, StageEnd], End] = {}
 
-    def end(way: Way) -> End:
+    def end(way: StageEnd) -> End:
         number = counts[way] = counts.get(way, -1) + 1
         other = ranks[(pipeline.stage + (1 if way.to_next else -1)) % pipeline.stages]
         source, target = (rank, other) if way.sends else (other, rank)

@@ -11,7 +11,7 @@ from loongplug.simulate.order import BEGIN, Order, order
 from loongplug.simulate.programs import Programs, Time
 
 
-class Span(NamedTuple):
+class TimedWork(NamedTuple):
     """A work of a rank on the clock; ``act`` is its number among the rank's acts."""
 
     rank: int
@@ -32,8 +32,8 @@ class Run:
     ends: tuple[Time, ...]
     busy: tuple[Time, ...]
     held: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    critical: tuple[Span, ...]
+    spans: tuple[tuple[TimedWork, ...], ...]
+    critical: tuple[TimedWork, ...]
     came: tuple[Time | None, ...]
 
     @property
@@ -99,11 +99,11 @@ def times(order: Order) -> tuple[list[Time], list[Time]]:
 
 def read(order: Order, programs: Programs, begins: Sequence[Time], ends: Sequence[Time]) -> Run:
     """The run of a step whose nodes begin and end then."""
-    spans: list[list[Span]] = [[] for _ in programs.ranks]
+    spans: list[list[TimedWork]] = [[] for _ in programs.ranks]
     busy: list[Time] = [0 for _ in programs.ranks]
     of_node = {}
     for node, (rank, act) in order.works.items():
-        of_node[node] = Span(rank, act, begins[node], ends[node])
+        of_node[node] = TimedWork(rank, act, begins[node], ends[node])
         spans[rank].append(of_node[node])
         busy[rank] += order.takes[node]
     last = [max(nodes, key=ends.__getitem__) for nodes in order.last]

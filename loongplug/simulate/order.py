@@ -32,7 +32,7 @@ class Order:
     came: Sequence[int | None]
 
 
-class Waiting(NamedTuple):
+class Stuck(NamedTuple):
     """A rank that never goes on, ``what`` it waits for, and the rank that has to do that."""
 
     rank: int
@@ -46,9 +46,9 @@ class Deadlock(Exception):  # noqa: N818 - what it is, not that it is an error
     Each of the ``ring`` waits for the next one, and the last one for the first.
     """
 
-    def __init__(self, waiting: Mapping[int, Waiting]) -> None:
+    def __init__(self, waiting: Mapping[int, Stuck]) -> None:
         """``waiting`` are all ranks that are not through."""
-        way: list[Waiting] = []
+        way: list[Stuck] = []
         at = waiting.get(min(waiting))
         while at is not None and at not in way:
             way.append(at)
@@ -214,14 +214,14 @@ class _Walk:
     def _is_missing(self, message: int, sends: bool) -> bool:
         return self.came[message] is None and not (sends and self._messages.eager[message])
 
-    def _waiting(self, rank: int) -> Waiting:
+    def _waiting(self, rank: int) -> Stuck:
         """What a rank waits for that does not go on."""
         act = self._programs.ranks[rank][self._at[rank]]
         if isinstance(act, Meet):
             here = self._here[act.group, self._met[rank][act.group]]
             group = self._programs.groups[act.group]
             late = next(each for each in group if each not in here)
-            return Waiting(rank, f"to meet ranks {', '.join(map(str, group))}", late)
+            return Stuck(rank, f"to meet ranks {', '.join(map(str, group))}", late)
         assert isinstance(act, Wait)
         end = next(end for end in act.ends if self._is_missing(*end))
         message, seen = end[0], set[int]()
@@ -236,4 +236,4 @@ class _Walk:
             if any(isinstance(x, Post) and (message, sends) in x.ends for x in acts)
         )
         way = "to send" if sends else "to receive"
-        return Waiting(rank, f"{way} {self._messages.names[message]}", next(others, None))
+        return Stuck(rank, f"{way} {self._messages.names[message]}", next(others, None))

@@ -32,7 +32,7 @@ from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
-from loongplug.hetero.recorded_schedule import Posted, Waited, Way, calls
+from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
@@ -191,7 +191,7 @@ class Ranks:
         edges = [self._edges(each, each.stages - 1) for each in self._placed] if rank == 0 else []
         for each in edges:
             each.begin(self._units, trains=True)
-        posted: dict[tuple[int, Way], Sent] = {}
+        posted: dict[tuple[int, StageEnd], Sent] = {}
         stage = replace(self._pipeline, stage=rank)
         for place, call in enumerate(calls(stage, self._microbatches, beside_sends=self._overlap)):
             match call:

@@ -1,6 +1,8 @@
 """The clock: by hand, by formula, against a slow walk, and what it says of ranks that hang."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from drawn_programs import Slow, programs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loongplug import simulate
 from loongplug.simulate.clock import replay, run, step_time
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait, Work
@@ -160,3 +163,16 @@ def test_a_meeting_that_somebody_misses_is_named() -> None:
     alone: list[list[Act]] = [[Wait(((message, False),))], []]
     with pytest.raises(Deadlock, match=r"^rank 0 waits for somebody to send loss 0, for ever$"):
         run(build.programs(alone))
+
+
+def test_the_clock_knows_no_model_and_no_mode() -> None:
+    """It imports traces alone; what is planned by it lies above."""
+    folder = Path(simulate.__file__).parent
+    imports = {
+        node.module
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("loongplug")
+    }
+    others = {each for each in imports if not each.startswith("loongplug.simulate")}
+    assert others == {"loongplug.observe.trace_file"}
