@@ -138,7 +138,7 @@ class PlanClock:
         if before is None:
             pieces = range(len(step.pieces[one.microbatch]))
             yield Wait(tuple((self._features[one.microbatch, each], False) for each in pieces))
-        elif before.place != one.place:  # else the rank has just done it
+        elif before[1:] != one[1:]:  # else the rank has just done it
             yield self._wait(before)
         if len(step.lanes[stage]) > 1:
             yield Meet(self._build.group(step.lanes[stage]))
