@@ -43,11 +43,11 @@ class Setting:
         even = self._case("uniform", stages=(_stage(1.0),) * self.pp)
         found = {
             "uniform": even,
-            _TUNED: min(map(self._split, range(1, _LAYERS + 1)), key=_clocked),
+            _TUNED: min(map(self._split, range(1, _LAYERS + 1)), key=predicted),
         }
         for mode in ("encoder_hetero_dp", "full_hetero_dp", "streamed"):
             found[mode] = self._case(mode, stages=even.stages)
-        found["own_ranks"] = min(map(self._apart, range(1, self.pp)), key=_clocked)
+        found["own_ranks"] = min(map(self._apart, range(1, self.pp)), key=predicted)
         return {name: _slowed(case) for name, case in found.items()}
 
     def _split(self, first: int) -> Case:
@@ -80,7 +80,7 @@ def _stage(times: float) -> StageTime:
 
 def _slowed(case: Case) -> Case:
     """The case with all times in one proportion, such that ranks that wake late cost all alike."""
-    times = _SLOT * case.microbatches / _clocked(case)
+    times = _SLOT * case.microbatches / predicted(case)
     return replace(
         case,
         stages=tuple(_times(each, times) for each in case.stages),
@@ -90,12 +90,6 @@ def _slowed(case: Case) -> Case:
 
 def _times(time: StageTime, factor: float) -> StageTime:
     return StageTime(forward=time.forward * factor, backward=time.backward * factor)
-
-
-def _clocked(case: Case) -> float:
-    found = predicted(case)
-    assert found is not None, case
-    return found
 
 
 SETTINGS: Final = tuple(
@@ -135,7 +129,7 @@ def modes_table(*, steps: int, json_path: Path | None) -> None:
 def _mode_row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
     even = {name: sum(each.work) / len(each.work) for name, each in found.items()}
     measured = {name: min(each.step) / even[name] for name, each in found.items()}
-    clocked = {name: _clocked(each.case) / even[name] for name, each in found.items()}
+    clocked = {name: predicted(each.case) / even[name] for name, each in found.items()}
     shown = [
         *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
         *(f"{measured[name]:.2f} ({measured[name] / clocked[name]:.2f})" for name in found),
@@ -171,9 +165,9 @@ def published_table(*, steps: int, json_path: Path | None) -> None:
             name,
             ", ".join(str(each.case.ranks) for each in both),
             ", ".join(f"{min(each.step):,.0f}" for each in both),
-            ", ".join(f"{min(each.step) / _clocked(each.case):.2f}" for each in both),
+            ", ".join(f"{min(each.step) / predicted(each.case):.2f}" for each in both),
             f"{_gain(both, lambda each: min(each.step)):.2f}",
-            f"{_gain(both, lambda each: _clocked(each.case)):.2f}",
+            f"{_gain(both, lambda each: predicted(each.case)):.2f}",
             f"{row.aware.rate / row.unaware.rate:.2f}",
         ]
         print(f"| {' | '.join(shown)} |")

@@ -41,7 +41,7 @@ class CaseFigures:
     empty: float
     work: tuple[float, ...]
     bubbles: tuple[float, ...]
-    predicted: float | None
+    predicted: float
     shown: tuple[RankTrace, ...]
 
     @property
@@ -60,9 +60,9 @@ class CaseFigures:
         return self.median / (sum(self.work) / len(self.work))
 
     @property
-    def over_predicted(self) -> float | None:
+    def over_predicted(self) -> float:
         """How many times what the clock says."""
-        return None if self.predicted is None else self.median / self.predicted
+        return self.median / self.predicted
 
 
 def case_figures(case: Case, ranks: Sequence[RankFigures]) -> CaseFigures:
@@ -152,16 +152,13 @@ def print_cases(found: Sequence[CaseFigures], *, console: Console) -> None:
     table.add_column("bubble by rank")
     table.add_column("empty", justify="right")
     for each in found:
-        clock = "none"
-        if each.predicted is not None:
-            clock = f"{each.predicted:,.0f} ({each.over_predicted:.3f})"
         table.add_row(
             each.case.mode,
             str(each.case.ranks),
             spread(each.step, form=",.0f"),
             f"{each.over_busiest:.3f}",
             f"{each.over_even:.3f}",
-            clock,
+            f"{each.predicted:,.0f} ({each.over_predicted:.3f})",
             " ".join(f"{bubble:.0%}" for bubble in each.bubbles),
             f"{each.empty:,.0f}",
         )

@@ -11,9 +11,10 @@ from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
 from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
+from loongplug.hetero.step_programs import PlanClock
 from loongplug.hetero.streamed_pieces import StreamedCosts, Units
 from loongplug.hetero.streamed_together import StepPlanner
-from loongplug.hetero.streaming import streamed, time_of
+from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -206,7 +207,9 @@ def streamed_time(case: Case) -> float:
     media = media_of(case)
     step, otherwise = planner.step(media), planner.separated_time(media)
     plan = streamed(step, otherwise=otherwise)
-    return (time_of(step, plan) if plan.streamed else otherwise) * case.tick
+    found = PlanClock(step).time(plan) if plan.streamed else otherwise
+    assert found is not None, "ranks wait for one another"
+    return found * case.tick
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from loongplug.hetero.edge import Transport
+from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
@@ -63,15 +64,13 @@ class EncoderPlace:
 
         There are none where it encodes whole units.
         """
-        if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
-            return ()
-        replica = self.layout.coordinates(rank).dp
-        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
+        pieces = () if self.pieces is None else self.pieces[training]
+        return made_by(rank, layout=self.layout, pieces=pieces)
 
     def needed_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` decodes, in the order of their samples."""
         pieces = () if self.pieces is None else self.pieces[training]
-        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
+        return needed_by(rank, pieces=pieces)
 
     def given_media(self, rank: int) -> tuple[int, ...]:
         """The first stage's ranks of the replica that ``rank`` is of, ascending."""

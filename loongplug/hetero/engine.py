@@ -13,15 +13,15 @@ from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import WINDOW, Edges
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.piece_work import Streaming
-from loongplug.hetero.pipeline_graph import in_flight, warmup
+from loongplug.hetero.pipeline_graph import in_flight
 from loongplug.hetero.pipeline_wires import PipelineGroups
-from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLinks
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import StreamedCosts
@@ -161,35 +161,22 @@ class EncoderEngine:
         input, what that rank encodes of each unit; none where all units go by themselves.
         ``stream``: the rank's, of a step that streams.
         """
-        place, me = self.place, dist.get_rank() if rank is None else rank
-        edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
-        stage = self._stage_of(me)
-        replica = edge.replica_of(me) if edge else 0 if self.here else None
-        needed = place.needed_by(me, training=training)
-        consumes = me in edge.consumers if edge else bool(needed)
+        place = self.place
         return self._mode.policy(
-            EncoderStep(
+            encoder_step(
+                self._mode,
+                rank=dist.get_rank() if rank is None else rank,
+                edge=place.edge,
+                layout=place.layout,
+                pieces=() if place.pieces is None else place.pieces[training],
                 encoder_replicas=encoder_replicas,
-                replicas=len(edge.replicas) if edge else 1,
-                replica=replica,
-                consumes=consumes,
                 training=training,
                 trains=trains,
+                trains_before=self._trains_before if trains_before is None else trains_before,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-                on_host=self._mode.on_host,
+                ahead=self._ahead,
                 rows=rows,
                 joined_rows=self._joined_rows,
-                pieces=pieces,
-                warmup=warmup(
-                    microbatches=len(encoder_replicas) // pieces,
-                    ahead=self._ahead,
-                    stages=self._stages,
-                    stage=stage,
-                ),
-                stage=stage,
-                stages=self._stages,
-                trains_before=training
-                and (self._trains_before if trains_before is None else trains_before),
                 stream=stream,
             )
         )

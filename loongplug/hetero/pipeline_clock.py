@@ -1,7 +1,6 @@
-"""A clock of one step of full separation: the decoder's passes and the encoders' work. Pure.
+"""One step of full separation: the decoder's passes, the encoders' work, and plans of it. Pure.
 
-Costs and times are integers of one unit, such as counted operations. What is sent arrives at once,
-and nobody waits for who receives it.
+Costs are integers of one unit, such as counted operations.
 """
 
 from dataclasses import dataclass
@@ -175,6 +174,23 @@ class Step:
             for stage in range(len(self.passes))
         )
 
+    @cached_property
+    def in_turn(self) -> list[tuple[int, int, DecoderPass]]:
+        """All passes with stage and number, each behind what it waits for."""
+        found: list[tuple[int, int, DecoderPass]] = []
+        done: set[DecoderPass | None] = {None}
+        at, seen = [0 for _ in self.passes], -1
+        while seen < len(found):
+            seen = len(found)
+            for stage, passes in enumerate(self.passes):
+                while at[stage] < len(passes) and self.before(passes[at[stage]]) in done:
+                    one = passes[at[stage]]
+                    done.add(one)
+                    found.append((stage, at[stage], one))
+                    at[stage] += 1
+        assert len(found) == sum(map(len, self.passes)), "Megatron's order never waits for itself"
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlan:
@@ -186,155 +202,3 @@ class EncoderPlan:
 
     work: tuple[tuple[EncoderWork, ...], ...]
     streamed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """A step on the clock.
-
-    ``idle`` is what is left of it on each replica's ranks beside their work. ``encoded`` has when
-    each piece's features are there, by microbatch and piece, and ``used`` when the decoder is
-    through with a microbatch's.
-    """
-
-    step: int
-    idle: tuple[int, ...]
-    encoded: dict[Name, int]
-    used: dict[int, int]
-
-    def features_held(self) -> int:
-        """How many pieces' features there are at most at one time, wherever they lie."""
-        moments = [(at, 1) for at in self.encoded.values()]
-        moments += [(self.used[microbatch], -1) for microbatch, _ in self.encoded]
-        now = most = 0
-        for _, change in sorted(moments):
-            now += change
-            most = max(most, now)
-        return most
-
-
-def simulate(step: Step, plan: EncoderPlan) -> Times | None:
-    """A step on the clock; None where ranks wait for one another for ever."""
-    clock = _Clock(step, plan)
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(len(step.passes)):
-            moved = clock.runs(stage) or moved
-    return clock.read()
-
-
-def passes_in_turn(step: Step) -> list[tuple[int, int, DecoderPass]]:
-    """All passes with stage and number, each behind what it waits for."""
-    found: list[tuple[int, int, DecoderPass]] = []
-    done: set[DecoderPass | None] = {None}
-    at, seen = [0 for _ in step.passes], -1
-    while seen < len(found):
-        seen = len(found)
-        for stage, passes in enumerate(step.passes):
-            while at[stage] < len(passes) and step.before(passes[at[stage]]) in done:
-                one = passes[at[stage]]
-                done.add(one)
-                found.append((stage, at[stage], one))
-                at[stage] += 1
-    assert len(found) == sum(map(len, step.passes)), "Megatron's order never waits for itself"
-    return found
-
-
-class _Clock:
-    """How far each stage and each replica has come."""
-
-    def __init__(self, step: Step, plan: EncoderPlan) -> None:
-        self._step, self._plan = step, plan
-        stages, replicas = range(len(step.passes)), range(len(step.replicas))
-        self._next_pass = [0 for _ in stages]
-        self._next_work = [0 for _ in replicas]
-        self._free = [0 for _ in stages]  # when its last pass ended
-        self._busy = [0 for _ in replicas]
-        self._at = [0 for _ in replicas]  # when the replica's ranks are free
-        self._ends: dict[DecoderPass, int] = {}
-        self._encoded: dict[Name, int] = {}
-        self._missing = [len(each) for each in step.pieces]
-        self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
-
-    def runs(self, stage: int) -> bool:
-        """Go on as far as it can; whether it went on at all."""
-        passes, moved = self._step.passes[stage], False
-        while True:
-            here = self._next_pass[stage]
-            # All, not any: each goes on as far as it can.
-            steps = [self._works(replica, here) for replica in self._step.lanes[stage]]
-            moved = moved or any(went for went, _ in steps)
-            if not all(through for _, through in steps) or here == len(passes):
-                return moved
-            ready = self._ready(passes[here])
-            if ready is None:
-                return moved
-            self._decodes(stage, passes[here], ready)
-            moved = True
-
-    def read(self) -> Times | None:
-        """When all is done."""
-        step, plan = self._step, self._plan
-        done = all(n == len(each) for n, each in zip(self._next_pass, step.passes, strict=True))
-        done &= all(n == len(each) for n, each in zip(self._next_work, plan.work, strict=True))
-        if not done:
-            return None
-        ends = max([*self._free, *self._at])
-        return Times(
-            step=ends,
-            idle=tuple(
-                ends - busy - step.decoding[stage]
-                for busy, stage in zip(self._busy, step.replicas, strict=True)
-            ),
-            encoded=self._encoded,
-            used={one.microbatch: end for one, end in self._ends.items() if one[:2] == (True, 0)},
-        )
-
-    def _works(self, replica: int, here: int) -> tuple[bool, bool]:
-        """A replica's work before the pass ``here``: whether it did any, and whether all."""
-        work, moved = self._plan.work[replica], False
-        while self._next_work[replica] < len(work):
-            one = work[self._next_work[replica]]
-            if one.before > here:
-                break
-            begins = self._begins(one)
-            if begins is None:
-                return moved, False
-            takes = self._step.encoder_pass(one)
-            end = max(begins, self._at[replica]) + takes
-            self._at[replica] = end
-            self._busy[replica] += takes
-            self._next_work[replica] += 1
-            moved = True
-            for microbatch, piece in one.pieces if one.forward else ():
-                self._encoded[microbatch, piece] = end
-                self._missing[microbatch] -= 1
-                self._features[microbatch] = max(self._features[microbatch], end)
-        return moved, True
-
-    def _begins(self, one: EncoderWork) -> int | None:
-        """From when on its input is there; None for not yet known."""
-        if one.forward:
-            return 0
-        # Gradients come in the order of microbatches.
-        last = one.pieces[-1][0] if self._plan.streamed else len(self._step.pieces) - 1
-        return self._ends.get(DecoderPass(forward=False, place=0, microbatch=last))
-
-    def _ready(self, one: DecoderPass) -> int | None:
-        before = self._step.before(one)
-        if before is not None:
-            ready = self._ends.get(before)
-        else:
-            ready = None if self._missing[one.microbatch] else self._features[one.microbatch]
-        if self._plan.streamed or ready is None:
-            return ready
-        return None if any(self._missing) else max(ready, *self._features)
-
-    def _decodes(self, stage: int, one: DecoderPass, ready: int) -> None:
-        lanes = self._step.lanes[stage]
-        begins = max(ready, self._free[stage], *(self._at[replica] for replica in lanes))
-        self._ends[one] = self._free[stage] = begins + self._step.cost(one)
-        for replica in lanes:
-            self._at[replica] = self._free[stage]
-        self._next_pass[stage] += 1

@@ -29,6 +29,7 @@ from loongplug.hetero.pipeline_clock import (
     Step,
     decoder_passes,
 )
+from loongplug.hetero.step_programs import separated_time
 from loongplug.hetero.streamed_pieces import (
     InTurn,
     StreamedCosts,
@@ -36,7 +37,7 @@ from loongplug.hetero.streamed_pieces import (
     Units,
     streamed_step,
 )
-from loongplug.hetero.streaming import streamed, time_of
+from loongplug.hetero.streaming import streamed
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.
 _PIECES, _EACH = 4, 2
@@ -166,7 +167,9 @@ class StepPlanner:
                     if encoder.costs.of_passes.trains:
                         work[lane].append(EncoderWork(len(step.passes[stage]), False, pieces))
         ordered = tuple(tuple(sorted(each, key=lambda one: one.before)) for each in work)
-        return time_of(step, EncoderPlan(work=ordered, streamed=False))
+        plan = EncoderPlan(work=ordered, streamed=False)
+        group = next(iter(self._encoders.values())).costs.group
+        return separated_time(step, plan, group=group)
 
     def _planned(self, units: Mapping[str, Units]) -> dict[str, StreamedStep] | None:
         cuts = self._cuts(units)

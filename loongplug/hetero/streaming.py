@@ -32,8 +32,8 @@ from loongplug.hetero.pipeline_clock import (
     Name,
     PassCosts,
     Step,
-    simulate,
 )
+from loongplug.hetero.step_programs import PlanClock
 from loongplug.hetero.streaming_blocks import at_the_ends, blocks
 from loongplug.hetero.streaming_draft import Draft, Habits, tails_of
 
@@ -76,11 +76,13 @@ def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
     best = separated(step)
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    fastest, tails = time_of(step, best) if otherwise is None else otherwise, tails_of(step)
+    clock, tails = PlanClock(step), tails_of(step)
+    fastest = clock.time(best) if otherwise is None else otherwise
+    assert fastest is not None, "ranks wait for one another"
     for plan in (blocks(step, fill=fill) for fill in (0, 2, 4)):
-        times = simulate(step, plan)
-        if times is not None and times.step < fastest:
-            best, fastest = plan, times.step
+        ends = clock.time(plan)
+        if ends is not None and ends < fastest:
+            best, fastest = plan, ends
     encoding = sum(step.encoding(*name) for name in step.names)
     few = 3 * sum(sum(step.encoder(name).each) for name in step.names) >= encoding
     placed = sum(map(len, step.passes)) + (1 + step.trains) * sum(map(len, step.pieces))
@@ -93,14 +95,14 @@ def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
         draft.fill()
         plan, ends = draft.plan(), draft.ends
         if any(any(each.each) for each in step.encoders):
-            plan, ends = _with_joined(step, plan, ends=ends)
+            plan, ends = _with_joined(clock, plan, ends=ends)
         drafts[habits] = ends
         if ends < fastest:
             best, fastest = plan, ends
         if not waiting:
             closest = min(drafts, key=drafts.__getitem__)
             waiting.extend(each for each in closest.neighbours() if each not in drafts)
-    return _with_joined(step, best, ends=fastest)[0] if best.streamed else best
+    return _with_joined(clock, best, ends=fastest)[0] if best.streamed else best
 
 
 def separated(step: Step) -> EncoderPlan:
@@ -113,20 +115,14 @@ def separated(step: Step) -> EncoderPlan:
     return EncoderPlan(work=at_the_ends(step, owned), streamed=False)
 
 
-def time_of(step: Step, plan: EncoderPlan) -> int:
-    """When a step ends by the clock."""
-    times = simulate(step, plan)
-    assert times is not None, "ranks wait for one another"
-    return times.step
-
-
-def _with_joined(step: Step, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPlan, int]:
+def _with_joined(clock: PlanClock, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPlan, int]:
     """A plan and when it ends, with neighbouring passes joined where it ends no later so."""
-    joined = EncoderPlan(work=tuple(_neighbours(step, work) for work in plan.work), streamed=True)
-    times = simulate(step, joined)
-    if times is None or times.step > ends:
+    work = tuple(_neighbours(clock.step, each) for each in plan.work)
+    joined = EncoderPlan(work=work, streamed=True)
+    joined_ends = clock.time(joined)
+    if joined_ends is None or joined_ends > ends:
         return plan, ends
-    return joined, times.step
+    return joined, joined_ends
 
 
 def _neighbours(step: Step, work: Sequence[EncoderWork]) -> tuple[EncoderWork, ...]:

@@ -16,7 +16,6 @@ from loongplug.hetero.pipeline_clock import (
     EncoderWork,
     Name,
     Step,
-    passes_in_turn,
 )
 
 
@@ -142,7 +141,7 @@ def _waits(step: Step) -> list[_Wait]:
     ends: dict[DecoderPass, int] = {}
     free = [0 for _ in step.passes]
     begins: dict[DecoderPass, int] = {}
-    for stage, _, one in passes_in_turn(step):
+    for stage, _, one in step.in_turn:
         before = step.before(one)
         begins[one] = max(free[stage], 0 if before is None else ends[before])
         ends[one] = free[stage] = begins[one] + step.cost(one)

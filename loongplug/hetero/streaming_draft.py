@@ -12,7 +12,6 @@ from loongplug.hetero.pipeline_clock import (
     EncoderWork,
     Name,
     Step,
-    passes_in_turn,
 )
 
 
@@ -170,10 +169,11 @@ class Draft:
         for kind, queue in enumerate(self._to_go_backward[replica]):
             if not queue:
                 continue
-            work = EncoderWork(0, False, queue[0])
-            came = self._ends.get(DecoderPass(False, 0, work.pieces[-1][0]))
-            end = now + self._step.encoder_pass(work)
-            if came is not None and came <= now and (bound is None or end <= bound):
+            came = self._ends.get(DecoderPass(False, 0, queue[0][-1][0]))
+            if came is None or came > now:
+                continue
+            takes = self._step.encoder_pass(EncoderWork(0, False, queue[0]))
+            if bound is None or now + takes <= bound:
                 found.append((came, kind))
         return min(found)[1] if found else None
 
@@ -229,7 +229,7 @@ def tails_of(step: Step) -> dict[DecoderPass, int]:
     A piece's backward that waits for a pass counts, too.
     """
     tails: dict[DecoderPass, int] = {}
-    for stage, number, one in reversed(passes_in_turn(step)):
+    for stage, number, one in reversed(step.in_turn):
         behind = step.behind(one)
         longest = 0
         if behind is not None:

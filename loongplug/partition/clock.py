@@ -1,14 +1,15 @@
-"""A clock of one step of 1F1B, over the stages of modules that lead into one another. Pure."""
+"""A step of 1F1B over the stages of modules that lead into one another, on the clock. Pure."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loongplug.hetero.pass_order import Pipeline, turns
 from loongplug.hetero.pipeline_graph import GraphModule, distances
+from loongplug.simulate import clock
+from loongplug.simulate.programs import Act, Build, Post, Wait, Work
 
 _Stage = tuple[str, int]  # a module and one of its stages
-_Pass = tuple[_Stage, bool, int]  # forward or backward of a microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,38 +40,33 @@ def step_time(
     >>> stage = StageTime(forward=1, backward=2)
     >>> decoder = GraphModule(name="decoder", stages=4)
     >>> step_time([decoder], {"decoder": [stage] * 4}, microbatches=8)
-    33.0
+    33
 
     Raises:
         ValueError: the modules are no graph that ends in one decoder.
     """
     far = distances(modules)
     assert far.keys() == {(name, stage) for name in times for stage in range(len(times[name]))}
-    behind = _behind(modules)
+    behind, build = _behind(modules), Build()
     before: defaultdict[_Stage, list[_Stage]] = defaultdict(list)
     for stage, target in behind.items():
         before[target].append(stage)
-    queues = {stage: _passes(stage, far[stage], microbatches) for stage in far}
 
-    def awaited(one: _Pass) -> list[_Pass]:
-        """What other stages have to do before it."""
-        stage, forward, microbatch = one
-        others = before[stage] if forward else [behind[stage]] if stage in behind else []
-        return [(other, forward, microbatch) for other in others]
+    def acts(stage: _Stage) -> Iterator[Act]:
+        # Its order is that of the first stage of a pipeline as long.
+        length = far[stage] + 1
+        takes = times[stage[0]][stage[1]]
+        for turn in turns(Pipeline(stages=length, stage=0, chunks=1, group=length), microbatches):
+            for forward, one in ((True, turn.forward), (False, turn.backward)):
+                if one is None:
+                    continue
+                others = before[stage] if forward else [behind[stage]] if stage in behind else []
+                needed = (build.message((each, forward), one.microbatch) for each in others)
+                yield Wait(tuple((each, False) for each in needed))
+                yield Work(takes.forward if forward else takes.backward)
+                yield Post(((build.message((stage, forward), one.microbatch), True),))
 
-    ends: dict[_Pass, float] = {}
-    free = dict.fromkeys(far, 0.0)
-    while any(queues.values()):
-        done = len(ends)
-        for (module, number), queue in queues.items():
-            stage, takes = (module, number), times[module][number]
-            while queue and all(each in ends for each in awaited(queue[-1])):
-                one = queue.pop()
-                begins = max([free[stage], *(ends[each] for each in awaited(one))])
-                free[stage] = begins + (takes.forward if one[1] else takes.backward)
-                ends[one] = free[stage]
-        assert len(ends) > done, "1F1B with these distances never waits for itself"
-    return max(free.values())
+    return clock.step_time(build.programs([[*acts(stage)] for stage in far]))
 
 
 def _behind(modules: Sequence[GraphModule]) -> dict[_Stage, _Stage]:
@@ -82,16 +78,3 @@ def _behind(modules: Sequence[GraphModule]) -> dict[_Stage, _Stage]:
         if module.into is not None:
             found[module.name, module.stages - 1] = module.into, 0
     return found
-
-
-def _passes(stage: _Stage, distance: int, microbatches: int) -> list[_Pass]:
-    """Those of a stage that is so far from the decoder's last one; the last pass comes first."""
-    # Its order is that of the first stage of a pipeline as long.
-    pipeline = Pipeline(stages=distance + 1, stage=0, chunks=1, group=distance + 1)
-    found = [
-        (stage, forward, one.microbatch)
-        for each in turns(pipeline, microbatches)
-        for forward, one in ((True, each.forward), (False, each.backward))
-        if one is not None
-    ]
-    return found[::-1]

@@ -27,12 +27,14 @@ from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.edge import WINDOW, Edges, Transport
+from loongplug.hetero.encoder_steps import encoder_step, made_by
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
+from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import StepPlan
-from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
+from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
-from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.policies import apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -91,12 +93,9 @@ class _Place:
         return any(self.drawn.trains[: self.stage])
 
     @property
-    def made(self) -> list[ApartPiece]:
+    def made(self) -> tuple[ApartPiece, ...]:
         """The pieces that this rank makes, or has a stage of, of all decoder replicas' samples."""
-        if not self.here:
-            return []
-        replica = self.layout.coordinates(dist.get_rank()).dp
-        return [each for each in self.pieces if each.edge.encoder == replica]
+        return made_by(dist.get_rank(), layout=self.layout, pieces=self.pieces)
 
     def planned(
         self,
@@ -105,32 +104,23 @@ class _Place:
         training: bool,
         rows: tuple[int, ...],
         in_front: int,
-        consumes: bool,
     ) -> StepPlan:
         """Of a step; ``in_front`` are the forwards behind which the last stage takes gradients."""
-        pieces, stage = max(1, len(self.made)), self.stage
-        return apart(
-            EncoderStep(
-                encoder_replicas=encoder_replicas,
-                rows=rows,
-                replicas=1,
-                replica=0 if self.here else None,
-                consumes=consumes,
-                training=training,
-                trains=training and self.trains,
-                trains_before=training and self.trains_before,
-                last_stage=False,
-                pieces=pieces,
-                warmup=warmup(
-                    microbatches=len(encoder_replicas) // pieces,
-                    ahead=in_front,
-                    stages=self.layout.pp,
-                    stage=stage,
-                ),
-                stage=stage,
-                stages=self.layout.pp,
-            )
+        step = encoder_step(
+            APART,
+            rank=dist.get_rank(),
+            edge=None,
+            layout=self.layout,
+            pieces=self.pieces,
+            encoder_replicas=encoder_replicas,
+            rows=rows,
+            training=training,
+            trains=training and self.trains,
+            trains_before=self.trains_before,
+            last_stage=False,
+            ahead=in_front,
         )
+        return apart(step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +204,7 @@ class _World:
             device=platform.device,
         )
         executor = Executor(
-            lambda *, trains, **step: place.planned(
-                in_front=self._ahead, consumes=wires.consumes, **step
-            ),
+            lambda *, trains, **step: place.planned(in_front=self._ahead, **step),
             wires,
             entry=entry,
             taps=0,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, turns
 from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, End, Post, Wait
 
 Rank = tuple[str, int]  # a module and one of its stages
 Counts = Mapping[Rank, int]  # warm-up forwards
@@ -166,31 +168,28 @@ def _comes(move: Move, sources: set[Rank]) -> bool:
 
 def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
     """Whether all ranks come to the end of their programs."""
-    set_out: Counter[tuple[bool, tuple[Rank, Rank, str]]] = Counter()  # sends and receives
-    at = dict.fromkeys(programs, 0)
-    under_way: dict[Rank, list[tuple[Move, int]]] = {rank: [] for rank in programs}
+    build = Build()
+    try:
+        order(build.programs([[*_acts(build, each)] for each in programs.values()]))
+    except Deadlock:
+        return False
+    return True
 
-    def waits(move: Move, number: int) -> bool:
-        needed = not move.sends or move.waits
-        return needed and set_out[not move.sends, move.message] < number - move.before
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in programs.items():
-            while not any(waits(*each) for each in under_way[rank]):
-                if at[rank] == len(program):
-                    under_way[rank] = []
-                    break
-                under_way[rank] = []
-                for move in program[at[rank]]:
-                    set_out[move.sends, move.message] += 1
-                    under_way[rank].append((move, set_out[move.sends, move.message]))
-                at[rank] += 1
-                moved = True
-    return not any(under_way.values()) and all(
-        at[rank] == len(program) for rank, program in programs.items()
-    )
+def _acts(build: Build, program: Sequence[Exchange]) -> Iterator[Act]:
+    counts: Counter[tuple[bool, tuple[Rank, Rank, str]]] = Counter()
+    for exchange in program:
+        posts: list[End] = []
+        waits: list[End] = []
+        for move in exchange:
+            counts[move.sends, move.message] += 1
+            number = counts[move.sends, move.message]
+            posts.append((build.message(move.message, number, eager=False), move.sends))
+            before = number - move.before
+            if not move.sends or (move.waits and before > 0):
+                waits.append((build.message(move.message, before, eager=False), move.sends))
+        yield Post(tuple(posts))
+        yield Wait(tuple(waits))
 
 
 @dataclass(frozen=True, kw_only=True)

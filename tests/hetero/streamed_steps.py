@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank
@@ -16,6 +17,9 @@ from loongplug.hetero.pipeline_clock import (
     Step,
     decoder_passes,
 )
+from loongplug.hetero.step_programs import PlanClock
+from loongplug.simulate.clock import run
+from loongplug.simulate.order import Deadlock
 
 FORWARD = 2016  # of a microbatch on a stage; shares of 10 to 50 % in up to 8 pieces are integers
 
@@ -62,6 +66,45 @@ def busiest(step: Step) -> int:
     decoding = sum(step.decoding[stage] for stage in step.replicas)
     encoding = sum(step.encoding(*name) for name in step.names)
     return -(-(decoding + encoding) // len(step.replicas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """A step on the clock: ``idle`` by replica, and when each piece's features are there.
+
+    ``used`` is when the decoder is through with a microbatch's.
+    """
+
+    step: int
+    idle: tuple[int, ...]
+    encoded: dict[tuple[int, int], int]
+    used: dict[int, int]
+
+    def features_held(self) -> int:
+        """How many pieces' features there are at most at one time, wherever they lie."""
+        moments = [(at, 1) for at in self.encoded.values()]
+        moments += [(self.used[microbatch], -1) for microbatch, _ in self.encoded]
+        now = most = 0
+        for _, change in sorted(moments):
+            now += change
+            most = max(most, now)
+        return most
+
+
+def simulate(step: Step, plan: EncoderPlan) -> Times | None:
+    """None where ranks wait for one another for ever."""
+    programs = PlanClock(step).programs(plan)
+    try:
+        found = run(programs)
+    except Deadlock:
+        return None
+    came: dict[Any, Any] = dict(zip(programs.messages.names, found.came, strict=True))
+    return Times(
+        step=found.step,
+        idle=found.idle,
+        encoded={name: came["features", name] for name in step.names},
+        used={number: came[(True, 0), number] for number in range(len(step.pieces))},
+    )
 
 
 @st.composite

@@ -1,21 +1,24 @@
-"""Encoders on ranks of their own where a GPU takes all of its work from one queue: who hangs."""
+"""Encoders on ranks of their own where a GPU takes all of its work from one queue: who hangs.
 
-from collections.abc import Callable, Sequence
+So it is with ``CUDA_DEVICE_MAX_CONNECTIONS=1``: a receive that is posted ahead holds up what
+follows, where another one stands before it on the same stream.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from one_queue import ROW, Queue, Queued, finish
 from placed import ENCODER
-from stock_passes import Chunk, step_of_megatron
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import edge, stage_links
 from loongplug.hetero.edge import WINDOW, Edges, Transport
+from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import (
     BEGIN,
     GatherFeatures,
@@ -25,33 +28,59 @@ from loongplug.hetero.operations import (
     TakeBack,
     TakeStates,
 )
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
 from loongplug.parallel.layout import Layout
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, Post, Wait
+from loongplug.simulate.wires import on_streams
 
 pytestmark = pytest.mark.quick
 
 HOST = torch.device("cpu")
+ROW = torch.zeros(1, 1)
 
 
-class Took(torch.autograd.Function):
-    """A place where features are taken, and behind whose backward their gradient is there."""
+class Queue:
+    """Stands in for ``torch.distributed`` on one rank, and keeps what the rank gives its GPU."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, take: Callable[[], None], give: Callable[[], None]
-    ) -> torch.Tensor:
-        take()
-        ctx.give = give
-        return value.clone()
+    def __init__(self, rank: int, build: Build) -> None:
+        self.rank, self.given = rank, list[Act]()
+        self._build, self._counts = build, Counter[tuple[int, int, str]]()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.give()
-        return gradient, None, None
+    def get_rank(self) -> int:
+        return self.rank
+
+    def isend(self, rows: torch.Tensor, *, dst: int, group: str) -> "Sent":
+        return self._message((self.rank, dst, group), sends=True)
+
+    def irecv(self, rows: torch.Tensor, *, src: int, group: str) -> "Sent":
+        return self._message((src, self.rank, group), sends=False)
+
+    def _message(self, stream: tuple[int, int, str], *, sends: bool) -> "Sent":
+        message = self._build.message(stream, self._counts[stream], eager=False)
+        self._counts[stream] += 1
+        self.given.append(Post(((message, sends),)))
+        return Sent(self, Wait(((message, sends),)))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message on the queue."""
+
+    queue: Queue
+    waits: Wait
+
+    def is_completed(self) -> bool:
+        """As gloo says it; who waits for it to be so has what stands behind wait."""
+        return self.waits in self.queue.given
+
+    def wait(self) -> None:
+        self.queue.given.append(self.waits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +90,7 @@ class Placed:
     number: int
     stages: int
     first_rank: int
+    layout: Layout
     pieces: tuple[ApartPiece, ...]
 
 
@@ -98,7 +128,13 @@ class Ranks:
             )
             pieces = placement.pieces(entry.name, micro_batch_size=1)
             self._placed.append(
-                Placed(number=number, stages=stages, first_rank=offset, pieces=pieces)
+                Placed(
+                    number=number,
+                    stages=stages,
+                    first_rank=offset,
+                    layout=placement.entry(entry.name).layout,
+                    pieces=pieces,
+                )
             )
             offset += stages
         self._units = ExchangeSpec(
@@ -111,16 +147,22 @@ class Ranks:
 
     def finish(self, *, less: int = 0) -> bool:
         """Whether a step ends; ``less``: with so many forwards of the encoders fewer ahead."""
-        queues = [self._decoders(rank) for rank in range(self._pipeline.stages)]
-        queues += [
+        self._build = Build()
+        acts = [self._decoders(rank) for rank in range(self._pipeline.stages)]
+        acts += [
             self._encoders(encoder, stage, less=less)
             for encoder in self._placed
             for stage in range(encoder.stages)
         ]
-        return finish({queue.rank: queue.given for queue in queues})
+        programs = self._build.programs(acts)
+        try:
+            order(on_streams(programs, communicator=lambda stream: stream, one_queue=True))
+        except Deadlock:
+            return False
+        return True
 
     def _queue(self, rank: int) -> Queue:
-        queue = Queue(rank)
+        queue = Queue(rank, self._build)
         for module in (edge, stage_links):
             self._patch.setattr(module, "dist", queue)
         return queue
@@ -143,34 +185,39 @@ class Ranks:
     def _in_flight(self, encoder: Placed, stage: int) -> int:
         return in_flight(ahead=self._ahead, stages=encoder.stages, stage=stage)
 
-    def _decoders(self, rank: int) -> Queue:
+    def _decoders(self, rank: int) -> list[Act]:
         """What a rank of the decoder does under Megatron's schedule."""
-        queue = self._queue(rank)
+        queue, stages = self._queue(rank), self._pipeline.stages
         edges = [self._edges(each, each.stages - 1) for each in self._placed] if rank == 0 else []
         for each in edges:
             each.begin(self._units, trains=True)
-
-        def output(chunk: Chunk, number: int) -> torch.Tensor:
-            made = chunk.state()
-            unit = self._unit(number)
-            for each in edges if chunk.number == 0 else ():
-                take = partial(each.gather_variable_shape_embeddings, {}, unit)
-                give = partial(each.scatter_variable_shape_embeddings, {0: ROW}, unit)
-                made = Took.apply(made, take, give)
-            return made
-
-        step_of_megatron(
-            replace(self._pipeline, stage=rank),
-            self._microbatches,
-            output=output,
-            communicator=partial(Queued, queue=queue),
-            overlap=self._overlap,
-        )
+        posted: dict[tuple[int, StageEnd], Sent] = {}
+        stage = replace(self._pipeline, stage=rank)
+        for place, call in enumerate(calls(stage, self._microbatches, beside_sends=self._overlap)):
+            match call:
+                case Posted(ways=ways):
+                    for way in ways:
+                        peer = (rank + (1 if way.to_next else -1)) % stages
+                        # States and gradients of virtual stages alike are one stream of two ranks.
+                        posted[place, way] = (
+                            queue.isend(ROW, dst=peer, group="decoder")
+                            if way.sends
+                            else queue.irecv(ROW, src=peer, group="decoder")
+                        )
+                case Waited(posted=at, ways=ways):
+                    for way in ways:
+                        posted[at, way].wait()
+                case Turn(forward=Pass(chunk=0, microbatch=number)):
+                    for each in edges:
+                        each.gather_variable_shape_embeddings({}, self._unit(number))
+                case Turn(backward=Pass(chunk=0, microbatch=number)):
+                    for each in edges:
+                        each.scatter_variable_shape_embeddings({0: ROW}, self._unit(number))
         for each in edges:
             each.drain()
-        return queue
+        return queue.given
 
-    def _encoders(self, encoder: Placed, stage: int, *, less: int) -> Queue:
+    def _encoders(self, encoder: Placed, stage: int, *, less: int) -> list[Act]:
         """What a stage of the encoder does by its plan."""
         queue = self._queue(encoder.first_rank + stage)
         edges = self._edges(encoder, stage)
@@ -200,28 +247,23 @@ class Ranks:
                     edges.scatter_variable_shape_embeddings({}, self._unit(unit))
         edges.drain()
         links.drain()
-        return queue
+        return queue.given
 
     def _step(self, encoder: Placed, stage: int, *, less: int) -> EncoderStep:
-        forwards = warmup(
-            microbatches=self._microbatches,
-            ahead=self._ahead,
-            stages=encoder.stages,
-            stage=stage,
-        )
-        return EncoderStep(
+        step = encoder_step(
+            APART,
+            rank=encoder.first_rank + stage,
+            edge=None,
+            layout=encoder.layout,
+            pieces=encoder.pieces,
             encoder_replicas=((0,),) * self._microbatches,
-            replicas=1,
-            replica=0,
-            consumes=False,
             training=True,
             trains=True,
             trains_before=stage > 0,
             last_stage=False,
-            warmup=max(0, forwards - less),
-            stage=stage,
-            stages=encoder.stages,
+            ahead=self._ahead,
         )
+        return replace(step, warmup=max(0, step.warmup - less))
 
     def _link(self, encoder: Placed, stage: int, other: int) -> StageLink:
         boundary = min(stage, other)

@@ -1,87 +1,57 @@
-"""The order of passes, against Megatron's own schedules on a stage that talks to nobody."""
+"""The order of passes, against Megatron's own schedules as they are recorded."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from stock_passes import Chunk, step_of_megatron
-from torch import Tensor
 
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.pass_order import Pipeline, Turn, turns
 from loongplug.hetero.pipeline_clock import DecoderPass, decoder_passes
+from loongplug.hetero.recorded_schedule import calls
 
 pytestmark = pytest.mark.quick
 
 
-class Noted(torch.autograd.Function):
-    """Says when its forward and its backward are done."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, chunk: int, number: int, done: list[Any]) -> Tensor:
-        ctx.noted = chunk, number, done
-        done.append((True, chunk, number))
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        chunk, number, done = ctx.noted
-        done.append((False, chunk, number))
-        return gradient, None, None, None
-
-
-def done_by_megatron(
-    pipeline: Pipeline, microbatches: int, *, overlap: bool = False
-) -> list[tuple[bool, int, int]]:
-    """Passes as they are done: whether forward, chunk and microbatch."""
-    done: list[tuple[bool, int, int]] = []
-
-    def output(chunk: Chunk, number: int) -> Tensor:
-        made: Tensor = Noted.apply(chunk.state(), chunk.number, number, done)
-        return made
-
-    step_of_megatron(pipeline, microbatches, output=output, overlap=overlap)
-    return done
-
-
-def as_planned(pipeline: Pipeline, microbatches: int) -> list[tuple[bool, int, int]]:
-    found = []
-    for forward, place, microbatch in decoder_passes(pipeline, microbatches):
-        chunk, stage = divmod(place, pipeline.stages)
-        assert stage == pipeline.stage
-        found.append((forward, chunk, microbatch))
-    return found
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 9])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_1f1b(stages: int, microbatches: int) -> None:
-    for stage in range(stages):
-        pipeline = Pipeline(stages=stages, stage=stage, chunks=1, group=stages)
-        found = done_by_megatron(pipeline, microbatches)
-        assert found == as_planned(pipeline, microbatches)
-        assert len(found) == 2 * microbatches
+def plain() -> Iterator[tuple[Pipeline, int]]:
+    """All stages of small pipelines."""
+    for stages, microbatches in product((1, 2, 3, 4), (1, 2, 5, 9)):
+        for stage in range(stages):
+            yield Pipeline(stages=stages, stage=stage, chunks=1, group=stages), microbatches
 
 
 def interleaved() -> Iterator[tuple[Pipeline, int]]:
-    """All stages of small pipelines, whose groups are whole or have a smaller one behind them."""
+    """The same, whose groups are whole or have a smaller one behind them."""
     for stages, chunks, more in product((2, 3), (2, 3), (0, 1, 3)):
         group = stages + more
         for microbatches, stage in product(
             (group, 2 * group, 2 * group + stages, 3 * group), range(stages)
         ):
-            yield (
-                Pipeline(stages=stages, stage=stage, chunks=chunks, group=group),
-                microbatches,
-            )
+            yield Pipeline(stages=stages, stage=stage, chunks=chunks, group=group), microbatches
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_interleaved_with_groups_of_any_size(overlap: bool) -> None:
+def check(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) -> None:
+    found = calls(pipeline, microbatches, beside_sends=beside_sends)
+    passes = [each for each in found if isinstance(each, Turn)]
+    assert passes == [*turns(pipeline, microbatches)], (pipeline, microbatches)
+
+
+def test_1f1b() -> None:
+    for pipeline, microbatches in plain():
+        check(pipeline, microbatches)
+
+
+@pytest.mark.parametrize("beside_sends", [False, True])
+def test_interleaved_with_groups_of_any_size(beside_sends: bool) -> None:
     for pipeline, microbatches in interleaved():
-        found = done_by_megatron(pipeline, microbatches, overlap=overlap)
-        assert found == as_planned(pipeline, microbatches), (pipeline, microbatches)
+        check(pipeline, microbatches, beside_sends=beside_sends)
+
+
+def test_combined_passes() -> None:
+    """Megatron has them with virtual stages, and without a pipeline."""
+    alone = ((Pipeline(stages=1, stage=0, chunks=1, group=1), number) for number in (1, 2, 5))
+    for pipeline, microbatches in (*alone, *interleaved()):
+        check(replace(pipeline, overlaps=True), microbatches, beside_sends=pipeline.stages > 1)
 
 
 def test_a_pass_knows_its_place_on_the_microbatch_s_way() -> None:

@@ -1,6 +1,7 @@
 """Pieces over edges within a model replica: one order at both ends, and every row in its place."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -22,6 +23,9 @@ from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows
 from loongplug.hetero.streaming import separated, streamed
 from loongplug.parallel.layout import Layout
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, Post, Wait
+from loongplug.simulate.wires import on_streams
 
 WIDTH = 3
 
@@ -85,54 +89,32 @@ class Sent:
 def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> bool:
     """Whether a step ends where what two ranks move in a group goes through one queue on each.
 
-    As with NCCL: a message moves when it is the first of the queue at both ends. A rank's other
-    work does not wait for its queues but where it "waits"; with ``one_queue`` to the device
-    (``CUDA_DEVICE_MAX_CONNECTIONS=1``), a message that cannot move yet for one before it holds up
-    whatever comes behind it.
+    As with NCCL; ``one_queue`` is that of :func:`on_streams`.
     """
-    at = dict.fromkeys(did, 0)
-    queues: defaultdict[tuple[int, Any], deque[Message]] = defaultdict(deque)
-    there: set[Any] = set()
+    build = Build()
 
-    def goes_on(rank: int) -> bool:
-        if at[rank] == len(did[rank]):
-            return False
-        what, which = did[rank][at[rank]]
-        if what == "moves":
-            queue = queues[rank, (which[0], *sorted(which[1:3]))]
-            if one_queue and queue:
-                return False
-            queue.append(which)
-        elif what == "says":
-            there.add(which)
-        elif which not in there:
-            return False
-        at[rank] += 1
-        return True
+    def acts(rank: int) -> Iterator[Act]:
+        for what, which in did[rank]:
+            if what == "says":
+                yield Post(((build.message("says", which), True),))
+                continue
+            if which[0] == "pass":
+                yield Wait(((build.message("says", which), False),))
+                continue
+            group, source, target, number = which
+            stream = (group, source, target)
+            end = build.message(stream, number, eager=False), rank == source
+            yield Post((end,)) if what == "moves" else Wait((end,))
 
-    def moves(rank: int, name: Any) -> bool:
-        queue = queues[rank, name]
-        if not queue:
-            return False
-        _, source, target, _ = message = queue[0]
-        other = queues[source + target - rank, name]
-        if not other or other[0] != message:
-            return False
-        queue.popleft()
-        other.popleft()
-        there.add(message)
-        return True
+    def communicator(stream: Any) -> Any:
+        return None if stream == "says" else (stream[0], *sorted(stream[1:]))
 
-    moved = True
-    while moved:
-        moved = False
-        for rank in did:
-            while goes_on(rank):
-                moved = True
-        for rank, name in [*queues]:
-            while moves(rank, name):
-                moved = True
-    return not any(queues.values()) and all(at[rank] == len(did[rank]) for rank in did)
+    programs = build.programs([[*acts(rank)] for rank in sorted(did)])
+    try:
+        order(on_streams(programs, communicator=communicator, one_queue=one_queue))
+    except Deadlock:
+        return False
+    return True
 
 
 def drive(
@@ -261,12 +243,12 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
     plan = streamed(step) if fills else separated(step)
     wires = drawn(step, plan, window=window)
     assert wires.sent == wires.posted
-    for (name, *_), order in (*wires.sent.items(), *wires.posted.items()):
-        assert order == sorted(order) or name not in {*chain(*FEATURES, *GRADIENTS)}
+    for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
+        assert rows == sorted(rows) or name not in {*chain(*FEATURES, *GRADIENTS)}
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(order) for way, order in wires.sent.items() if way[0] in {*chain(*FEATURES)})
+    count = sum(len(rows) for way, rows in wires.sent.items() if way[0] in {*chain(*FEATURES)})
     owners = owners_of(plan).values()
     assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
     assert ends(wires.did)

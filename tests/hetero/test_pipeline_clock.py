@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from streamed_steps import FORWARD, even, passes, steps
+from streamed_steps import FORWARD, even, passes, simulate, steps
 
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,
@@ -12,9 +12,9 @@ from loongplug.hetero.pipeline_clock import (
     PassCosts,
     PieceCost,
     Step,
-    simulate,
 )
 from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.hetero.step_programs import PlanClock, separated_time
 from loongplug.hetero.streaming import separated
 from loongplug.partition.clock import StageTime, step_time
 
@@ -154,3 +154,27 @@ def test_idle_is_what_is_not_work(step: Step) -> None:
     all_work += sum(step.encoder(one.pieces[0]).each[not one.forward] for one in passes)
     all_work += sum(step.decoding[stage] for stage in step.replicas)
     assert sum(times.idle) == times.step * len(step.replicas) - all_work
+
+
+@given(steps())
+def test_a_step_that_is_sent_is_no_shorter(step: Step) -> None:
+    """Sends wait for their receives; even stages wait no longer for that."""
+    if len(step.forward) > len(step.passes) and len(step.pieces) % len(step.passes):
+        return
+    plan = separated(step)
+    free = PlanClock(step).time(plan)
+    assert free is not None
+    assert separated_time(step, plan, group=len(step.passes)) >= free
+
+
+def test_uneven_virtual_stages_are_held_up_by_what_they_send() -> None:
+    step = Step(
+        pieces=((),) * 4,
+        replicas=(0, 1),
+        passes=passes(2, 4, chunks=2),
+        forward=(2, 1, 1, 9),
+        backward=(9, 1, 9, 1),
+    )
+    plan = separated(step)
+    assert PlanClock(step).time(plan) == 91
+    assert separated_time(step, plan, group=2) == 92

@@ -168,6 +168,34 @@ def test_counts_from_the_sources_hang_where_sends_wait():
         assert waiting.finishes(distances(FIGURE_4A), microbatches=microbatches)
 
 
+def test_upstream_hangs_where_encoders_are_not_equally_deep():
+    """Two encoders and a decoder of one to four stages each: half of the steps, and none of ours.
+
+    Upstream counts from the deepest source, and its sends between modules wait, behind shapes.
+    """
+    hangs = 0
+    for first, second, pipeline in product(range(1, 5), repeat=3):
+        if first == second:
+            continue
+        modules = (
+            GraphModule(name="E0", stages=first, into="L"),
+            GraphModule(name="E1", stages=second, into="L"),
+            GraphModule(name="L", stages=pipeline),
+        )
+        ours, decoder = distances(modules), max(first, second) + pipeline - 1
+        upstream = {
+            (name, stage): count if name == "L" else decoder - stage
+            for (name, stage), count in ours.items()
+        }
+        waiting, free = (
+            Graph(modules=modules, edges_wait=waits, shapes=True) for waits in (True, False)
+        )
+        for microbatches in (1, 2, 4, 8):
+            hangs += not waiting.finishes(upstream, microbatches=microbatches)
+            assert free.finishes(ours, microbatches=microbatches)
+    assert hangs == 96  # of 192
+
+
 SENDS_AND_RECEIVES = {  # appendix D: of E1P0 E1P1 E2P0 L0 L1 L2
     ("warm", "send_forward"): "pNNpp-",
     ("steady", "send_forward_recv_backward"): "pNNpp-",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank, finish
-from streamed_steps import busiest
+from streamed_steps import busiest, simulate
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
@@ -41,7 +41,6 @@ from loongplug.hetero.pipeline_clock import (
     PassCosts,
     PieceCost,
     Step,
-    simulate,
 )
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed

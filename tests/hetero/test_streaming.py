@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pace import times_slower
 from simulated import finish
-from streamed_steps import Traffic, busiest, even, steps
+from streamed_steps import Times, Traffic, busiest, even, simulate, steps
 
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,
@@ -18,8 +18,6 @@ from loongplug.hetero.pipeline_clock import (
     PassCosts,
     PieceCost,
     Step,
-    Times,
-    simulate,
 )
 from loongplug.hetero.streaming import separated, streamed
 

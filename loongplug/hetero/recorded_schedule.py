@@ -1,0 +1,233 @@
+"""What a pipeline's stage does in a step, recorded from Megatron's own schedule functions.
+
+The functions run as they are, on objects in the place of tensors: a forward or a backward is noted
+and computes nothing, and the communicator notes what it is asked to send and to receive.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+
+
+class StageEnd(NamedTuple):
+    """One end of a message between stages: of an activation on its way ``forward``, or a gradient.
+
+    The other end is the next stage's or the previous one's, around the pipeline.
+    """
+
+    forward: bool
+    sends: bool
+
+    @property
+    def to_next(self) -> bool:
+        """Whether the other end is the next stage's."""
+        return self.forward == self.sends
+
+
+class Posted(NamedTuple):
+    """These set out, in Megatron's order; nobody waits for them yet."""
+
+    ways: tuple[StageEnd, ...]
+
+
+class Waited(NamedTuple):
+    """The stage goes on when what was ``posted``, by its place among the calls, is done."""
+
+    posted: int
+    ways: tuple[StageEnd, ...]
+
+
+Call = Turn | Posted | Waited
+
+
+@lru_cache(maxsize=256)
+def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) -> tuple[Call, ...]:
+    """All that a stage does in a step of training, in order.
+
+    With ``beside_sends`` (``overlap_p2p_comm``) virtual stages go on while their output is sent.
+    """
+    noted: list[Call] = []
+    schedule = schedules.forward_backward_pipelining_without_interleaving
+    several = pipeline.chunks > 1
+    config = ModelParallelConfig(
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=pipeline.stages,
+        virtual_pipeline_model_parallel_size=pipeline.chunks if several else None,
+        microbatch_group_size_per_vp_stage=pipeline.group if several else None,
+        overlap_p2p_comm=beside_sends,
+        batch_p2p_comm=not beside_sends,
+        variable_seq_lengths=True,
+    )
+    config.hidden_size = 1
+    config.overlap_moe_expert_parallel_comm = pipeline.overlaps
+    config.high_priority_a2a_comm_stream = False
+    groups = ProcessGroupCollection()
+    groups.tp = groups.cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    with_peers: dict[str, Any] = {"p2p_communicator": _Communicator(config, pipeline, noted)}
+    if pipeline.stages == 1:
+        schedule, with_peers = schedules.forward_backward_no_pipelining, {}
+    elif several:
+        schedule = schedules.forward_backward_pipelining_with_interleaving
+    chunks = [_chunk(config, number) for number in range(pipeline.chunks)]
+    with _noted_passes(noted):
+        schedule(
+            forward_step_func=None,
+            data_iterator=chunks if several else None,
+            model=chunks if several else chunks[0],
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            pg_collection=groups,
+            **with_peers,
+        )
+    return tuple(noted)
+
+
+def _chunk(config: ModelParallelConfig, number: int) -> Any:
+    """Stands in for a virtual stage of the model."""
+    made: Any = nn.Module()
+    made.config, made.number, made.model_type = config, number, ModelType.encoder_or_decoder
+    return made
+
+
+@contextmanager
+def _noted_passes(noted: list[Call]) -> Iterator[None]:
+    """Megatron's forward and backward note themselves; an output is the pass that made it."""
+
+    def forward(*given: Any, current_microbatch: int, **_: Any) -> tuple[Pass, int]:
+        made = Pass(chunk=given[2].number, microbatch=current_microbatch)
+        noted.append(Turn(forward=made))
+        return made, 0
+
+    def backward(input_tensor: Any, output: Pass, *_: Any) -> str:
+        noted.append(Turn(backward=output))
+        return "gradient"
+
+    def combined(*given: Any, current_microbatch: int | None = None, **hooks: Any) -> Any:
+        model, output = given[2], given[8]
+        made = None
+        if model is not None:
+            assert current_microbatch is not None
+            made = Pass(chunk=model.number, microbatch=current_microbatch)
+        gradient = None if output is None else "gradient"
+        if made is not None and hooks.get("pre_forward"):
+            hooks["pre_forward"](made.chunk)
+        if output is not None and hooks.get("pre_backward"):
+            hooks["pre_backward"](output.chunk)
+        noted.append(Turn(forward=made, backward=output))
+        if made is not None and hooks.get("post_forward"):
+            hooks["post_forward"](made, made.chunk)
+        if output is not None and hooks.get("post_backward"):
+            hooks["post_backward"](gradient, output.chunk)
+        return made, 0, gradient
+
+    # Without torch's process groups each stage would be the first one and the last.
+    with (
+        patch.object(schedules, "forward_step", forward),
+        patch.object(schedules, "backward_step", backward),
+        patch.object(combined_1f1b, "combined_forward_backward_step", combined),
+        patch.object(combined_1f1b, "find_megatron_fsdp", lambda _: None),
+        patch.object(combined_1f1b, "set_streams", lambda **_: None),
+        patch.object(schedules, "is_pp_first_stage", lambda group: group.rank() == 0),
+        patch.object(schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1),
+    ):
+        yield
+
+
+_WAYS = {
+    "send_next": StageEnd(forward=True, sends=True),
+    "recv_prev": StageEnd(forward=True, sends=False),
+    "send_prev": StageEnd(forward=False, sends=True),
+    "recv_next": StageEnd(forward=False, sends=False),
+}
+# Upstream's order, for every other stage.
+_ORDERS = (
+    ("send_next", "recv_prev", "send_prev", "recv_next"),
+    ("recv_prev", "send_next", "recv_next", "send_prev"),
+)
+_THERE = "received"
+
+
+class _Communicator:
+    """Notes what a stage's communicator is asked, under upstream's names."""
+
+    def __init__(self, config: ModelParallelConfig, pipeline: Pipeline, noted: list[Call]) -> None:
+        self.config, self._noted = config, noted
+        self.total_stages, self.current_stage = pipeline.stages, pipeline.stage
+        self.pp_group = SimpleNamespace(size=lambda: pipeline.stages, rank=lambda: pipeline.stage)
+        self.is_pp_first_stage = pipeline.stage == 0
+        self.is_pp_last_stage = pipeline.stage == pipeline.stages - 1
+        self.virtual_pipeline_model_parallel_size = pipeline.chunks if pipeline.chunks > 1 else None
+
+    def recv_forward(self, _: Any, is_first_stage: bool) -> str:
+        return self._done(recv_prev=not is_first_stage)
+
+    def recv_backward(self, _: Any, is_last_stage: bool) -> str:
+        return self._done(recv_next=not is_last_stage)
+
+    def send_forward(self, _: Any, is_last_stage: bool) -> None:
+        self._done(send_next=not is_last_stage)
+
+    def send_backward(self, _: Any, is_first_stage: bool) -> None:
+        self._done(send_prev=not is_first_stage)
+
+    def send_forward_recv_backward(self, _: Any, shapes: Any, is_last: bool) -> str:
+        return self._done(send_next=not is_last, recv_next=not is_last)
+
+    def send_backward_recv_forward(self, _: Any, shapes: Any, is_first: bool) -> str:
+        return self._done(send_prev=not is_first, recv_prev=not is_first)
+
+    def send_forward_recv_forward(
+        self, output: Any, *, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        ways = {"send_next": output is not None, "recv_prev": recv_prev}
+        return (_THERE, self._posted(**ways)) if overlap_p2p_comm else self._done(**ways)
+
+    def send_backward_recv_backward(
+        self, gradient: Any, *, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        ways = {"send_prev": gradient is not None, "recv_next": recv_next}
+        return (_THERE, self._posted(**ways)) if overlap_p2p_comm else self._done(**ways)
+
+    def send_forward_backward_recv_forward_backward(
+        self, output: Any, gradient: Any, *, tensor_shape: Any, **receives: bool
+    ) -> tuple[str, str]:
+        self._done(send_next=output is not None, send_prev=gradient is not None, **receives)
+        return _THERE, _THERE
+
+    def _posted(self, **wanted: bool) -> dict[str, Any]:
+        """Handles, which the schedule waits on later."""
+        names = [name for name in _ORDERS[self.current_stage % 2] if wanted.get(name)]
+        place = len(self._noted)
+        if names:
+            self._noted.append(Posted(tuple(_WAYS[name] for name in names)))
+        return {name: _Handle(self._noted, Waited(place, (_WAYS[name],))) for name in names}
+
+    def _done(self, **wanted: bool) -> str:
+        handles = self._posted(**wanted)
+        if handles:
+            ways = tuple(_WAYS[name] for name in handles)
+            self._noted.append(Waited(len(self._noted) - 1, ways))
+        return _THERE
+
+
+class _Handle(NamedTuple):
+    """What upstream waits on."""
+
+    noted: list[Call]
+    waited: Waited
+
+    def wait(self) -> None:
+        self.noted.append(self.waited)

@@ -1,0 +1,116 @@
+"""How messages go in another way: programs made of programs, one for each way of sending. Pure."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+
+from loongplug.simulate.programs import Act, End, Name, Post, Programs, Wait
+
+POOL = 32  # torch hands out so many CUDA streams of one priority, and then the same again
+
+
+def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
+    """With at most so many messages of each stream under way at a time, of those that are ``of``.
+
+    Who sends one more waits for the message ``most`` before; nobody waits for it where that is
+    eager.
+    """
+    names = programs.messages.names
+
+    def acts(rank: int) -> Iterator[Act]:
+        sent: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for act in programs.ranks[rank]:
+            yield act
+            for message, sends in act.ends if isinstance(act, Post) else ():
+                stream = names[message].stream
+                if not sends or not of(stream):
+                    continue
+                sent[stream].append(message)
+                if len(sent[stream]) > most:
+                    yield Wait(((sent[stream][-1 - most], True),))
+
+    return replace(programs, ranks=tuple(tuple(acts(rank)) for rank in range(len(programs.ranks))))
+
+
+def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Programs:
+    """With a message ahead of each that is ``of``, for its shape, which both of its ends wait for.
+
+    Those of one :class:`Post` are one handshake, as in Megatron.
+    """
+    messages = programs.messages
+    ahead = {
+        message: len(messages.names) + number
+        for number, message in enumerate(
+            each for each, name in enumerate(messages.names) if of(name.stream)
+        )
+    }
+
+    def acts(rank: int) -> Iterator[Act]:
+        for act in programs.ranks[rank]:
+            if isinstance(act, Post):
+                shapes = tuple((ahead[each], sends) for each, sends in act.ends if each in ahead)
+                yield from (Post(shapes), Wait(shapes)) if shapes else ()
+            yield act
+
+    return replace(
+        programs,
+        ranks=tuple(tuple(acts(rank)) for rank in range(len(programs.ranks))),
+        messages=replace(
+            messages,
+            names=messages.names
+            + tuple(
+                Name(("shape of", messages.names[each].stream), messages.names[each].which)
+                for each in ahead
+            ),
+            eager=messages.eager + tuple(messages.eager[each] for each in ahead),
+            takes=messages.takes + (0,) * len(ahead),
+        ),
+    )
+
+
+def on_streams(
+    programs: Programs,
+    *,
+    communicator: Callable[[Hashable], Hashable],
+    pool: int = POOL,
+    one_queue: bool = False,
+) -> Programs:
+    """On devices, where each communicator of a rank has a stream, and its messages go in turn.
+
+    ``communicator`` has that of a message's stream, None where none is used. Streams come from a
+    ``pool``: behind so many communicators, in the order in which the rank uses them first, two
+    share one. With ``one_queue`` (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what a rank gives to its
+    device begins in that order, so that a message that cannot begin holds up all behind it.
+    """
+    names = programs.messages.names
+    behind: defaultdict[int, list[int]] = defaultdict(list)
+    for message, others in programs.messages.behind.items():
+        behind[message] += others
+
+    def acts(rank: int) -> Iterator[Act]:
+        streams: dict[Hashable, int] = {}
+        latest: dict[int, End] = {}  # by stream
+        for act in programs.ranks[rank]:
+            if not isinstance(act, Post):
+                yield act
+                continue
+            for message, sends in act.ends:
+                used = communicator(names[message].stream)
+                if used is not None:
+                    stream = streams.setdefault(used, len(streams)) % pool
+                    if stream in latest:
+                        behind[message].append(latest[stream][0])
+                        if one_queue:
+                            yield Wait((latest[stream],))
+                    latest[stream] = message, sends
+                yield Post(((message, sends),))
+
+    ranks = tuple(tuple(acts(rank)) for rank in range(len(programs.ranks)))
+    return replace(
+        programs,
+        ranks=ranks,
+        messages=replace(
+            programs.messages,
+            behind={each: tuple(dict.fromkeys(others)) for each, others in behind.items()},
+        ),
+    )
