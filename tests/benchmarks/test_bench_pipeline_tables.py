@@ -49,6 +49,6 @@ def test_the_fastest_are_alike_within_3_percent():
 
 
 def test_a_table_that_is_not_there_is_one_sentence():
-    found = CliRunner().invoke(bench, ["pipeline", "table-9"])
+    found = CliRunner().invoke(bench, ["pipeline-tables", "table-9"])
     assert found.exit_code == 1
     assert f"expected one of {', '.join(TABLES)}." in found.output

@@ -22,7 +22,7 @@ from loongplug.training.unknown_flags import ACCUMULATION, OURS, PER_DEVICE
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "coming_from.md"
 # Of loongplug train itself, and on the way.
-LAUNCHERS = ("--ranks", "--valid-share", "--columns")
+LAUNCHERS = ("--ranks",)
 
 # Runs each command line in one process, and prints its code and what heavy packages are there then.
 COMMANDS = """
