@@ -9,6 +9,7 @@ that their losses agree shows that they do the same work.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,13 +32,16 @@ from loongplug.data.order import epoch_permutation
 RANKS, SEED = 2, 1234
 WARMUP = 1  # the first step, as in the metrics of a run
 LOSS_APART = 1e-4
-TRL, COMMAND, BARE = "TRL, DDP", "loongplug train", "DP2, uniform"
+TRL = "TRL, DDP"
+UNIFORM, FULL = "DP2, uniform", "DP2, full separation"
 LAYOUTS = {
-    BARE: (),
-    "DP2, full separation": ("--enable-full-hetero-dp",),
+    UNIFORM: (),
+    FULL: ("--enable-full-hetero-dp",),
     "PP2, full separation": ("--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2"),
     "TP2, uniform": ("--tensor-model-parallel-size", "2"),
 }
+# By the command line, not by a bare call of `run`: whose layout each has.
+COMMANDS = {f"loongplug train: {layout}": layout for layout in (UNIFORM, FULL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +101,10 @@ class RunFigures:
 
     tokens_per_second: float
     startup_seconds: float  # from the command to the end of the first step
-    processor_seconds: float = 0.0  # of a step, all ranks; of the command, nothing below is known
     peak_bytes: int = 0  # of the rank that has most
+    # Of the command, nothing below is known.
     held_bytes: int = 0
+    processor_seconds: float = 0.0  # of a step, all ranks
     losses: tuple[float, ...] = ()
 
     @classmethod
@@ -187,8 +192,8 @@ class _Bench:
 
     def run(self, side: str) -> RunFigures:
         """One run of a side, by its name in the table."""
-        if side == COMMAND:
-            return self._command()
+        if side in COMMANDS:
+            return self._command(LAYOUTS[COMMANDS[side]])
         folder = self._folder()
         if side == TRL:
             settings = TrlSettings(
@@ -201,7 +206,7 @@ class _Bench:
             )
             words = ("trl", str(folder), json.dumps(asdict(settings)))
         else:
-            loaded = ("--load-hf", self._weights, "--metrics-json", str(folder / "metrics.json"))
+            loaded = ("--load-hf", self._weights)
             words = ("loongplug", str(folder), *self._flags(), *loaded, *LAYOUTS[side])
         began = time.time()
         self._ranks(RANKS, words)
@@ -211,22 +216,27 @@ class _Bench:
         ]
         return RunFigures.of_ranks(notes, began=began)
 
-    def _command(self) -> RunFigures:
+    def _command(self, layout: Sequence[str]) -> RunFigures:
         """``loongplug train`` with the flags of the bare call; its first report is its warm-up."""
         metrics = self._folder() / "metrics.json"
-        command = [sys.executable, "-m", "loongplug.cli", "train", "--ranks", str(RANKS)]
-        command += [*self._flags(), "--load-hf", self._weights, "--metrics-json", str(metrics)]
-        began, startup = time.time(), 0.0
+        command = [sys.executable, "-c", "from loongplug.cli import app; app()", "train"]
+        command += ["--ranks", str(RANKS), *self._flags(), "--load-hf", self._weights, *layout]
+        began, startup, peak = time.time(), 0.0, 0.0
         with subprocess.Popen(
-            command, env=_environment(), stdout=subprocess.PIPE, text=True
+            [*command, "--metrics-json", str(metrics)],
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         ) as process:
             for line in process.stdout or ():
-                if line.startswith("iteration 1/"):
-                    startup = time.time() - began
+                if (said := re.search(r"^iteration \d+/.* ([\d.]+) GiB", line)) is not None:
+                    startup = startup or time.time() - began
+                    peak = float(said[1]) * 2**30
         assert process.returncode == 0, "its message stands above"
         return RunFigures(
             tokens_per_second=json.loads(metrics.read_text())["tokens_per_second"],
             startup_seconds=startup,
+            peak_bytes=round(peak),
         )
 
     @property
@@ -290,7 +300,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
 ) -> None:
     """Measure LoongPlug's layouts, and its command line, beside TRL's SFTTrainer."""
-    sides = side or [TRL, *LAYOUTS, COMMAND]
+    sides = side or [TRL, *LAYOUTS, *COMMANDS]
     written = {}
     for name in size or SIZES:
         with tempfile.TemporaryDirectory(prefix="loongplug-beside-") as folder:
@@ -298,9 +308,10 @@ def main(
         console = table_console()
         if TRL in found:
             console.print(table_of(name, found))
-        if BARE in found and COMMAND in found:
-            ratio = spread(beside(found[COMMAND], found[BARE]), form=".3f")
-            console.print(f"The command line over a bare call of run: {ratio}")
+        for command, bare in COMMANDS.items():
+            if command in found and bare in found:
+                ratio = spread(beside(found[command], found[bare]), form=".3f")
+                console.print(f"{command} over a bare call of run: {ratio}")
         apart = loss_apart(found)
         console.print(f"Losses are {apart:.1e} apart at most")
         written[name] = {side: [asdict(run) for run in runs] for side, runs in found.items()}
