@@ -86,7 +86,7 @@ def trl(folder: Path, settings: TrlSettings) -> None:
     model.accepts_loss_kwargs = True
     notes = RankNotes()
 
-    class Notes(TrainerCallback):  # type: ignore[misc]
+    class Notes(TrainerCallback):
         """Takes note of each step's log, in which tokens are counted from the start."""
 
         def on_log(self, *args: Any, logs: dict[str, float], **others: Any) -> None:

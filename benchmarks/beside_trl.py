@@ -204,10 +204,10 @@ class _Bench:
                 accumulation=self._size.accumulation,
                 steps=self._iterations,
             )
-            words = ("trl", str(folder), json.dumps(asdict(settings)))
+            words = ["trl", str(folder), json.dumps(asdict(settings))]
         else:
             loaded = ("--load-hf", self._weights)
-            words = ("loongplug", str(folder), *self._flags(), *loaded, *LAYOUTS[side])
+            words = ["loongplug", str(folder), *self._flags(), *loaded, *LAYOUTS[side]]
         began = time.time()
         self._ranks(RANKS, words)
         notes = [
