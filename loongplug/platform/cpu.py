@@ -34,6 +34,7 @@ from loongplug.platform.gloo import (
     exchanged_reduce_scatter_tensor,
 )
 from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.torch_kernels import keep_few_kernels
 
 _HOST = torch.device("cpu")
 # Numbers of glibc's malloc.h.
@@ -273,6 +274,7 @@ class CpuPlatform(Platform):
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
         _keep_freed_memory()
+        keep_few_kernels()
         self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 

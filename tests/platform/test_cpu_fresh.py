@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-CODE = """
+TORCH_AS_BEFORE = """
 import os, torch
 import torch._dynamo.config  # wraps torch.manual_seed when it is imported
 
@@ -34,11 +34,41 @@ with torch.device("meta"):
 """
 
 
+FEW_KERNELS = """
+import ctypes, torch
+from loongplug.models.layers import products
+from loongplug.platform import activate
+
+class Used(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefgxyz"]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Used
+activate("cpu")
+used = []
+for start in (1000, 1200, 1400):
+    for rows in range(start, start + 200):
+        products.mm(torch.ones(rows, 64), torch.ones(64, 72))
+    used.append(libc.mallinfo2().x >> 10)
+grown = used[2] - used[1]  # KiB; each kernel has some 280, and would be kept twice
+assert products._KERNEL is None or grown < 200 * 50, used
+"""
+
+
 def test_torch_is_as_before_after_deactivation() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
+    _in_fresh_process(TORCH_AS_BEFORE)
+
+
+def test_rows_that_vary_leave_few_kernels_in_memory() -> None:
+    _in_fresh_process(FEW_KERNELS)
+
+
+def _in_fresh_process(code: str) -> None:
+    left_out = ("TORCHDYNAMO_DISABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
     environment["CUDA_HOME"] = str(Path(__file__).parent)  # of which torch would complain
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CODE)],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=200,
