@@ -87,7 +87,7 @@ def doctor(
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Import Megatron, in tested versions as well.")
+        bool, typer.Option("--deep", help="Import Megatron also where its version is a tested one.")
     ] = False,
 ) -> None:
     """Show what this machine has, what LoongPlug will use, and what is missing.

@@ -157,7 +157,7 @@ warn_of_bubbles() {
     replicas=$((ranks / (tp * pp * cp)))
     if ((pp > 1 && replicas > 0 && batch < 4 * pp * replicas * micro && ${NODE_RANK:-0} == 0)); then
         echo "A batch of $batch gives each of $replicas replicas $((batch / (replicas * micro))) microbatches for" \
-            "$pp pipeline stages, which wait for each other below four a stage: raise GLOBAL_BATCH_SIZE to" \
+            "$pp pipeline stages, which idle much with fewer than four for each stage: raise GLOBAL_BATCH_SIZE to" \
             "$((4 * pp * replicas * micro)), or lower PP" >&2
     fi
 }

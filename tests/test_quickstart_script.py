@@ -92,6 +92,6 @@ def test_the_second_phase_teaches_what_the_first_has_not_asked(tmp_path: Path) -
     assert float(old_share) + float(new_share) == pytest.approx(1)
     assert values(second, "--valid-data-path") == [f"{DATA}/test.jsonl", f"{DATA}/new_test.jsonl"]
     assert values(second, "--load") == values(first, "--save")
-    assert "+model.image_encoder.freeze=True" in second
+    assert "model.image_encoder.freeze=True" in second
     (held_out,) = values(evaluation, "--data")
     assert (tmp_path / held_out).read_text() == "a test row\na new_test row\n"

@@ -92,7 +92,8 @@ def _say_nothing_of_videos(files: list[str], context: typer.Context) -> bool:
     if any("video" in each for each in said) or not all(map(_TEXT.search, files)):
         return False
     try:
-        contents = [Path(name).read_bytes() for name in files if Path(name).stat().st_size < _SMALL]
+        small = [Path(name) for name in files if Path(name).is_file()]  # and no pipe
+        contents = [each.read_bytes() for each in small if each.stat().st_size < _SMALL]
     except OSError:  # told by what opens them
         return False
     return len(contents) == len(files) and not any(map(_VIDEO.search, contents))

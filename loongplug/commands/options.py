@@ -69,7 +69,9 @@ SpecialTokensInText = Annotated[
     ),
 ]
 IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys to count, not to refuse.")]
-Columns = Annotated[str, typer.Option(metavar="OURS=THEIRS,...", help="Our names for rows' keys.")]
+Columns = Annotated[
+    str, typer.Option(metavar="OURS=THEIRS,...", help="Our names for rows' keys: query=question.")
+]
 LiteralMarkers = Annotated[
     bool, typer.Option("--literal-markers", help="Do not count <image> and the like as text.")
 ]

@@ -25,7 +25,7 @@ _PRELOADED = "loongplug.preloaded"
 _PORT = "give --master-port, or --rdzv-endpoint, with a port that is free on its machine"
 
 
-def _silent_ending(record: logging.LogRecord, *, endings_in: Path) -> bool:
+def _stays(record: logging.LogRecord, *, endings_in: Path) -> bool:
     """Whether torchrun's line on a failed rank stays: no rank has said why it failed."""
     record.exc_info = None  # a traceback would be torchrun's own
     return endings.failed_code(endings_in) is None
@@ -63,7 +63,7 @@ def _torchrun(*, endings_in: Path) -> int:
     # without one. It removes what is there first.
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(endings_in / "error.json")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-        partial(_silent_ending, endings_in=endings_in)
+        partial(_stays, endings_in=endings_in)
     )
     for context in (api.MultiprocessContext, api.SubprocessContext):
         # A signal waits: what has started when it comes, torchrun ends.

@@ -34,9 +34,12 @@ from loongplug.platform.gloo import (
     exchanged_reduce_scatter_tensor,
 )
 from loongplug.platform.replacements import Replacement, ReplacementTable
-from loongplug.platform.torch_kernels import keep_few_kernels
 
 _HOST = torch.device("cpu")
+# How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in
+# each, and each would keep 1,024: half a gigabyte where rows vary. A microbatch needs some 40.
+# Both ask at their first kernel.
+_KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "32"}
 # Numbers of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -274,7 +277,8 @@ class CpuPlatform(Platform):
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
         _keep_freed_memory()
-        keep_few_kernels()
+        for name, number in _KEPT_KERNELS.items():
+            os.environ.setdefault(name, number)
         self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 

@@ -4,7 +4,6 @@ The functions import torch themselves, so that doctor can say that there is none
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,6 @@ CAPABILITY = (8, 0)  # of the first GPUs with such kernels, and with bf16 at spe
 HEAD_ALIGNMENT, WIDEST_HEAD = 8, 256
 # Several products at once: bf16 values in the 16 bytes that a row of each operand is a multiple of.
 GROUPED_ALIGNMENT = 8
-# How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in
-# each, and each would keep 1,024: half a gigabyte where rows vary. A microbatch needs some 40.
-_KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "32"}
 _ASKED = ("scale", "window_size", "enable_gqa")  # that the first versions did not have
 
 
@@ -53,9 +49,3 @@ def onednn_product() -> Callable[..., Any] | None:
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return None
     return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
-
-
-def keep_few_kernels() -> None:
-    """Have oneDNN and torch keep few kernels; read at the first, unless the user has said it."""
-    for name, number in _KEPT_KERNELS.items():
-        os.environ.setdefault(name, number)

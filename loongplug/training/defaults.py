@@ -56,7 +56,7 @@ def _common(args: Namespace) -> dict[str, Any]:
         "exit_signal_handler": True,  # SIGTERM saves and ends
         "enable_one_logger": False,
         # None: each row once.
-        "eval_iters": None if args.valid_data_path or args.valid_share else 0,
+        "eval_iters": None if args.valid_data_path or args.valid_share is not None else 0,
         "eval_interval": 1000,  # upstream divides by it, also when nothing is evaluated
         "save_interval": args.train_iters if args.save else None,
         "split": "100,0,0" if args.data_path else None,  # held-out data have files of their own

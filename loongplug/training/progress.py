@@ -283,7 +283,7 @@ class TrainingProgress:
         self.valid_loss = all_loss if counted else None
         said = _said(self.valid_loss)
         if self.valid_loss is None:
-            said += ": no token of the validation data counts; look at their rows"
+            said += ": no validation row has a trained token; loongplug data check tells why"
         if asked:
             self.valid_exact_match = right / asked
             said += f" | exact match {right / asked:.1%} of {asked:.0f} answers"

@@ -80,9 +80,13 @@ def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
     if not saved:
         yield "saved", _NOTHING
     elif not ended_early:
-        yield "next", _evaluation(args, saved[-1][1])
+        folders = [folder for _, folder in saved]
+        # Adapters alone lack what trained beside them.
+        whole = (each for each in (args.save_hf, args.save, args.save_lora) if each in folders)
+        yield "next", _evaluation(args, next(whole))
     if saved and args.save:
         more = "" if ended_early else " and more --train-iters or --epochs"
+        more += ", without --finetune" if args.finetune else ""
         yield "going on", f"the same command with --load {shlex.quote(args.save)}{more}"
 
 

@@ -38,7 +38,8 @@ _OURS = {
     "dataloader-num-workers": "--num-workers {}",
     "preprocessing-num-workers dataset-num-proc": "leave it out: rows are read as they are needed",
     "dataset-dir": "leave it out: --train-data-path has whole paths",
-    "stage assistant-only-loss": "--training-phase sft, or pretrain for loss on all text",
+    "stage": "--training-phase sft, or pretrain for loss on all text",
+    "assistant-only-loss": "--training-phase sft where true, or pretrain for loss on all text",
     # The schedule.
     "learning-rate": "--lr {}",
     "num-train-epochs": "--epochs {}",
@@ -86,7 +87,7 @@ def refuse_unknown(
     problems = []
     unknown: dict[str, str] = {}
     for token in left_over:
-        if token.startswith("-"):
+        if token.startswith("-") and not token[1:2].isdigit():
             flag, _, value = token.partition("=")
             unknown[flag] = value
         elif token.lower() in ("true", "false") and (not unknown or unknown[flag]):
@@ -115,7 +116,7 @@ def in_our_words(
     words, value = OURS.get(name), theirs[name]
     if words is None or words.startswith("leave it out"):
         return words
-    if value.lower() == "false" and "{}" not in words:
+    if value.lower() == "false" and not {"{}", "true,"} & {*words.split()}:
         return "leave it out"
     return f"here it is {words.format(value.lower() if '.freeze=' in words else value or 'VALUE')}"
 

@@ -158,6 +158,11 @@ def test_adapters_of_another_model_are_refused(folders, tmp_path):
         ({"of_a_later_peft": {"on": 1}}, "of_a_later_peft is {'on': 1}, which has no"),
         ({"rank_pattern": {"(w*)*([a-z_.]+)+!": 1}}, r"rank_pattern names '\(w\*\)\*"),
         ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern names 'q_proj\(', expected a mod"),
+        ({"alpha_pattern": {"k_proj": 1}}, "proj different ranks or lora_alpha, expected the"),
+        (
+            {"alpha_pattern": {f"layers.1.mlp.{x}_proj": 1 for x in ("gate", "up")}},
+            r"0\.mlp.* and .*1\.mlp",
+        ),
         ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], expected an object"),
     ],
 )

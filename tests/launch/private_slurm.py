@@ -86,18 +86,16 @@ class Cluster:
         os.kill(daemon, signal.SIGKILL)
         eventually(lambda: not psutil.pid_exists(daemon))
 
-    def processes(self) -> list[psutil.Process]:
-        """The daemons, and all that runs in jobs: they have the same configuration."""
+    def processes(self, *, of_jobs: bool = False) -> list[psutil.Process]:
+        """All that runs in jobs and, unless only ``of_jobs``, the daemons: all have one config."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self._environment["SLURM_CONF"]:
+                there = process.environ()
+                ours = there.get("SLURM_CONF") == self._environment["SLURM_CONF"]
+                if ours and (not of_jobs or "SLURM_JOB_ID" in there):
                     found.append(process)
         return found
-
-    def of_jobs(self) -> list[psutil.Process]:
-        """What jobs have started and has not ended."""
-        return [each for each in self.processes() if "SLURM_JOB_ID" in each.environ()]
 
 
 class Job:

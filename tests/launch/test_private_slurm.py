@@ -56,10 +56,10 @@ def test_ranks_meet_by_srun_and_a_job_s_script_is_none(slurm: Cluster, tmp_path:
 def test_scancel_ends_all_ranks(slurm: Cluster, tmp_path: Path) -> None:
     job = slurm.submits(LAUNCH, SCRIPT=board_job(tmp_path))
     job.prints("is there", times=2)
-    assert slurm.of_jobs()
+    assert slurm.processes(of_jobs=True)
     slurm.does("scancel", job.number)
     assert job.ends() == "CANCELLED"
-    eventually(lambda: not slurm.of_jobs())
+    eventually(lambda: not slurm.processes(of_jobs=True))
 
 
 def test_a_lost_node_s_job_starts_again(slurm: Cluster, tmp_path: Path) -> None:

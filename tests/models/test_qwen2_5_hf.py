@@ -116,8 +116,9 @@ def test_what_transformers_cannot_read_is_one_line(tmp_path):
     for missing in ("Qwen9VLConfig", "no_such_package:Config"):
         theirs = dataclasses.replace(model.in_transformers, config_class=missing)
         of_another = dataclasses.replace(model, in_transformers=theirs)
-        with pytest.raises(ValueError, match=r"has no config class .*: install a version of"):
-            hf_config_differences(folder, of_another)
+        (difference,) = hf_config_differences(folder, of_another)
+        assert "has no config class" in difference
+        assert ": install a version of" in difference
 
 
 @pytest.mark.quick

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parity.built_in import Faults, around, at
 
-SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.image_patches"
+SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.pixel_bytes"
 LINKS = "loongplug.hetero.stage_links:StageLinks"
 
 FAULTS = Faults()

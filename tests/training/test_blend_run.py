@@ -47,6 +47,6 @@ def test_a_blend_with_a_media_root_trains(
     assert written["iterations"] == 4
     said = capfd.readouterr().out
     assert "\n6 of 66 rows of the training data are for validation alone: --valid-share" in said
-    assert "\nEach evaluation takes 6 of 6 rows of the validation data, each once" in said
+    assert "\nvalidation  every 2 steps: 6 of 6 rows, each once, in " in said
     assert said.count("| validation loss ") == 2
     assert written["bad_samples"]["media"] >= 1

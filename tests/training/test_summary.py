@@ -124,7 +124,8 @@ def test_experts_count_as_often_as_there_are_some(flags):
 
 def ended(**given: Any) -> Namespace:
     none = dict.fromkeys(("save", "save_hf", "save_lora", "valid_data_path", "media_root"))
-    return Namespace(**none | {"tokenizer_model": "tok", "trusted_packages": []} | given)
+    others = {"tokenizer_model": "tok", "trusted_packages": [], "finetune": False}
+    return Namespace(**none | others | given)
 
 
 def test_what_a_run_says_at_its_end(tmp_path):
@@ -144,6 +145,10 @@ def test_what_a_run_says_at_its_end(tmp_path):
     assert text_of(end_facts(exports)) == (
         "saved       the model for transformers in hf\n"
         "saved       the adapters in ad apters\n"
-        "next        loongplug eval --model 'ad apters' --data valid.jsonl\n"
+        "next        loongplug eval --model hf --data valid.jsonl\n"
     )
+    adapters = ended(save_lora="ad apters")
+    assert "eval --model 'ad apters' --data DATA.jsonl" in text_of(end_facts(adapters))
+    finetuned = ended(save=save, finetune=True)
+    assert text_of(end_facts(finetuned)).endswith("--epochs, without --finetune\n")
     assert text_of(end_facts(exports, ended_early=True)).startswith("saved       nothing: ")

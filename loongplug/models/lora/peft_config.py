@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import replace
 from math import inf
@@ -114,8 +114,8 @@ def folder_linears(
         raise ValueError(f"The adapters in {folder} are not plain: {'; '.join(problems)}")
     tensors = open_adapters(folder).keys()
     linears = {
-        linear.name: _settings_of(linear, config, folder=folder)
-        if _has_adapters(linear, config, tensors=tensors)
+        linear.name: _settings_of(adapted, config, folder=folder)
+        if (adapted := _adapted(linear, config, tensors=tensors))
         else None
         for linear in AdapterTable(dict.fromkeys(modules, LoraSettings(rank=1)), model).linears
     }
@@ -126,23 +126,30 @@ def folder_linears(
     return linears
 
 
-def _has_adapters(
+def _adapted(
     linear: AdaptedLinear, config: Dictionary[str, Any], *, tensors: Iterable[str]
-) -> bool:
+) -> list[str]:
+    """The modules of a linear that have adapters, in all layers."""
     if linear.experts is not None:
         named = config.get("target_parameters") or ()
-        return any(name.endswith(f".{each}") for name in linear.modules for each in named)
+        ends = [name for name in linear.modules for each in named if name.endswith(f".{each}")]
+        return [name.replace("{}", "0") for name in ends]
     pattern = "|".join(map(_pattern, linear.modules))
     tensor = re.compile(rf"base_model\.model\.({pattern})\.lora_A\.weight")
-    return any(map(tensor.fullmatch, tensors))
+    return [found[1] for found in map(tensor.fullmatch, tensors) if found]
 
 
 def _settings_of(
-    linear: AdaptedLinear, config: Dictionary[str, Any], *, folder: Path
+    modules: Sequence[str], config: Dictionary[str, Any], *, folder: Path
 ) -> LoraSettings:
-    module = linear.modules[0].replace("{}", "0")
-    rank = _of(config, "rank_pattern", module, config.get("r"))
-    alpha = _of(config, "alpha_pattern", module, config.get("lora_alpha"))
+    module, *others = modules
+    rank, alpha = _numbers_of(module, config)
+    for other in others:
+        if _numbers_of(other, config) != (rank, alpha):
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG_FILE} gives {module} and {other} different ranks or "
+                "lora_alpha, expected the same for all layers and parts of a linear"
+            )
     numbers = type(rank) is int and type(alpha) in (int, float)
     if not numbers or rank < 1 or not 0 < alpha < inf:
         raise ValueError(
@@ -150,6 +157,12 @@ def _settings_of(
             f"lora_alpha {alpha!r:.80}, expected a whole number and a number above 0"
         )
     return LoraSettings(rank=rank, alpha=alpha)
+
+
+def _numbers_of(module: str, config: Dictionary[str, Any]) -> tuple[Any, Any]:
+    """Its rank and its alpha, of whatever type the file has."""
+    rank = _of(config, "rank_pattern", module, config.get("r"))
+    return rank, _of(config, "alpha_pattern", module, config.get("lora_alpha"))
 
 
 def module_settings(

@@ -133,7 +133,7 @@ def value_of(args: Namespace, flag: str) -> Any:
 
 def evaluates(args: Namespace) -> bool:
     """Whether a run has validation data."""
-    return bool(args.valid_data_path or args.valid_share)
+    return bool(args.valid_data_path) or args.valid_share is not None
 
 
 def flag_of(name: str) -> str:
