@@ -9,6 +9,7 @@ from digits.sounds import make_sound_data
 from free_passes import free_passes
 from measured import measure
 from ranks import run_ranks
+from sweeps import sweep
 
 from loongplug.estimate.estimate import estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
@@ -200,7 +201,13 @@ def row(name, stage, real):
     return f"| {name} | {stage.place.removeprefix('stage ')} | " + " | ".join(cells) + " |"
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = """
+uniform-pp2-offload uniform-experts uniform-cp2-tp2-sp hetero-dp-tp2-sp full-tp2-pp2-sp-shared full-bf16
+full-pp2-lora-only streamed-tp2-pp2-sp streamed-pp2-many-passes-away overlap-full-vpp2-delayed
+""".split()
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_a_step_holds_what_was_estimated(flags, name, table):
     holds_what_was_estimated(flags, name, table)
 
