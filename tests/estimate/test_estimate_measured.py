@@ -201,10 +201,18 @@ def row(name, stage, real):
     return f"| {name} | {stage.place.removeprefix('stage ')} | " + " | ".join(cells) + " |"
 
 
-FEW = """
-uniform-pp2-offload uniform-experts uniform-cp2-tp2-sp hetero-dp-tp2-sp full-tp2-pp2-sp-shared full-bf16
-full-pp2-lora-only streamed-tp2-pp2-sp streamed-pp2-many-passes-away overlap-full-vpp2-delayed
-""".split()
+FEW = [
+    "uniform-pp2-offload",
+    "uniform-experts",
+    "uniform-cp2-tp2-sp",
+    "hetero-dp-tp2-sp",
+    "full-tp2-pp2-sp-shared",
+    "full-bf16",
+    "full-pp2-lora-only",
+    "streamed-tp2-pp2-sp",
+    "streamed-pp2-many-passes-away",
+    "overlap-full-vpp2-delayed",
+]
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
