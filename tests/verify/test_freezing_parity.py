@@ -64,7 +64,7 @@ EXPERTS_FROZEN = {
 
 
 def agrees(folder, frozen, layouts):
-    plan = made_plan(folder, *PP, *VPP, *frozen)  # for four layers
+    plan = made_plan(folder, *PP, *VPP, *TP, *frozen)  # for four layers, and sizes of TP 2
     common = [
         flag
         for flag in plan.reference

@@ -51,7 +51,7 @@ def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
 
 
 def losses_of(rank: int, *, flags: list[str]) -> list[float]:
-    return [step.loss for step in run(flags)]
+    return [step.loss for step in run(flags, verified=True)]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_the_longest_row_just_fits(
         monkeypatch.setitem(sys.modules, package, None)  # none of them is installed
     flags = ("--device", "cpu", "--model-name", name)
     plan = plan_runs(Request(flags=flags, scale="tiny"), folder=tmp_path)
-    parsed = parse_arguments(plan.layout)
+    parsed = parse_arguments(plan.layout, verified=True)
     data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
     rows = [data.train[number] for number in range(SAMPLES)]
     assert max(len(row.input_ids) for row in rows) == parsed.args.seq_length
