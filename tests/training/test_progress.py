@@ -167,7 +167,7 @@ def collect(rank: int) -> list[StepReport]:
     assert rank > 0 or said in stream.getvalue()
     progress.evaluated(torch.tensor(float("nan")) if rank >= 2 else None)
     assert progress.valid_loss is None
-    assert rank > 0 or "iteration 5 | validation loss none: no token of" in stream.getvalue()
+    assert rank > 0 or "iteration 5 | validation loss none: no validation row" in stream.getvalue()
     return progress.reports
 
 
