@@ -152,9 +152,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         eventually(lambda: made.does("sinfo", "--noheader", "--format=%T %D") == "idle 2\n")
         yield made
     finally:
-        for process in made.processes():
+        left = made.processes()
+        for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(left, timeout=10)
 
 
 def free_ports(number: int) -> list[int]:
