@@ -11,7 +11,8 @@ from socket import create_server
 import pytest
 
 import loongplug
-from loongplug import platform
+from loongplug import platform, train
+from loongplug.parallel import world
 from loongplug.parallel.failure import met_store
 from loongplug.parallel.world import served_store, take_rank, this_rank
 from loongplug.train import started
@@ -231,3 +232,9 @@ def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
     assert {each.returncode for each in twice} == {1}
     assert "".join(errors).count("rank 1 was started twice, as process ") == 1
     assert "Traceback" not in "".join(errors)
+
+
+@pytest.mark.quick
+def test_a_command_line_is_checked_early_where_no_starter_gave_a_rank() -> None:
+    """``loongplug.train`` names starters itself, since this module imports torch."""
+    assert {*train._RANKS} == {rank for rank, *_ in world._STARTERS}
