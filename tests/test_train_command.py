@@ -97,11 +97,12 @@ def test_a_misspelt_flag_is_one_sentence_and_a_code(tmp_path):
 
 @pytest.mark.slow
 def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp_path):
-    """What a terminal shows of a run without --save; all else is in a log that it names."""
+    """What a terminal shows of a run that saves; all else is in a log that it names."""
     make_demo_data(tmp_path, train=32, test=8)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
+    saved = tmp_path / "run"
     terminal, end = pty.openpty()
     run = subprocess.Popen(
         [
@@ -110,7 +111,7 @@ def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp
             *("--tokenizer-model", str(tmp_path / "processor"), "--seq-length", "48"),
             *("--train-data-path", str(tmp_path / "train.jsonl"), "--train-iters", "100000"),
             *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
-            *("--log-interval", "20"),
+            *("--log-interval", "20", "--save", str(saved), "--save-interval", "20"),
         ],
         cwd=ROOT,
         env=environment,
@@ -130,15 +131,16 @@ def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp
         os.close(terminal)
     assert stderr == "loongplug: interrupted\n"
     assert run.returncode == 130
-    told = re.search(r"Megatron's of each rank in (\S+)", shown)
-    assert told is not None, shown
-    assert told[1].startswith(f"{tmp_path}/loongplug-")
-    log = (Path(told[1]) / "rank_0.log").read_text()
+    assert f"Megatron's of each rank in {saved}/logs" in shown
+    assert f"checkpoints to {saved} every 20 steps" in shown
+    log = (saved / "logs" / "rank_0.log").read_text()
     # What Megatron says while the bar is there, too.
-    for words in ("consumed samples", "Theoretical memory footprints", "(after 20 iterations)"):
+    for words in (
+        *("consumed samples", "Theoretical memory footprints", "(after 20 iterations)"),
+        *("(before save_checkpoint for iteration 20)", "successfully saved checkpoint"),
+    ):
         assert words in log
         assert words not in shown
-    assert "saves       \x1b[0mnothing: --save DIR" in shown
 
 
 def _until(terminal: int, pattern: str | None) -> Iterator[str]:

@@ -23,6 +23,7 @@ from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
 from modes import LEVELS
+from modes.levels_clock import step_ms
 from modes.levels_figures import (
     RunFigures,
     SettingFigures,
@@ -150,7 +151,7 @@ class _Bench:
                     runs[flags],
                     runs[uniform],
                     flags=flags,
-                    traced=self._traced(setting, flags, picture=picture),
+                    traced=self._traced(level, setting, flags, picture=picture),
                     picture=str(picture),
                 )
             )
@@ -162,14 +163,21 @@ class _Bench:
             levels=tuple(levels),
         )
 
-    def _traced(self, setting: Setting, flags: tuple[str, ...], *, picture: Path) -> TracedFigures:
+    def _traced(
+        self, level: str, setting: Setting, flags: tuple[str, ...], *, picture: Path
+    ) -> TracedFigures:
         warmup = self._work.warmup
         folder = self._root / f"trace-{self._runs}"
         self._loaded(setting, (*flags, "--trace", str(folder)))
         traces = read_folder(folder)
         step, measured = shown_step(traces, warmup=warmup)
         draw_timeline(traces, measured, picture, step=step)
-        return traced_figures(traces, warmup=warmup)
+        found = traced_figures(traces, warmup=warmup)
+        if setting.dp > 1:  # replicas wait for one another's gradients, of which a case knows none
+            return found
+        count = self._work.microbatches
+        clock = step_ms(level, setting, found.phase_ms, microbatches=count)
+        return replace(found, clock_ms=clock)
 
     def _loaded(self, setting: Setting, flags: tuple[str, ...]) -> RunFigures:
         return self._run(setting, ("--load-hf", self._weights, *flags), warmup=self._work.warmup)

@@ -66,6 +66,7 @@ class TracedFigures:
 
     phase_ms: tuple[Mapping[str, float], ...]  # of every rank
     exchange_bytes: float  # of a step, sent by all ranks together
+    clock_ms: float | None = None  # what the step should take by the clock, of its phases
 
     @property
     def encoder_share(self) -> float:
@@ -73,6 +74,11 @@ class TracedFigures:
         encoder = sum(rank[phase] for rank in self.phase_ms for phase in ENCODER)
         decoder = sum(rank[phase] for rank in self.phase_ms for phase in DECODER)
         return encoder / (encoder + decoder)
+
+    @property
+    def step_ms(self) -> float:
+        """Of the first rank, whose phases fill it."""
+        return sum(self.phase_ms[0].values())
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -271,6 +277,7 @@ def phases_table(figures: SettingFigures) -> Table:
     for phase in PHASES:
         table.add_column(phase.replace(" ", "\n"), justify="right")
     table.add_column("bubble\nof step", justify="right")
+    table.add_column("step by\nthe clock", justify="right")
     for each in figures.levels:
         bubbles = each.traced.bubbles
         for rank, took in enumerate(each.traced.phase_ms):
@@ -279,9 +286,15 @@ def phases_table(figures: SettingFigures) -> Table:
                 str(rank),
                 *(f"{took[phase]:,.0f}" for phase in PHASES),
                 f"{bubbles[rank]:.0%}",
+                _beside_the_clock(each.traced) if rank == 0 else "",
             )
         table.add_section()
     return table
+
+
+def _beside_the_clock(traced: TracedFigures) -> str:
+    clock = traced.clock_ms
+    return "" if clock is None else f"{clock:,.0f}: {clock / traced.step_ms:.2f}"
 
 
 def wide_console() -> Console:

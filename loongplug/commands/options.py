@@ -88,7 +88,11 @@ Warmup = Annotated[int, typer.Option(help="Steps before the measured ones.")]
 Steps = Annotated[int, typer.Option(help="Measured steps.")]
 Rounds = Annotated[int, typer.Option(help="How often each side is measured.")]
 # Of commands that hand on what is not an option of theirs.
-HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+HANDS_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": ["-h", "--help"],  # else -h would be handed on
+}
 
 
 @contextmanager

@@ -133,8 +133,8 @@ def compose_asked_for(
         wanted, there = _adapter(asked.get(name)), _adapter(settings)
         if wanted != there:
             raise ValueError(
-                f"{name} is to have {wanted}, but has {there} in --load-lora {args.load_lora}: "
-                "leave out the model's lora, which the folder says, or give another folder"
+                f"the model asks for {wanted} in {name}, where --load-lora {args.load_lora} has "
+                f"{there}: leave out the model's lora, which the folder tells, or give another one"
             )
     return composed
 

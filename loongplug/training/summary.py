@@ -25,12 +25,13 @@ from loongplug.training.checkpoints import has_checkpoint
 from loongplug.training.config import shown_name
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.rows import TRAINING, training_files
+from loongplug.training.rules.hetero import encoder_tp
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import step_sizes
 
 Fact = tuple[str, str]
 
-_NOTHING = "nothing: --save DIR keeps checkpoints, --save-hf DIR the model for transformers"
+_FLAGS = "--save DIR keeps checkpoints, --save-hf DIR the model for transformers"
 
 
 def print_facts(facts: Iterable[Fact], *, args: Namespace, file: TextIO) -> None:
@@ -58,7 +59,7 @@ def start_facts(
     yield "start", _start(args)
     saved = [f"checkpoints to {args.save} {_when(args.save_interval, args)}"] if args.save else []
     saved += [f"{what} to {folder} at the end" for what, folder in _exports(args)]
-    yield "saves", "; ".join(saved) or _NOTHING
+    yield "saves", "; ".join(saved) or f"nothing: {_FLAGS}"
     places = {
         "Megatron's of each rank": logs,
         "TensorBoard": args.tensorboard_dir,
@@ -78,7 +79,7 @@ def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
     for what, folder in saved:
         yield "saved", f"{what} in {folder}"
     if not saved:
-        yield "saved", _NOTHING
+        yield "saved", f"nothing; in another run, {_FLAGS}"
     elif not ended_early:
         folders = [folder for _, folder in saved]
         # Adapters alone lack what trained beside them.
@@ -128,16 +129,29 @@ def _layout(args: Namespace, model: Any) -> str:
     sizes = {
         "TP": args.tensor_model_parallel_size,
         "PP": args.pipeline_model_parallel_size,
+        "VPP": args.virtual_pipeline_model_parallel_size or 1,
         "DP": data_parallel_size(args),
         "CP": args.context_parallel_size,
         "EP": args.expert_model_parallel_size,
     }
-    shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    encoders = [
-        f"{model.keys[name]}: {mode_of(args, model.encoder(name)).name}" for name in model.encoders
-    ]
+    shown = ", ".join(_above_one(sizes))
+    encoders = [_encoder_layout(args, model, name) for name in model.encoders]
     ranks = f"{args.ranks} ranks" if args.ranks > 1 else "1 rank"
-    return "; ".join((f"{ranks} on {args.device}", *filter(None, (", ".join(shown),)), *encoders))
+    return "; ".join((f"{ranks} on {args.device}", *filter(None, (shown,)), *encoders))
+
+
+def _encoder_layout(args: Namespace, model: Any, name: str) -> str:
+    """Its mode, and what it has otherwise than the decoder."""
+    encoder = model.encoder(name)
+    words, tp = [mode_of(args, encoder).name], encoder_tp(args, encoder)
+    words += [] if encoder.rank_offset is None else [f"from rank {encoder.rank_offset} on"]
+    words += [f"TP {tp}"] if tp != args.tensor_model_parallel_size else []
+    sizes = {"PP": encoder.pipeline_model_parallel_size, "DP": encoder.data_parallel_size}
+    return f"{model.keys[name]}: {', '.join((*words, *_above_one(sizes)))}"
+
+
+def _above_one(sizes: dict[str, int]) -> list[str]:
+    return [f"{name} {size}" for name, size in sizes.items() if size > 1]
 
 
 def _rows(args: Namespace, datasets: DatasetProvider) -> str:

@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from modes import LEVELS
 from modes.levels import bench_levels
+from modes.levels_clock import step_ms
 from modes.levels_figures import (
     RunFigures,
     SettingFigures,
@@ -224,6 +225,30 @@ def test_the_encoders_share_is_of_the_models_work():
     found = TracedFigures(phase_ms=(first, second), exchange_bytes=0)
     assert found.encoder_share == pytest.approx(0.25)
     assert found.bubbles == pytest.approx((1000 / 1030, 0))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("level", "setting", "encoding", "took"),
+    [
+        (UNIFORM, Setting(name="PP2", pp=2), (0, 0), 9 * 30),
+        (FULL, Setting(name="PP2", pp=2), (40, 40), 40 + 9 * 30 + 80),
+        # Rank 1 alone decodes behind the first microbatch's features and before its last gradient.
+        (APART, Setting(name="PP2", pp=2), (0, 80), 10 + 8 * 30 + 20),
+        (UNIFORM, Setting(name="TP2", tp=2), (40, 40), 8 * 30 + 40 + 80),
+        (HETERO_TP, Setting(name="TP2", tp=2), (40, 40), 8 * 30 + 40 + 80),
+        (HETERO_DP, Setting(name="TP2", tp=2), (40, 40), 8 * 30 + 40 + 80),
+    ],
+)
+def test_a_level_by_the_clock_is_its_schedule(level, setting, encoding, took):
+    """Of 8 microbatches, whose passes take 10 and 20 ms, with 1 and 5 ms beside them."""
+    decoding = {"decoder forward": 80, "decoder backward": 160, "data": 1, "optimizer": 5}
+    nothing = dict.fromkeys(phases((0, 0), []), 0.0)
+    phase_ms = [
+        nothing | decoding | {"encoder forward": each, "encoder backward": 2 * each}
+        for each in encoding
+    ]
+    assert step_ms(level, setting, phase_ms, microbatches=8) == pytest.approx(took + 6)
 
 
 @pytest.mark.quick

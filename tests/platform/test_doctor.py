@@ -4,7 +4,10 @@ import dataclasses
 import inspect
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +340,22 @@ def test_this_machine() -> None:
     assert facts.cores >= 1
     assert 0 < facts.available_memory_bytes <= facts.memory_bytes
     assert [p for p in diagnosis.problems if p.severity == "error"] == []
+
+
+def test_a_tested_megatron_is_not_imported_and_libraries_say_nothing() -> None:
+    code = """
+import sys
+from loongplug.platform.doctor import doctor
+doctor(device="cpu", as_json=True, deep=False)
+assert not [name for name in sys.modules if name.startswith("megatron")]
+"""
+    environment = {**os.environ, "CUDA_HOME": str(Path(__file__).parent)}  # which torch would note
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

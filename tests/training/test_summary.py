@@ -69,7 +69,7 @@ def test_what_a_run_says_before_it_begins(flags, tmp_path, monkeypatch):
         "            image_encoder: 203 k, trains, lr_mult 0.1\n"
         "            image_projector: 297 k, frozen\n"
         f"            foundation: 853 k, {adapters / 1000:.3g} k train, LoRA of rank 4\n"
-        "layout      4 ranks on cpu; TP 2, DP 2; image_encoder: full separation\n"
+        "layout      4 ranks on cpu; TP 2, DP 2; image_encoder: full separation, TP 1\n"
         f"rows        64 of {data}; 8 a step; 8 steps an epoch; the run has 4 steps, 0.5 epochs\n"
         "start       random weights\n"
         f"saves       checkpoints to {tmp_path}/run every 2 steps; "
@@ -114,6 +114,20 @@ def test_packs_a_ramp_and_checkpoints(flags, tmp_path):
     assert f"start       weights of {tmp_path}\n" in started(flags, *ramp)
 
 
+def test_a_layout_names_virtual_stages_and_encoders_of_their_own(flags, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stages = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+    said = started(flags, *stages, "--global-batch-size", "16")
+    assert "layout      2 ranks on cpu; PP 2, VPP 2; image_encoder: uniform\n" in said
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    apart = ("rank_offset=2", "data_parallel_size=2", "tensor_model_parallel_size=1")
+    own = [f"model.image_encoder.{each}" for each in apart]
+    said = started(flags, "--tensor-model-parallel-size", "2", *own)
+    layout = "4 ranks on cpu; TP 2; image_encoder: ranks of its own, from rank 2 on, TP 1, DP 2\n"
+    assert f"layout      {layout}" in said
+
+
 def test_experts_count_as_often_as_there_are_some(flags):
     model = ("--model-name", "qwen3_vl_moe_tiny")
     composed = compose_model(model_name=model[1])
@@ -130,8 +144,9 @@ def ended(**given: Any) -> Namespace:
 
 def test_what_a_run_says_at_its_end(tmp_path):
     save = str(tmp_path)
-    assert text_of(end_facts(ended())).startswith("saved       nothing: --save DIR keeps")
-    assert text_of(end_facts(ended(save=save))).startswith("saved       nothing: ")
+    nothing = "saved       nothing; in another run, --save DIR keeps"
+    assert text_of(end_facts(ended())).startswith(nothing)
+    assert text_of(end_facts(ended(save=save))).startswith(nothing)
     (tmp_path / TRACKER).write_text("8\n")
     assert text_of(end_facts(ended(save=save), ended_early=True)) == (
         f"saved       iteration 8 in {save}\ngoing on    the same command with --load {save}\n"
@@ -151,4 +166,4 @@ def test_what_a_run_says_at_its_end(tmp_path):
     assert "eval --model 'ad apters' --data DATA.jsonl" in text_of(end_facts(adapters))
     finetuned = ended(save=save, finetune=True)
     assert text_of(end_facts(finetuned)).endswith("--epochs, without --finetune\n")
-    assert text_of(end_facts(exports, ended_early=True)).startswith("saved       nothing: ")
+    assert text_of(end_facts(exports, ended_early=True)).startswith(nothing)
