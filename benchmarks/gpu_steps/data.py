@@ -61,9 +61,9 @@ def data_of(run: ModelRun, *, folder: Path) -> Data:
     return data
 
 
-def patches_of(side: int) -> int:
-    """Patches of a square image, which is one frame."""
-    return (side // _PATCH) ** 2
+def grid_of(side: int) -> tuple[int, int, int]:
+    """The patches of a square image, which is one frame."""
+    return 1, side // _PATCH, side // _PATCH
 
 
 def _write(data: Data, *, sides: tuple[int, ...]) -> None:

@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from gpu_steps.bench import Bench
-from gpu_steps.data import Data, patches_of
-from gpu_steps.flops import sample_flops
-from gpu_steps.models import config_of
+from gpu_steps.data import Data, grid_of
+from gpu_steps.models import amounts_of
 from gpu_steps.plain_run import PlainFigures, PlainSettings, plain_run
 from gpu_steps.rows import Figure
 from gpu_steps.sizes import ModelRun
@@ -34,13 +33,9 @@ class FlopsPerToken:
 
 
 def _flops_per_token(*, run: ModelRun, data: Data) -> float:
-    config = config_of(run)
-    tokens = data.tokens_of_first(len(run.sides))
-    flops = [
-        sample_flops(config, tokens=count, frames=[patches_of(side)])
-        for count, side in zip(tokens, run.sides, strict=True)
-    ]
-    return sum(flops) / sum(tokens)
+    amounts, tokens = amounts_of(run), data.tokens_of_first(len(run.sides))
+    flops = amounts.of_samples(tokens, {"image_encoder": list(map(grid_of, run.sides))})
+    return float(flops / sum(tokens))
 
 
 def trained(

@@ -6,15 +6,17 @@ replica knows from the text part, so that all ranks come to the same plan withou
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
+from operator import itemgetter
 from typing import Self
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.pieces import runs
+from loongplug.models.amounts import frame_macs
 from loongplug.models.architecture import EncoderArchitecture
 
 THRESHOLD = 0.2
@@ -30,55 +32,10 @@ _CHANGES, _PARTNERS, _CANDIDATES = 64, 8, 16
 # The slowest is good enough when it is within this part of the mean.
 _CLOSE = 1000
 
-_Held = list[list[tuple[int, int]]]  # by replica: cost and place of its units, ascending
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderMacs:
-    """Multiplications and additions of an encoder's forward; its backward is twice as much.
-
-    A row, such as a patch, takes ``linear`` in projections and MLPs. In attention each row of a
-    frame meets each other of its window: ``attention`` has, by the window's side in rows (None: the
-    whole frame), what one such pair takes in all layers with that window. What is before and
-    behind the layers, a few percent, is left out.
-    """
-
-    linear: int
-    attention: tuple[tuple[int | None, int], ...]
-    blank: Grid  # of the smallest medium
-
-    @classmethod
-    def of(cls, encoder: EncoderArchitecture) -> Self:
-        """Counted from the sizes of its layers."""
-        hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
-        layer = 4 * hidden * hidden + encoder.mlp_matrices * hidden * ffn
-        windows, rows = encoder.attention_windows(), encoder.rows_per_state
-        return cls(
-            linear=encoder.computed_layers * layer // rows,
-            attention=tuple(
-                (side, layers * 2 * hidden // rows**2) for side, layers in windows.items()
-            ),
-            blank=encoder.blank_grid(),
-        )
-
-    def of_units(self, units: Sequence[Sequence[Grid]]) -> list[int]:
-        """Each unit's; without media it is encoded as the smallest there is.
-
-        A size of frame is counted once: the images of a step share few sizes.
-        """
-        smallest = (self.blank,)
-        sizes = {grid[1:] for grids in units for grid in grids} | {smallest[0][1:]}
-        of_frame = {size: self._of_frame(*size) for size in sizes}
-        return [
-            sum([time * of_frame[height, width] for time, height, width in grids or smallest])
-            for grids in units
-        ]
-
-    def _of_frame(self, height: int, width: int) -> int:
-        pairs = sum(
-            weight * _pairs(height, side) * _pairs(width, side) for side, weight in self.attention
-        )
-        return self.linear * height * width + pairs
+_Unit = tuple[int, int]  # its cost and its place
+_Held = list[list[_Unit]]  # by replica, ascending
+# How far apart two loads are then, what one gives away in all, its unit, and that which comes back.
+_Exchange = tuple[int, int, _Unit, _Unit | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +44,33 @@ class Balance:
 
     That is where the slowest has at least (1 + ``threshold``) times the mean. Where whole units
     leave it so, too, and by more than a tenth, units are cut: each share is one more pass
-    through the encoder with fewer rows to it, so a smaller gain is not worth it. ``tokens`` has a
-    medium's in the text.
+    through the encoder with fewer rows to it, so a smaller gain is not worth it. ``of_frame`` has
+    what one of height x width rows costs, ``tokens`` a medium's in the text. A unit without media
+    is encoded as one of the size ``blank``.
     """
 
-    work: EncoderMacs
+    of_frame: Callable[[int, int], int]
+    blank: Grid
     tokens: Callable[[Grid], int]
     threshold: float = THRESHOLD
 
     @classmethod
     def of(cls, encoder: EncoderArchitecture, *, threshold: float = THRESHOLD) -> Self:
         """For an encoder's media."""
-        return cls(work=EncoderMacs.of(encoder), tokens=encoder.tokens, threshold=threshold)
+        return cls(
+            of_frame=frame_macs(encoder),
+            blank=encoder.blank_grid(),
+            tokens=encoder.tokens,
+            threshold=threshold,
+        )
+
+    def costs(self, units: Sequence[Sequence[Grid]]) -> list[int]:
+        """Each unit's."""
+        of_frame = self.of_frame
+        return [
+            sum([time * of_frame(height, width) for time, height, width in grids or (self.blank,)])
+            for grids in units
+        ]
 
     def assign(
         self, units: Sequence[Sequence[Grid]], *, replicas: int
@@ -107,14 +79,14 @@ class Balance:
 
         The shares of a unit are in the order of the first medium in each.
         """
-        costs = self.work.of_units(units)
+        costs = self.costs(units)
         whole = plan(costs, replicas, self.threshold)
         found: tuple[tuple[Share, ...], ...]
         found = tuple((Share(encoder_replica=each),) for each in whole)
         if imbalance(costs, whole, replicas=replicas) < max(self.threshold, 1 / _EVEN):
             return found
         slowest, total = max(loads(costs, whole, replicas=replicas)), sum(costs)
-        media = [self.work.of_units([[grid] for grid in grids]) for grids in units]
+        media = [self.costs([[grid] for grid in grids]) for grids in units]
         # Nothing does better than a replica with the largest medium alone.
         largest = max(max(each, default=cost) for each, cost in zip(media, costs, strict=True))
         best = max(total, largest * replicas)
@@ -214,8 +186,17 @@ def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
     order the units come in; of equal ones, the earlier is placed first.
     """
     order = sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit))
-    ladder, held = _longest_first([costs[unit] for unit in order], replicas)
-    _improve(ladder, held)
+    ladder = [(0, replica) for replica in range(replicas)]  # loads, and whose; a heap at first
+    held: _Held = [[] for _ in range(replicas)]
+    for place, unit in enumerate(order):
+        load, replica = ladder[0]
+        held[replica].append((costs[unit], place))
+        heapreplace(ladder, (load + costs[unit], replica))
+    for each in (ladder, *held):
+        each.sort()
+    for _ in range(_CHANGES):
+        if not _improve(ladder, held, total=sum(costs)):
+            break
     encoder_replicas = [0] * len(costs)
     for replica, units in enumerate(held):
         for _, place in units:
@@ -223,77 +204,38 @@ def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
     return tuple(encoder_replicas)
 
 
-def _longest_first(costs: Sequence[int], replicas: int) -> tuple[list[tuple[int, int]], _Held]:
-    """Loads with their replicas, ascending, and what each replica has; ``costs`` descend."""
-    ladder = [(0, replica) for replica in range(replicas)]  # a heap
-    held: _Held = [[] for _ in range(replicas)]
-    for place, cost in enumerate(costs):
-        load, replica = ladder[0]
-        held[replica].append((cost, place))
-        heapreplace(ladder, (load + cost, replica))
-    for units in held:
-        units.sort()
-    return sorted(ladder), held
+def _improve(ladder: list[tuple[int, int]], held: _Held, *, total: int) -> bool:
+    """Let the slowest replica give a unit away, or swap it for a smaller one, where the slower of
+    the two is faster afterwards; whether there was such a change.
+    """
+    top, slowest = ladder[-1]
+    if top * len(ladder) * _CLOSE <= total * (_CLOSE + 1) or len(held[slowest]) == 1:
+        return False
+    best: tuple[int, int, _Exchange] | None = None
+    for rung, (load, other) in enumerate(ladder[:-1]):
+        if rung >= _PARTNERS and best is not None:
+            break
+        found = min(_exchanges(held[slowest], held[other], gap=top - load), key=itemgetter(0))
+        # The slower of the two has half of both loads and of what they are apart.
+        if found[0] < top - load and (best is None or load + found[0] < best[0]):
+            best = load + found[0], rung, found
+    if best is None:
+        return False
+    _, rung, (_, less, out, back) = best
+    load, other = ladder[rung]
+    for unit, giver, taker in ((out, slowest, other), (back, other, slowest)):
+        if unit is not None:
+            held[giver].remove(unit)
+            insort(held[taker], unit)
+    ladder[rung], ladder[-1] = (load + less, other), (top - less, slowest)
+    ladder.sort()
+    return True
 
 
-def _improve(ladder: list[tuple[int, int]], held: _Held) -> None:
-    """Let the slowest replica give a unit away, or swap it for a smaller one, as long as the
-    slower of the two is faster afterwards."""
-    total = sum(load for load, _ in ladder)
-    for _ in range(_CHANGES):
-        top, slowest = ladder[-1]
-        if top * len(ladder) * _CLOSE <= total * (_CLOSE + 1) or len(held[slowest]) == 1:
-            return
-        best: tuple[int, int, tuple[int, int], tuple[int, int] | None] | None = None
-        for rung, (load, other) in enumerate(ladder[:-1]):
-            if rung >= _PARTNERS and best is not None:
-                break
-            change = _exchange(held[slowest], held[other], gap=top - load)
-            if change is not None:
-                less, out, back = change
-                slower = max(top - less, load + less)
-                if best is None or slower < best[0]:
-                    best = slower, rung, out, back
-        if best is None:
-            return
-        _, rung, out, back = best
-        load, other = ladder.pop(rung)
-        ladder.pop()
-        less = out[0] - (back[0] if back else 0)
-        _give(out, held[slowest], held[other])
-        if back is not None:
-            _give(back, held[other], held[slowest])
-        insort(ladder, (top - less, slowest))
-        insort(ladder, (load + less, other))
-
-
-def _exchange(
-    mine: list[tuple[int, int]], others: list[tuple[int, int]], *, gap: int
-) -> tuple[int, tuple[int, int], tuple[int, int] | None] | None:
-    """By how much, what goes and what comes back so that two loads that are ``gap`` apart come
-    closest; None where nothing brings them closer."""
-    best = None
+def _exchanges(mine: list[_Unit], others: list[_Unit], *, gap: int) -> Iterator[_Exchange]:
+    """Of two loads that are ``gap`` apart: how far they are then, and what changes hands."""
     for out in mine[:: -(-len(mine) // _CANDIDATES)]:
         at = bisect_left(others, (out[0] - gap // 2,))
-        back: tuple[int, int] | None
         for back in (None, *others[max(at - 1, 0) : at + 1]):
             less = out[0] - (back[0] if back else 0)
-            apart = abs(gap - 2 * less)
-            if apart < gap and (best is None or apart < best[0]):
-                best = apart, less, out, back
-    return None if best is None else best[1:]
-
-
-def _give(
-    unit: tuple[int, int], giver: list[tuple[int, int]], taker: list[tuple[int, int]]
-) -> None:
-    giver.remove(unit)
-    insort(taker, unit)
-
-
-def _pairs(length: int, side: int | None) -> int:
-    """Pairs of places along one axis that share a window; over two axes they multiply."""
-    if side is None:
-        return length * length
-    whole, rest = divmod(length, side)
-    return whole * side * side + rest * rest
+            yield abs(gap - 2 * less), less, out, back

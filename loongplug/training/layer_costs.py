@@ -7,21 +7,40 @@ recomputed and gradients are needed, the backward has one forward more.
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Self
 
-from loongplug.models.architecture import TextArchitecture
-from loongplug.training.work import BEFORE, BEHIND, Chain, LayerWork, pair_operations
-
-# What of a layer is recomputed.
-WHOLE = frozenset(("core_attn", "mlp", "others"))
+from loongplug.models.amounts import (
+    WHOLE,
+    Amounts,
+    EntryAmounts,
+    LayerWork,
+    operations,
+    text_extent,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Operations of one rank for one microbatch; what is recomputed is of the backward."""
+    """Operations of one rank for one microbatch; what is recomputed is of the backward.
+
+    ``again``, of one layer, is what its backward has besides where it is recomputed.
+    """
 
     forward: int = 0
     backward: int = 0
+    again: int = 0
+
+    @classmethod
+    def of(cls, work: LayerWork, extent: Amounts, *, share: int, parts: frozenset[str]) -> Self:
+        """Of what goes through in all microbatches; ``share``: these times the ranks of one.
+
+        ``parts`` of the layer are recomputed.
+        """
+        ways = (work.forward, work.backward, work.again(parts))
+        forward, backward, again = (round(operations(each, extent) / share) for each in ways)
+        return cls(forward=forward, backward=backward, again=again)
 
     @property
     def total(self) -> int:
@@ -33,23 +52,24 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCost(Cost):
-    """Of one layer; ``again`` is what its backward has besides where it is recomputed."""
-
-    again: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class EntryCosts:
     """Of an entry's layers, and of what the ``first`` and the ``last`` of them have beside them.
 
     Of each stage the foremost ``recomputed`` layers are recomputed; None stands for all of them.
     """
 
-    layers: tuple[LayerCost, ...]
+    layers: tuple[Cost, ...]
     first: Cost = Cost()
     last: Cost = Cost()
     recomputed: int | None = None
+
+    @classmethod
+    def of(cls, work: EntryAmounts, extent: Amounts, *, share: int, parts: frozenset[str]) -> Self:
+        """As :meth:`Cost.of`, without what lies beside the entry's own layers."""
+        first, *layers, last = (
+            Cost.of(each, extent, share=share, parts=parts) for each in work.layers
+        )
+        return cls(layers=tuple(layers), first=first, last=last)
 
     def stage(self, start: int, stop: int) -> Cost:
         """Of a stage with the layers from ``start`` to before ``stop``."""
@@ -64,62 +84,20 @@ class EntryCosts:
         return self.stage(0, len(self.layers))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """So many ``tokens`` of all microbatches, by ``share``: microbatches times ranks of one."""
-
-    tokens: int
-    share: int
-
-    def cost(self, work: LayerWork) -> Cost:
-        """Without attention and recompute."""
-        return Cost(
-            forward=round(work.forward * self.tokens / self.share),
-            backward=round(work.backward * self.tokens / self.share),
-        )
-
-    def layer(self, work: LayerWork, *, attention: int, recomputed: frozenset[str]) -> LayerCost:
-        """``attention``: operations of a forward's products of the tokens with each other."""
-        again = 0
-        if work.reached:
-            again += attention if "core_attn" in recomputed else 0
-            again += work.mlp * self.tokens if "mlp" in recomputed else 0
-            again += (work.forward - work.mlp) * self.tokens if "others" in recomputed else 0
-        backward = work.backward * self.tokens + 2 * work.attended * attention
-        return LayerCost(
-            forward=round((work.forward * self.tokens + attention) / self.share),
-            backward=round(backward / self.share),
-            again=round(again / self.share),
-        )
-
-
 def decoder_costs(
-    args: Namespace, text: TextArchitecture, chain: Chain, rows: Sequence[Sequence[int]]
+    args: Namespace, decoder: EntryAmounts, rows: Sequence[Sequence[int]]
 ) -> EntryCosts:
     """Of a decoder's microbatch, with its output, which its last layer has beside it.
 
     ``rows`` are, by microbatch, the tokens that see each other; the mean of all microbatches
     counts.
     """
-    counted = Counted(
-        tokens=sum(map(sum, rows)),
-        share=len(rows) * args.tensor_model_parallel_size * args.context_parallel_size,
+    share = len(rows) * args.tensor_model_parallel_size * args.context_parallel_size
+    found = EntryCosts.of(
+        decoder, text_extent(chain(*rows)), share=share, parts=recomputed_parts(args)
     )
-    pairs = sum(length * (length + 1) // 2 for lengths in rows for length in lengths)
-    recomputed = recomputed_parts(args)
-    return EntryCosts(
-        layers=tuple(
-            counted.layer(
-                chain.layers[number],
-                attention=pairs * pair_operations(text),
-                recomputed=recomputed,
-            )
-            for number in range(text.num_layers)
-        ),
-        first=counted.cost(chain.layers[BEFORE]),
-        last=counted.cost(chain.layers[BEHIND]),
-        recomputed=args.recompute_num_layers if args.recompute_method == "block" else None,
-    )
+    block = args.recompute_num_layers if args.recompute_method == "block" else None
+    return replace(found, recomputed=block)
 
 
 def recomputed_parts(args: Namespace) -> frozenset[str]:

@@ -25,6 +25,7 @@ from loongplug.checkpoint.save_lock import LOCK_FILE
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.remarks import Remarks
 from loongplug.hetero.engine import Engine
+from loongplug.models.amounts import ModelAmounts
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -84,7 +85,6 @@ from loongplug.training.special_tokens import folder_differences
 from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.summary import end_facts, print_facts, start_facts
-from loongplug.training.work import StepWork
 
 _WITHOUT_MEDIA = "{} trains, but has no media: weight decay alone moves it. Freeze it."
 
@@ -204,7 +204,7 @@ def _run(
         offload=tensor_offload_of(args, platform=platform),
         seed=args.seed,
     )
-    work = StepWork.of(parsed.model, mapping, trains=freezing.trains)
+    work = ModelAmounts.of(parsed.model, hugging_face, trains=freezing.trains)
     forward_step = ForwardStep(
         platform,
         work=lambda each: work.of_samples(

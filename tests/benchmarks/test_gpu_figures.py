@@ -1,6 +1,5 @@
 """What the driver's figures are made of: operations, a profile, waits, layers."""
 
-import dataclasses
 import traceback
 import warnings
 from pathlib import Path
@@ -9,12 +8,11 @@ import pytest
 import torch
 from gpu_steps.bench import Bench
 from gpu_steps.data import data_of
-from gpu_steps.flops import matrices_of, sample_flops
 from gpu_steps.host_waits import Waits, line_of
 from gpu_steps.kernel_trace import joined, overlap, trace_of
 from gpu_steps.layer_clock import LayerClock
 from gpu_steps.measured import _flops_per_token
-from gpu_steps.models import config_of, hf_config_of
+from gpu_steps.models import amounts_of, hf_config_of
 from gpu_steps.rows import Rows
 from gpu_steps.sizes import FULL, TINY, ModelRun
 from gpu_steps.step_trained import OFFLOAD, SEPARATE
@@ -25,35 +23,13 @@ from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
 
-TINY_RUN = TINY.frozen
 
-
-def test_operations_of_a_tiny_sample_by_hand() -> None:
-    config = config_of(TINY_RUN)
-    text, vision = config.foundation, config.image_encoder
-    assert (text.num_layers, text.hidden_size, text.ffn_hidden_size) == (4, 128, 384)
-    assert (vision.num_layers, vision.hidden_size, vision.ffn_hidden_size) == (3, 64, 128)
-    assert vision.freeze
-    # q 128 x 128, k and v 128 x 64 each, out 128 x 128, three of 128 x 384; output 128 x 128.
-    decoder = 4 * (128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384) + 128 * 128
-    assert matrices_of(config).decoder == decoder
-    tokens, patches = 10, 16
-    # Four of 64 x 64 and two of 64 x 128 a layer; a patch is 3 colors x 2 frames x 16 x 16.
-    encoder = 3 * (4 * 64 * 64 + 2 * 64 * 128) + 3 * 2 * 16 * 16 * 64
-    # One merger and two for deepstack, each of 256 x 256 and 256 x 128.
-    projector = 3 * (256 * 256 + 256 * 128)
-    by_hand = (
-        6 * decoder * tokens
-        # Forward: 4 operations x 10 x 10 pairs x 128 channels, half of them; backward twice that.
-        + 3 * 4 * 4 * 100 * 128 // 2
-        + 2 * encoder * patches
-        + 4 * 16 * 16 * 64 * 3
-        + 6 * projector * 4
-    )
-    assert sample_flops(config, tokens=tokens, frames=[patches]) == by_hand
-    trained = dataclasses.replace(config, image_encoder=dataclasses.replace(vision, freeze=False))
-    more = 4 * encoder * patches + 2 * 4 * 16 * 16 * 64 * 3
-    assert sample_flops(trained, tokens=tokens, frames=[patches]) == by_hand + more
+def test_work_of_a_run_is_that_of_what_it_trains() -> None:
+    for run, trains in ((TINY.frozen, False), (TINY.trained, True)):
+        eyes, text = amounts_of(run).entries.values()
+        assert bool(eyes.backward) is trains
+        assert all(each.backward["states"] for each in eyes.beside if each.forward["states"])
+        assert text.backward == text.forward + text.forward
 
 
 @pytest.mark.not_quick
@@ -62,7 +38,7 @@ def test_matrices_are_those_of_transformers(run: ModelRun, tmp_path: Path) -> No
     from transformers import AutoModelForImageTextToText
 
     write_processor(tmp_path / "processor")
-    found = matrices_of(config_of(run))
+    eyes, decoder = amounts_of(run).entries.values()
     config = hf_config_of(run, processor=tmp_path / "processor")
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -77,7 +53,9 @@ def test_matrices_are_those_of_transformers(run: ModelRun, tmp_path: Path) -> No
         if "experts" in name:  # of which a token meets some
             count = count * text.num_experts_per_tok // text.num_experts
         counted["projector" if "merger" in name else part] += count
-    assert counted == dataclasses.asdict(found)
+    projector = sum(each.forward["states"] for each in eyes.beside)
+    of_states = (decoder.forward["states"], eyes.forward["states"], projector)
+    assert of_states == tuple(2 * each for each in counted.values())
 
 
 def _event(category: str, name: str, begin: float, duration: float) -> dict[str, object]:

@@ -20,7 +20,6 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import load_processor
 from loongplug.hetero.balance import (
     Balance,
-    EncoderMacs,
     balanced,
     imbalance,
     loads,
@@ -123,7 +122,7 @@ def test_in_turn_stays_where_it_is_as_good_or_even_enough() -> None:
 def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
     """Counted layer by layer, window by window, from what the attention is given."""
     own = encoder(name)
-    work = EncoderMacs.of(own)
+    balance = Balance.of(own)
     hidden, ffn = own.hidden_size, own.ffn_hidden_size
     gated = name.startswith("qwen2_5")
     grids: list[Grid] = [(1, 16, 24), (3, 10, 46)]
@@ -141,15 +140,15 @@ def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
         patches = sum(lengths)
         expected += patches * (4 * hidden**2 + (3 if gated else 2) * hidden * ffn)
         expected += sum(2 * length**2 * hidden for length in lengths)
-    assert work.of_units([grids]) == [expected]
+    assert balance.costs([grids]) == [expected]
     smallest: Grid = (1, own.spatial_merge_size, own.spatial_merge_size)
-    assert work.of_units([[]]) == work.of_units([[smallest]])
+    assert balance.costs([[]]) == balance.costs([[smallest]])
 
 
 def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
     """Frames do not attend to each other."""
-    work = EncoderMacs.of(encoder("qwen3_vl_8b"))
-    video, frame, image = work.of_units([[(4, 20, 20)], [(1, 20, 20)], [(1, 40, 40)]])
+    balance = Balance.of(encoder("qwen3_vl_8b"))
+    video, frame, image = balance.costs([[(4, 20, 20)], [(1, 20, 20)], [(1, 40, 40)]])
     assert video == 4 * frame
     assert image > 1.05 * video
 
@@ -167,7 +166,7 @@ def cost_by_replica(balance: Balance, units: Any, shares: Any, replicas: int) ->
     for grids, of_unit in zip(units, shares, strict=True):
         for share in of_unit:
             media = range(len(grids)) if share.media is None else share.media
-            (cost,) = balance.work.of_units([[grids[number] for number in media]])
+            (cost,) = balance.costs([[grids[number] for number in media]])
             of_replica[share.encoder_replica] += cost
     return of_replica
 
@@ -207,7 +206,7 @@ def test_the_slowest_is_never_slower_for_the_cuts_and_cuts_are_no_finer_than_it_
     units: list[list[Grid]], replicas: int
 ) -> None:
     balance = Balance.of(encoder("qwen3_vl_tiny"))
-    costs = balance.work.of_units(units)
+    costs = balance.costs(units)
     found = balance.assign(units, replicas=replicas)
     now = max(cost_by_replica(balance, units, found, replicas))
     whole = plan(costs, replicas)
@@ -233,7 +232,7 @@ def test_one_microbatch_of_32_images_on_4_replicas(name: str, alike: bool) -> No
         of_replica = cost_by_replica(balance, units, found, 4)
         worst = max(worst, max(of_replica) * 4 / sum(of_replica))
     assert worst <= 1.10
-    costs = balance.work.of_units(units)
+    costs = balance.costs(units)
     assert 1 + imbalance(costs, plan(costs, 4), replicas=4) == 4.0
 
 
@@ -281,7 +280,7 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
 
     slower = times_slower(lambda: balance.assign(units, replicas=256), plainly)
     encoder_replicas = owners_of(balance.assign(units, replicas=256))
-    costs = balance.work.of_units(units)
+    costs = balance.costs(units)
     with capsys.disabled():
         print(
             f"\n1,024 units over 256 replicas: {slower:.1f} times plain work, slowest over mean"
@@ -311,7 +310,7 @@ def test_uneven_demo_data_come_within_a_tenth_of_the_mean(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     balance = Balance.of(encoder(name))
-    costs = balance.work.of_units(demo_units)
+    costs = balance.costs(demo_units)
     encoder_replicas = owners_of(balance.assign(demo_units, replicas=replicas))
     before = imbalance(costs, in_turn(costs, replicas), replicas=replicas)
     after = imbalance(costs, encoder_replicas, replicas=replicas)
@@ -329,7 +328,7 @@ def test_below_the_threshold_the_demo_data_stay_in_turn(
     demo_units: list[tuple[Grid, ...]],
 ) -> None:
     balance = Balance.of(encoder("qwen3_vl_tiny"))
-    costs = balance.work.of_units(demo_units)
+    costs = balance.costs(demo_units)
     exact = imbalance(costs, in_turn(costs, 4), replicas=4)
     at, above = (replace(balance, threshold=exact + more) for more in (0.0, 1e-9))
     assert owners_of(at.assign(demo_units, replicas=4)) != in_turn(costs, 4)

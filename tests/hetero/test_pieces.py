@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import EncoderMacs, imbalance, plan
+from loongplug.hetero.balance import Balance, imbalance, plan
 from loongplug.hetero.pieces import cut
 from loongplug.training.config import compose_model
 
@@ -50,10 +50,10 @@ def test_as_many_pieces_as_asked_for() -> None:
 
 def test_one_microbatch_of_32_images_on_four_replicas() -> None:
     """Whole microbatches leave three of four without work."""
-    work = EncoderMacs.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
+    balance = Balance.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
 
     def slowest_over_mean(grids: list[Grid], count: int) -> float:
-        costs = work.of_units([[grid] for grid in grids])
+        costs = balance.costs([[grid] for grid in grids])
         of_pieces = [sum(costs[run.start : run.stop]) for run in cut(costs, count)]
         owners = plan(of_pieces, 4, threshold=0)
         return 1 + imbalance(of_pieces, owners, replicas=4)

@@ -17,7 +17,7 @@ from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero import policies
-from loongplug.hetero.balance import Balance, EncoderMacs
+from loongplug.hetero.balance import Balance
 from loongplug.hetero.operations import (
     BEGIN,
     Encode,
@@ -102,8 +102,11 @@ class Encoder:
 
     def assigned(self, units: Sequence[Sequence[Grid]], replicas: int) -> list[tuple[Share, ...]]:
         """As runs have it, with ``--use-vit-dp-balance`` or without."""
-        work = EncoderMacs(linear=self.row, attention=(), blank=(1, 2, 2))
-        balance = Balance(work=work, tokens=lambda grid: prod(grid) // 4)
+        balance = Balance(
+            of_frame=lambda height, width: self.row * height * width,
+            blank=(1, 2, 2),
+            tokens=lambda grid: prod(grid) // 4,
+        )
         assignment = Assignment(
             replicas=replicas, by_cost=balance.assign, whole_steps=self.balanced
         )

@@ -24,7 +24,7 @@ from towers import (
     unit,
 )
 
-from loongplug.hetero.balance import EncoderMacs
+from loongplug.models.amounts import frame_macs
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_config import _fields
 from loongplug.models.hf_mapping import Mapping, is_carried
@@ -232,5 +232,7 @@ def test_patterns_are_told_of_what_can_train_only() -> None:
 def test_work_of_a_step_is_that_of_the_layers_that_run() -> None:
     deep = TOWERS["clip"].config(num_layers=5, feature_layer=-2)
     cut = TOWERS["clip"].config(num_layers=4, feature_layer=-1)
-    assert EncoderMacs.of(deep) == EncoderMacs.of(cut)
-    assert EncoderMacs.of(deep) != EncoderMacs.of(TOWERS["clip"].config(num_layers=5))
+    own, same, more = (
+        frame_macs(each)(4, 6) for each in (deep, cut, TOWERS["clip"].config(num_layers=5))
+    )
+    assert own == same < more

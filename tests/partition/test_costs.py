@@ -8,9 +8,9 @@ from costed import FULL, LENGTH, costs, media, parsed, trains_of
 
 from loongplug.estimate.own_ranks import OwnRanks
 from loongplug.hetero.intervals import made_by, overlaps
+from loongplug.models.amounts import ModelAmounts
 from loongplug.parallel.layout import Layout
-from loongplug.training.layer_costs import Cost, EntryCosts, LayerCost
-from loongplug.training.work import StepWork
+from loongplug.training.layer_costs import Cost, EntryCosts
 
 pytestmark = pytest.mark.quick
 
@@ -45,7 +45,7 @@ def test_layers_add_up_to_the_step(model, freeze):
     grid = run.model.encoder(first).grid_of(16)
     found = costs(run, media(run, grid, grid), freeze=freeze)
     hugging_face = run.family.load_hugging_face(run.model)
-    work = StepWork.of(run.model, hugging_face.mapping, trains=trains_of(run, freeze=freeze).trains)
+    work = ModelAmounts.of(run.model, hugging_face, trains=trains_of(run, freeze=freeze).trains)
     step = work.of_samples((LENGTH, LENGTH), {first: (grid, grid)})
     assert sum(each.whole().total for each in found.values()) == pytest.approx(step, rel=1e-5)
 
@@ -55,13 +55,13 @@ def test_all_trained_is_three_times_forward():
     assert list(found) == [EYES, DECODER]
     assert (
         found[DECODER].layers
-        == (LayerCost(forward=LINEARS + ATTENTION, backward=2 * (LINEARS + ATTENTION)),) * 4
+        == (Cost(forward=LINEARS + ATTENTION, backward=2 * (LINEARS + ATTENTION)),) * 4
     )
     assert found[DECODER].last == Cost(
         forward=2 * 128 * 128 * TOKENS, backward=4 * 128 * 128 * TOKENS
     )
     assert found[DECODER].first == Cost()  # embeddings are looked up
-    assert found[EYES].layers[1] == LayerCost(
+    assert found[EYES].layers[1] == Cost(
         forward=EYES_LINEARS + EYES_ATTENTION, backward=2 * (EYES_LINEARS + EYES_ATTENTION)
     )
     assert found[EYES].first.forward == 2 * 1536 * 64 * PATCHES
@@ -73,7 +73,7 @@ def test_what_is_frozen_has_as_much_backward_as_what_is_before_asks_for():
     assert {each.backward for each in found[EYES].layers} == {0}
     assert found[EYES].last.backward > 0  # the projector's
     # The products of attention have two gradients each, whatever trains.
-    frozen = LayerCost(
+    frozen = Cost(
         forward=LINEARS + ATTENTION,
         backward=LINEARS + 2 * ATTENTION,
         again=LINEARS + ATTENTION,
@@ -121,7 +121,7 @@ def test_adapters_train_on_a_frozen_base():
     run = parsed("+model.foundation.lora.rank=4", "model.image_encoder.freeze=true")
     found = costs(run, media(run, GRID))[DECODER]
     adapters = 2 * 4 * ((128 + 128 + 128 + 384) + (256 + 128 + 768 + 128)) * TOKENS
-    assert found.layers[1] == LayerCost(
+    assert found.layers[1] == Cost(
         forward=LINEARS + ATTENTION + adapters,
         backward=LINEARS + 2 * ATTENTION + 2 * adapters,
     )

@@ -13,13 +13,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.partition.found import FoundSplits, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
-from loongplug.training.layer_costs import Cost, EntryCosts, LayerCost
+from loongplug.training.layer_costs import Cost, EntryCosts
 
 pytestmark = pytest.mark.quick
 
 
 def entry(layers, *, trains=True, **beside):
-    each = LayerCost(forward=1, backward=2 if trains else 0)
+    each = Cost(forward=1, backward=2 if trains else 0)
     return EntryCosts(layers=(each,) * layers, **beside)
 
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from command_lines import command_line
 
+from loongplug.models.amounts import ModelAmounts
 from loongplug.models.entries import encoders
-from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.freezing import freezing_of
 from loongplug.training.streamed_costs import streamed_costs
-from loongplug.training.work import StepWork
 
 pytestmark = pytest.mark.quick
 
 GRIDS = [(1, 4, 4), (1, 8, 4), (2, 4, 4)]
+NAME = "image_encoder"
 PP2 = ("--pipeline-model-parallel-size", "2")
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 FROZEN = ("model.image_encoder.freeze=true", "model.image_projector.freeze=true")
@@ -29,9 +29,8 @@ def counted(folder: Path, *flags: str, ranks: int, monkeypatch: pytest.MonkeyPat
     parsed = parse_arguments(command_line(folder, *PP2, *STREAMED, *flags))
     (entry,) = encoders(parsed.model.entries())
     hugging_face = parsed.family.load_hugging_face(parsed.model)
-    mapping = with_adapters(hugging_face.mapping, adapter_table(parsed.model, hugging_face))
     trains = freezing_of(parsed.args, parsed.model).trains
-    work = StepWork.of(parsed.model, mapping, trains=trains)
+    work = ModelAmounts.of(parsed.model, hugging_face, trains=trains)
     return streamed_costs(parsed.args, parsed.model, entry=entry), work, parsed.args
 
 
@@ -50,9 +49,8 @@ def test_parts_add_up_to_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, flags: tuple[str, ...]
 ) -> None:
     costs, work, args = counted(tmp_path, *flags, ranks=ranks, monkeypatch=monkeypatch)
-    (of_units,) = work.encoders
     piece = costs.of_media(GRIDS)
-    assert piece.forward + piece.backward == pytest.approx(of_units.of_media(GRIDS), rel=1e-6)
+    assert sum(piece) == pytest.approx(work.of_samples((), {NAME: GRIDS}), rel=1e-6)
     assert bool(piece.backward) == costs.of_passes.trains == (flags != FROZEN)
     # Of media together as much as of each: attention is within a frame.
     alone = [costs.of_media([grid]) for grid in GRIDS]
