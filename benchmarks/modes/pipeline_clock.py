@@ -18,11 +18,9 @@ from loongplug.hetero.operations import (
     ScatterGradients,
     StepPlan,
     When,
-    backward,
     forward,
-    gradient,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.pass_order import Pipeline, Turn, around
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.hetero.placement import ApartPiece, Edge
 from loongplug.hetero.policies import EncoderStep
@@ -74,16 +72,15 @@ def _passes(case: Case, inner: "Sequence[_Side]", rank: int, *, build: Build) ->
         one = turn.forward or turn.backward
         assert one is not None
         first, forwards = one.chunk == 0, turn.forward is not None
-        before = forward if forwards else backward
-        for side in inner if first else ():
-            yield from side.acts(rank, before(one.microbatch))
         time = takes.forward if forwards else takes.backward
         within = sum(each.forward for each in here) if first and forwards else 0
-        phase = "forward" if forwards else "backward"
-        label = Label(phase, one.microbatch, one.chunk if case.chunks > 1 else None)
-        yield Work(time / case.chunks + within, label)
-        for side in inner if first and not forwards else ():
-            yield from side.acts(rank, gradient(one.microbatch))
+        label = Label(turn.name, one.microbatch, one.chunk if case.chunks > 1 else None)
+        for event in around(turn):
+            if isinstance(event, Turn):
+                yield Work(time / case.chunks + within, label)
+            else:
+                for side in inner:
+                    yield from side.acts(rank, event)
         if first and not forwards:
             yield Work(sum(each.backward for each in here), Label("encoder_backward"))
 
