@@ -28,7 +28,6 @@ from modes.pipeline_work import (
 from rich.console import Console
 from typer.testing import CliRunner
 
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.output_files import write_figures
 from loongplug.partition.clock import StageTime, step_time
@@ -136,18 +135,14 @@ def test_the_clock_agrees_with_steps_by_hand():
 def test_the_clock_is_that_of_partition_where_no_send_waits_long():
     """Of figure 4(a) of the MIMO paper with one stage each, and of stages that are unequal."""
     pair = [PacedEncoder(name="eyes", time=STAGE), PacedEncoder(name="ears", time=STAGE)]
-    graph = [
-        *(GraphModule(name=each.name, stages=1, into="text") for each in pair),
-        GraphModule(name="text", stages=3),
-    ]
-    times = {"eyes": [STAGE], "ears": [STAGE], "text": [STAGE] * 3}
     alone = case(OWN_RANKS, pp=3, encoders=pair, microbatches=24)
-    assert predicted(alone) == step_time(graph, times, microbatches=24) == (24 + 3) * 30
+    free = step_time([STAGE] * 3, microbatches=24, encoders=[[STAGE]] * 2)
+    assert predicted(alone) == free == (24 + 3) * 30
     for slow_stage in range(4):
         stages = [STAGE] * 4
         stages[slow_stage] = StageTime(forward=17, backward=31)
         row = Case(mode="uniform", stages=tuple(stages), microbatches=12)
-        free = step_time([GraphModule(name="row", stages=4)], {"row": stages}, microbatches=12)
+        free = step_time(stages, microbatches=12)
         assert free <= predicted(row) <= 1.03 * free
 
 

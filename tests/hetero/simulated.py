@@ -10,9 +10,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, turns
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, End, Post, Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphModule:
+    """A module's pipeline; ``into`` is what its last stage sends to, None for the decoder alone."""
+
+    name: str
+    stages: int
+    into: str | None = None
+
+
+def distances(modules: Sequence[GraphModule]) -> dict["Rank", int]:
+    """Of each module's each stage, how many stages lie behind it on the way to the decoder's last.
+
+    With so many forwards before its first backward, no rank waits for a gradient that its own next
+    output is needed for.
+    """
+    graph = {each.name: each for each in modules}
+
+    def behind(module: GraphModule) -> int:
+        return 0 if module.into is None else graph[module.into].stages + behind(graph[module.into])
+
+    return {
+        (module.name, stage): behind(module) + module.stages - 1 - stage
+        for module in modules
+        for stage in range(module.stages)
+    }
+
 
 Rank = tuple[str, int]  # a module and one of its stages
 Counts = Mapping[Rank, int]  # warm-up forwards

@@ -13,12 +13,12 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from simulated import Graph, calls, decoder_programs, finish
+from simulated import Graph, GraphModule, calls, decoder_programs, distances, finish
 from torch import nn
 
 from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_graph import GraphModule, ahead, distances, warmup
+from loongplug.hetero.pipeline_graph import ahead, warmup
 
 pytestmark = pytest.mark.quick
 
@@ -296,33 +296,6 @@ def test_the_overlap_of_moe_communication_without_a_pipeline():
             pipeline, forwards=forwards, microbatches=microbatches, less=1
         )
         assert fewer_finish == (microbatches < 2)
-
-
-def module(name: str, stages: int = 1, into: str | None = None) -> GraphModule:
-    return GraphModule(name=name, stages=stages, into=into)
-
-
-@pytest.mark.parametrize(
-    ("modules", "said"),
-    [
-        ([module("E", into="L"), module("E", into="L"), module("L")], "two modules are called 'E'"),
-        ([module("E", 0, into="L"), module("L")], "'E' has 0 pipeline stages: expected at least 1"),
-        (
-            [module("E", into="M"), module("L")],
-            "out of 'E' goes into 'M', which is no module: expected one of E, L",
-        ),
-        ([module("L"), module("M")], "'L' and 'M' lead into no other module: expected one decoder"),
-        ([module("E", into="F"), module("F", into="E"), module("L")], "circle, F into E into F"),
-        ([module("E", into="E"), module("L")], "in a circle, E into E"),
-        ([module("A", into="E"), module("E", into="E"), module("L")], "in a circle, E into E"),
-        ([], "there is no module: expected a decoder"),
-    ],
-)
-def test_what_is_no_graph_is_one_sentence(modules, said):
-    with pytest.raises(ValueError, match=said) as caught:
-        distances(modules)
-    assert str(caught.value).count(".") == 1
-    assert "\n" not in str(caught.value)
 
 
 class Recorder:

@@ -1,27 +1,19 @@
-"""The clock of 1F1B: against steps drawn by hand, formulas, and published rates."""
+"""The partition's clock: against steps drawn by hand, formulas, and published rates."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.hetero.pipeline_graph import GraphModule
-from loongplug.partition import clock
-from loongplug.partition.clock import StageTime
+from loongplug.hetero.pass_order import Pipeline, turns
+from loongplug.hetero.pipeline_graph import warmup
+from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick
 
 BOTH = StageTime(forward=1, backward=2)
-
-
-def step_time(decoder, *, microbatches, encoders=()):
-    """Of encoders side by side that lead into a decoder."""
-    times = {**{f"encoder {number}": each for number, each in enumerate(encoders)}, "text": decoder}
-    modules = [
-        GraphModule(name=name, stages=len(each), into=None if name == "text" else "text")
-        for name, each in times.items()
-    ]
-    return clock.step_time(modules, times, microbatches=microbatches)
 
 
 def stages(*times):
@@ -54,6 +46,14 @@ def test_the_bubble_of_equal_stages(pp, microbatches):
     assert found / (microbatches * 3) - 1 == pytest.approx((pp - 1) / microbatches)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_bubble_of_virtual_stages(pp, chunks):
+    pipeline = Pipeline(stages=pp, stage=0, chunks=chunks, group=pp)
+    found = step_time([BOTH] * (pp * chunks), microbatches=2 * pp, pipeline=pipeline)
+    assert found == (2 * pp * chunks + pp - 1) * 3
+
+
 def test_an_encoder_of_its_own_is_a_stage_more():
     for pp in (1, 3):
         alone = step_time([BOTH] * (pp + 2), microbatches=5)
@@ -76,7 +76,8 @@ def test_the_decoder_waits_for_all_encoders_and_they_for_it():
 
 
 TIME = st.integers(0, 5)
-ROW = st.lists(st.builds(StageTime, forward=TIME, backward=TIME), min_size=1, max_size=4)
+TIMES = st.builds(StageTime, forward=TIME, backward=TIME)
+ROW = st.lists(TIMES, min_size=1, max_size=4)
 
 
 @given(ROW, st.lists(ROW, max_size=3), st.integers(1, 9))
@@ -95,6 +96,63 @@ def test_no_step_is_shorter_than_the_busiest_stage_or_one_microbatch_s_way(
     assert one == whole(decoder) + forward + backward
     assert found >= max(one, microbatches * busiest)
     assert found <= microbatches * one
+
+
+def one_by_one(decoder, *, microbatches, encoders, pipeline):
+    """A step, pass by pass: each rank does its next one as soon as what that needs is done."""
+    last, stages = len(decoder) - 1, pipeline.stages
+    times = {"text": decoder, **dict(enumerate(encoders))}
+    left = [
+        [
+            ("text", one.chunk * stages + stage, forward, one.microbatch)
+            for turn in turns(replace(pipeline, stage=stage), microbatches)
+            for forward, one in ((True, turn.forward), (False, turn.backward))
+            if one is not None
+        ]
+        for stage in range(stages)
+    ]
+    first = min(microbatches, 2 * stages if pipeline.chunks > 1 else stages)
+    for name, row in enumerate(encoders):
+        for stage in range(len(row)):
+            ahead = warmup(microbatches=microbatches, ahead=first, stages=len(row), stage=stage)
+            passes = [(2 * (number + ahead), False, number) for number in range(microbatches)]
+            passes += [(2 * number - 1, True, number) for number in range(microbatches)]
+            left.append([(name, stage, forward, number) for _, forward, number in sorted(passes)])
+
+    def needs(name, place, forward, number):
+        if forward and place:
+            return [(name, place - 1, True, number)]
+        if forward:
+            ends = enumerate(encoders) if name == "text" else ()
+            return [(each, len(row) - 1, True, number) for each, row in ends]
+        if place < len(times[name]) - 1:
+            return [(name, place + 1, False, number)]
+        return [("text", last, True, number) if name == "text" else ("text", 0, False, number)]
+
+    ends, free = {}, [0 for _ in left]
+    while any(left):
+        for rank, row in enumerate(left):
+            while row and all(each in ends for each in needs(*row[0])):
+                name, place, forward, _ = one = row.pop(0)
+                time = times[name][place]
+                begin = max([free[rank], *(ends[each] for each in needs(*one))])
+                free[rank] = ends[one] = begin + (time.forward if forward else time.backward)
+    return max(free)
+
+
+@given(st.data())
+def test_virtual_stages_and_encoders_step_pass_by_pass(data):
+    stages, chunks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    chunks = chunks if stages > 1 else 1
+    pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=stages)
+    places = stages * chunks
+    case = {
+        "decoder": data.draw(st.lists(TIMES, min_size=places, max_size=places)),
+        "encoders": data.draw(st.lists(ROW, max_size=2)),
+        "microbatches": data.draw(st.integers(1, 3)) * (stages if chunks > 1 else 1),
+        "pipeline": pipeline,
+    }
+    assert step_time(**case) == one_by_one(**case)
 
 
 def gain(row):
