@@ -44,7 +44,8 @@ def split(
         of_stages = [sum(each[stage::stages]) for stage in range(stages)]
         return sorted(of_stages, reverse=True), sorted(each, reverse=True), sizes
 
-    found, better = (), _of_row(layers, stages=places, cost=cost)
+    found: tuple[int, ...] = ()
+    better = _of_row(layers, stages=places, cost=cost)
     while chunks > 1 and better != found:
         found = better
         moved = [
