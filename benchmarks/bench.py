@@ -304,8 +304,8 @@ def bench_pipeline(
     encoder: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=10/20, on one rank; NAME=10/20x2: two replicas on ranks of its own. Repeat "
-            "it for more. Default: encoder=20/40."
+            help="NAME=10/20, on one rank; NAME=10/20x2p3: two replicas of three stages on ranks "
+            "of its own. Repeat it for more. Default: encoder=20/40."
         ),
     ] = None,
     pp: Annotated[int, typer.Option(help="The decoder's pipeline stages.")] = 2,

@@ -197,8 +197,8 @@ def _gain(both: Sequence[CaseFigures], step: Callable[[CaseFigures], float]) -> 
 def figure_4a_table(*, steps: int, json_path: Path | None) -> None:
     """Six ranks of MIMO's figure 4(a), two encoders and a decoder of three stages.
 
-    There the first encoder has two stages, here two replicas, since encoders that sleep have one
-    stage. The other modes have the same work on as many ranks.
+    There the first encoder has two stages, here two replicas. The other modes have the same work on
+    as many ranks.
     """
     unit = 2.0
     encoders = (

@@ -1,16 +1,18 @@
 """A chunk of a multimodal model whose stages and encoders sleep in the place of work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from math import prod
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput, Microbatch
+from loongplug.data.microbatch import Microbatch
+from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features, FeatureSource
 from loongplug.partition.clock import StageTime
@@ -70,18 +72,26 @@ class PacedChunk(nn.Module):
         """What the stage before has sent."""
         (self._input,) = tensors
 
-    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
-        """What travels of a unit; see :meth:`encode`."""
-        return self.encode(entry, media).packed()
+    def modules_of(self, entry: Entry) -> Mapping[str, Any]:
+        """What stages of an encoder ask of its sizes: of each row they hand on a state."""
+        architecture = SimpleNamespace(states=prod, hidden_size=HIDDEN)
+        return {entry.name: SimpleNamespace(architecture=architecture)}
 
-    def encode(self, entry: Entry, media: MediaInput | None) -> Features:
+    def payload(self, entry: Entry, given: EncoderInput | None) -> Tensor:
+        """What travels of a unit; see :meth:`encode`."""
+        return self.encode(entry, given).packed()
+
+    def encode(self, entry: Entry, given: EncoderInput | None) -> Features:
         """Sleeps by its share of a microbatch's samples; a blank one takes no time."""
-        rows = torch.zeros(0, 1) if media is None else media.rows
+        rows = torch.zeros(0, 1)
+        if given is not None:
+            rows = given.states if isinstance(given, HandedOn) else given.rows
         encoder = self._paced[entry.name]
         share = len(rows) / (self._case.samples * TOKENS * self._case.encoder_tp(encoder))
-        made = rows @ self.encoder_weights[entry.name]
+        made = rows * self.encoder_weights[entry.name]
+        time = self._case.encoder_time(encoder)
         return Features(
-            embeddings=slept(made, self._pace, encoder.time, share=share, encoder=True),
+            embeddings=slept(made, self._pace, time, share=share, encoder=True),
             deepstack=(),
         )
 

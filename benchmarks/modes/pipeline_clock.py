@@ -14,15 +14,17 @@ from loongplug.hetero.operations import (
     EncodeInForward,
     EncoderBackward,
     GatherFeatures,
+    GiveBack,
+    HandOn,
     Operation,
     ScatterGradients,
     StepPlan,
+    TakeBack,
+    TakeStates,
     When,
-    backward,
     forward,
-    gradient,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.pass_order import Pipeline, Turn, around
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.hetero.placement import ApartPiece, Edge
 from loongplug.hetero.policies import EncoderStep
@@ -74,16 +76,15 @@ def _passes(case: Case, inner: "Sequence[_Side]", rank: int, *, build: Build) ->
         one = turn.forward or turn.backward
         assert one is not None
         first, forwards = one.chunk == 0, turn.forward is not None
-        before = forward if forwards else backward
-        for side in inner if first else ():
-            yield from side.acts(rank, before(one.microbatch))
         time = takes.forward if forwards else takes.backward
         within = sum(each.forward for each in here) if first and forwards else 0
-        phase = "forward" if forwards else "backward"
-        label = Label(phase, one.microbatch, one.chunk if case.chunks > 1 else None)
-        yield Work(time / case.chunks + within, label)
-        for side in inner if first and not forwards else ():
-            yield from side.acts(rank, gradient(one.microbatch))
+        label = Label(turn.name, one.microbatch, one.chunk if case.chunks > 1 else None)
+        for event in around(turn):
+            if isinstance(event, Turn):
+                yield Work(time / case.chunks + within, label)
+            else:
+                for side in inner:
+                    yield from side.acts(rank, event)
         if first and not forwards:
             yield Work(sum(each.backward for each in here), Label("encoder_backward"))
 
@@ -113,6 +114,7 @@ class _Side:
         self._tp = case.encoder_tp(encoder)
         self._placement = self._mode.place(case.decoder, entry=encoder.entry, tp=self._tp)
         self._layout = self._placement.entry(encoder.name).layout
+        self._time = case.encoder_time(encoder)
         self._trains = encoder.time.backward > 0
         self._pieces: tuple[ApartPiece, ...] = ()
         if self._mode.apart:
@@ -153,9 +155,15 @@ class _Side:
             encoder_replicas=tuple((number % replicas,) for number in range(count)),
             training=True,
             trains=self._trains,
+            trains_before=self._trains and self._stage(rank) > 0,
             last_stage=False,  # it says when state leaves for the host, which none does here
             ahead=ahead(pipeline=len(self.case.stages), virtual=self.case.chunks > 1),
         )
+
+    def _stage(self, rank: int) -> int:
+        """Of the encoder, where it has ranks of its own; 0 on others."""
+        own = self._mode.apart and rank in self._layout.ranks
+        return self._layout.coordinates(rank).pp if own else 0
 
     def _edge(self, rank: int) -> Edge | None:
         """Where it lies with the decoder."""
@@ -167,15 +175,30 @@ class _Side:
     def _acts(self, rank: int, operation: Operation) -> Iterator[Act]:
         match operation:
             case Encode(unit=int(unit)):
-                takes = self._share(rank, unit) * self.encoder.time.forward
+                takes = self._share(rank, unit) * self._time.forward
                 yield Work(takes, Label("encoder_forward", unit))
             case EncoderBackward(unit=int(unit)):
-                takes = self._share(rank, unit) * self.encoder.time.backward
+                takes = self._share(rank, unit) * self._time.backward
                 yield Work(takes, Label("encoder_backward", unit))
+            case TakeStates() | HandOn() | TakeBack() | GiveBack():
+                yield self._between_stages(rank, operation)
             case GatherFeatures(units=units):
                 yield from self._exchange(rank, units, name="features")
             case ScatterGradients(units=units):
                 yield from self._exchange(rank, units, name="gradients")
+
+    def _between_stages(
+        self, rank: int, operation: TakeStates | HandOn | TakeBack | GiveBack
+    ) -> Act:
+        """Nobody waits for a send there."""
+        forwards = isinstance(operation, TakeStates | HandOn)
+        sends = isinstance(operation, HandOn | GiveBack)
+        other = self._stage(rank) + (1 if forwards == sends else -1)
+        ends = [rank, self._layout.group("pp", rank)[other]]
+        source, target = ends if sends else reversed(ends)
+        stream = (self.encoder.name, "states" if forwards else "back", source, target)
+        message = self.build.message(stream, operation.unit)
+        return Post(((message, True),)) if sends else Wait(((message, False),))
 
     def _share(self, rank: int, unit: int) -> float:
         """Of a microbatch's media, by this rank, in its unit."""

@@ -104,6 +104,7 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             entry=encoder.entry,
             encoder_tp=encoder.tp,
             taps=0,
+            handed_on=(HIDDEN,) * (encoder.stages - 1) if case.apart else (),
             seed=1234,
             micro_batch_sizes=dict.fromkeys((True, False), case.samples),
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
@@ -253,9 +254,9 @@ def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:
 def _place(engine: Engine) -> dict[str, int]:
     """For labels: the decoder's coordinates, or the rank's number among the encoder's own."""
     if engine.own is not None:
-        state = engine.encoders[engine.own].place.state
-        assert state is not None
-        return {engine.own: state.groups.dp.rank()}
+        layout = engine.encoders[engine.own].place.layout
+        assert layout is not None
+        return {engine.own: layout.ranks.index(dist.get_rank())}
     return {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),

@@ -33,13 +33,15 @@ class PacedEncoder:
     """An encoder that sleeps: ``time`` is what one rank takes for a microbatch's media, in ms.
 
     ``tp`` ranks share that evenly; None for as many as the mode has where a YAML says nothing.
-    ``replicas`` count where it has ranks of its own: each takes its share of every microbatch.
+    ``replicas`` and ``stages`` count where it has ranks of its own: each replica takes its share of
+    every microbatch, and each stage an equal part of that.
     """
 
     name: str
     time: StageTime
     tp: int | None = None
     replicas: int = 1
+    stages: int = 1
 
     @property
     def entry(self) -> Entry:
@@ -118,7 +120,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes, most of which sleep at any time."""
-        own = sum(self.encoder_tp(each) * each.replicas for each in self.encoders)
+        own = sum(self.encoder_tp(each) * each.replicas * each.stages for each in self.encoders)
         return self.decoder.world_size + (own if self.apart else 0)
 
     @property
@@ -131,7 +133,9 @@ class Case:
         """Cases of one site can be run in the same process groups, one behind the other."""
         if self.streams:
             return self  # its plans are made of its times
-        encoders = [(e.name, e.tp, e.replicas, e.time.backward > 0) for e in self.encoders]
+        encoders = [
+            (e.name, e.tp, e.replicas, e.stages, e.time.backward > 0) for e in self.encoders
+        ]
         return self.mode, self.tp, len(self.stages), self.chunks, tuple(encoders)
 
     def mode_of(self, encoder: PacedEncoder) -> Mode:
@@ -139,13 +143,20 @@ class Case:
         if not self.apart:
             return IN_A_WORD[self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
-        offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
+        own = sum((each.tp or 1) * each.replicas * each.stages for each in before)
         yaml: Any = Namespace(
-            rank_offset=offset,
+            rank_offset=self.decoder.world_size + own,
             data_parallel_size=encoder.replicas,
-            pipeline_model_parallel_size=1,
+            pipeline_model_parallel_size=encoder.stages,
         )
         return mode_of(Namespace(), yaml)
+
+    def encoder_time(self, encoder: PacedEncoder) -> StageTime:
+        """Of a microbatch's media on one rank, which has one stage of it or all."""
+        stages = encoder.stages if self.apart else 1
+        return StageTime(
+            forward=encoder.time.forward / stages, backward=encoder.time.backward / stages
+        )
 
     def encoder_tp(self, encoder: PacedEncoder) -> int:
         """How many ranks share a unit of it."""
@@ -228,22 +239,26 @@ def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:
 
 
 def parse_encoder(text: str) -> PacedEncoder:
-    """From "NAME=10/20", or "NAME=10/20x2" with two replicas on ranks of their own.
+    """From "NAME=10/20", or "NAME=10/20x2p3": two replicas of three stages on ranks of their own.
 
     Raises:
         ValueError: that is not what ``text`` is.
     """
     name, equals, rest = text.partition("=")
+    rest, _, stages = rest.partition("p")
     times, _, replicas = rest.partition("x")
+    counts = [each or "1" for each in (replicas, stages)]
     if (
         not name.isidentifier()
         or not equals
-        or not (replicas or "1").isdecimal()
-        or replicas == "0"
+        or not all(map(str.isdecimal, counts))
+        or "0" in counts
     ):
-        raise ValueError(f"--encoder {text}: expected NAME=FORWARD/BACKWARD, or with xREPLICAS.")
+        raise ValueError(
+            f"--encoder {text}: expected NAME=FORWARD/BACKWARD, or with xREPLICAS or pSTAGES."
+        )
     time = _parse_time(times, flag="--encoder")
-    return PacedEncoder(name=name, time=time, replicas=int(replicas or 1))
+    return PacedEncoder(name=name, time=time, replicas=int(counts[0]), stages=int(counts[1]))
 
 
 def _parse_time(text: str, *, flag: str) -> StageTime:

@@ -23,17 +23,8 @@ from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Tracer, UnitBytes
 from loongplug.estimate.units import MicrobatchSize, UnitSize, parts_of
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.operations import (
-    BEGIN,
-    END,
-    When,
-    backward,
-    before_pass,
-    forward,
-    gradient,
-    turns_of,
-)
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
+from loongplug.hetero.operations import BEGIN, END
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.streamed_pieces import StreamedStep
 from loongplug.models.entries import Entry
@@ -188,31 +179,19 @@ class TracedStep:
             else streaming.get(name) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
         ]
-        turns_of_all = max((turns_of(each.plan) for each in streaming.values()), default=0)
-
-        def at(when: When) -> None:
+        number = 0
+        plans = [each.plan for each in streaming.values()]
+        for event in events(plans, self._pipeline, len(self._microbatches)):
+            if isinstance(event, Turn):
+                self._work(ledger, number, event)
+                number += 1
+                continue
+            if event == END:
+                ledger.clear(PIPELINE)
             for side in sides:
-                side.at(ledger, when)
-
-        def work_before(number: int) -> None:
-            for place in range(turns_of_all):
-                at(before_pass(number, place))
-
-        at(BEGIN)
-        ledger.add(PIPELINE, self._buffers)
-        passes = list(turns(self._pipeline, len(self._microbatches)))
-        for number, turn in enumerate(passes):
-            work_before(number)  # where encoders work then, no two passes are one turn
-            if turn.forward is not None and turn.forward.chunk == 0:
-                at(forward(turn.forward.microbatch))
-            if turn.backward is not None and turn.backward.chunk == 0:
-                at(backward(turn.backward.microbatch))
-            self._work(ledger, number, turn)
-            if turn.backward is not None and turn.backward.chunk == 0:
-                at(gradient(turn.backward.microbatch))
-        work_before(len(passes))
-        ledger.clear(PIPELINE)
-        at(END)
+                side.at(ledger, event)
+            if event == BEGIN:
+                ledger.add(PIPELINE, self._buffers)
 
     def _work(self, ledger: Ledger, number: int, turn: Turn) -> None:
         """What stays is entered before the work, what goes is there until it is done."""

@@ -1,9 +1,21 @@
 """The order of a pipeline stage's passes within a step, as Megatron's schedules have it. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    StepPlan,
+    When,
+    backward,
+    before_pass,
+    forward,
+    gradient,
+    turns_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +71,44 @@ def turns(pipeline: Pipeline, microbatches: int) -> Iterator[Turn]:
     ahead, last = pipeline.ahead(microbatches), pipeline.chunks - 1
     forwards = [Pass(chunk=chunk, microbatch=number) for number, chunk in order]
     backwards = [Pass(chunk=last - chunk, microbatch=number) for number, chunk in order]
-    for forward in forwards[:ahead]:
-        yield Turn(forward=forward)
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+    for one in forwards[:ahead]:
+        yield Turn(forward=one)
+    for one, other in zip(forwards[ahead:], backwards, strict=False):
         if pipeline.overlaps:
-            yield Turn(forward=forward, backward=backward)
+            yield Turn(forward=one, backward=other)
         else:
-            yield Turn(forward=forward)
-            yield Turn(backward=backward)
-    for backward in backwards[len(order) - ahead :]:
-        yield Turn(backward=backward)
+            yield Turn(forward=one)
+            yield Turn(backward=other)
+    for one in backwards[len(order) - ahead :]:
+        yield Turn(backward=one)
+
+
+def around(turn: Turn) -> Iterator[When | Turn]:
+    """A turn of a stage, and the moments of an encoder's plan before and behind it."""
+    if turn.forward is not None and turn.forward.chunk == 0:
+        yield forward(turn.forward.microbatch)
+    if turn.backward is not None and turn.backward.chunk == 0:
+        yield backward(turn.backward.microbatch)
+    yield turn
+    if turn.backward is not None and turn.backward.chunk == 0:
+        yield gradient(turn.backward.microbatch)
+
+
+def events(
+    streamed: Iterable[StepPlan], pipeline: Pipeline, microbatches: int
+) -> Iterator[When | Turn]:
+    """All turns of a stage in a step, and all moments of the plans of its encoders.
+
+    Those of ``streamed`` plans have moments between passes; no two passes are one turn there.
+    """
+    places = range(max(map(turns_of, streamed), default=0))
+    passes = [*turns(pipeline, microbatches)]
+    yield BEGIN
+    for number, turn in enumerate(passes):
+        yield from (before_pass(number, place) for place in places)
+        yield from around(turn)
+    yield from (before_pass(len(passes), place) for place in places)
+    yield END
 
 
 def enough(pipeline: Pipeline, microbatches: int) -> int:

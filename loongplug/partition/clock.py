@@ -1,15 +1,15 @@
-"""A step of 1F1B over the stages of modules that lead into one another, on the clock. Pure."""
+"""A step of a decoder's pipeline, and of encoders' that lead into it, on the clock. Pure."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
-from loongplug.hetero.pass_order import Pipeline, turns
-from loongplug.hetero.pipeline_graph import GraphModule, distances
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.step_programs import stage_acts
 from loongplug.simulate import clock
-from loongplug.simulate.programs import Act, Build, Post, Wait, Work
-
-_Stage = tuple[str, int]  # a module and one of its stages
+from loongplug.simulate.programs import Act, Build, End, Post, Wait, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,60 +21,79 @@ class StageTime:
 
 
 def step_time(
-    modules: Sequence[GraphModule], times: Mapping[str, Sequence[StageTime]], *, microbatches: int
+    decoder: Sequence[StageTime],
+    *,
+    microbatches: int,
+    encoders: Sequence[Sequence[StageTime]] = (),
+    pipeline: Pipeline | None = None,
 ) -> float:
-    """How long a step takes, from the first forward to the last backward, in the unit of ``times``.
+    """How long a step takes, from the first forward to the last backward, in the unit of the times.
 
-    Every stage has ranks of its own, and ``times`` has each module's, one for each of its stages.
-    A module's stages stand in a row; the last one sends to the first of the module that it leads
-    into, which takes the microbatch from all that lead there and gives each its gradient. A stage
-    does its passes one at a time, in the order of Megatron's 1F1B, with as many forwards before
-    its first backward as stages lie behind it, and the turn's own. A forward begins when the stages
-    before have done it, a backward when the stage behind has; the decoder's last stage turns
-    around at once. What is sent arrives at once, and nobody waits for who receives it. A backward
-    that takes no time comes in its turn all the same.
+    Every stage has ranks of its own. The ``decoder`` has its passes in Megatron's order: that of
+    1F1B, or of ``pipeline``, which is that of any of its stages; the times are those of all virtual
+    stages then, in their order. The stages of each of ``encoders`` stand in a row before it. Its
+    first stage takes a microbatch from the last stages of all of them, and gives each the gradient.
+    An encoder's stage does 1F1B with as many forwards before its first backward as the encoder's
+    stages behind it and the decoder's first one have. What is sent arrives at once, and nobody
+    waits for who receives it. A backward that takes no time comes in its turn all the same.
 
     Of p stages in a row that are equal, m microbatches take (m + p - 1) times forward and backward:
     the bubble is (p - 1) / m of the work.
 
     >>> stage = StageTime(forward=1, backward=2)
-    >>> decoder = GraphModule(name="decoder", stages=4)
-    >>> step_time([decoder], {"decoder": [stage] * 4}, microbatches=8)
+    >>> step_time([stage] * 4, microbatches=8)
     33
-
-    Raises:
-        ValueError: the modules are no graph that ends in one decoder.
     """
-    far = distances(modules)
-    assert far.keys() == {(name, stage) for name in times for stage in range(len(times[name]))}
-    behind, build = _behind(modules), Build()
-    before: defaultdict[_Stage, list[_Stage]] = defaultdict(list)
-    for stage, target in behind.items():
-        before[target].append(stage)
+    pipeline = pipeline or Pipeline(stages=len(decoder), stage=0, chunks=1, group=len(decoder))
+    stages, virtual = pipeline.stages, pipeline.chunks > 1
+    assert len(decoder) == stages * pipeline.chunks, (len(decoder), pipeline)
+    warmup = ahead(pipeline=stages, virtual=virtual, group=pipeline.group)
+    first_ranks = [*accumulate(map(len, encoders), initial=stages)]
+    sources = [behind - 1 for behind in first_ranks[1:]]
+    build = Build()
 
-    def acts(stage: _Stage) -> Iterator[Act]:
-        # Its order is that of the first stage of a pipeline as long.
-        length = far[stage] + 1
-        takes = times[stage[0]][stage[1]]
-        for turn in turns(Pipeline(stages=length, stage=0, chunks=1, group=length), microbatches):
-            for forward, one in ((True, turn.forward), (False, turn.backward)):
-                if one is None:
-                    continue
-                others = before[stage] if forward else [behind[stage]] if stage in behind else []
-                needed = (build.message((each, forward), one.microbatch) for each in others)
-                yield Wait(tuple((each, False) for each in needed))
-                yield Work(takes.forward if forward else takes.backward)
-                yield Post(((build.message((stage, forward), one.microbatch), True),))
+    def with_encoders(kind: str, one: Pass) -> tuple[End, ...]:
+        """This end of the decoder's messages with them."""
+        sends = kind == "gradients"
+        ways = [(0, each) if sends else (each, 0) for each in sources]
+        return tuple((build.message((kind, *way), one.microbatch), sends) for way in ways)
 
-    return clock.step_time(build.programs([[*acts(stage)] for stage in far]))
+    def decoding(turn: Turn, stage: int) -> Iterator[Act]:
+        if turn.forward is not None:
+            if turn.forward.chunk == stage == 0:
+                yield Wait(with_encoders("activations", turn.forward))
+            yield Work(decoder[turn.forward.chunk * stages + stage].forward)
+        if turn.backward is not None:
+            yield Work(decoder[turn.backward.chunk * stages + stage].backward)
+            if turn.backward.chunk == stage == 0:
+                yield Post(with_encoders("gradients", turn.backward))
 
+    def encoding(turn: Turn, time: StageTime) -> Iterator[Act]:
+        yield Work(time.backward if turn.forward is None else time.forward)
 
-def _behind(modules: Sequence[GraphModule]) -> dict[_Stage, _Stage]:
-    """Of each stage but the decoder's last one, the stage that it sends to."""
-    found = {}
-    for module in modules:
-        for stage in range(module.stages - 1):
-            found[module.name, stage] = module.name, stage + 1
-        if module.into is not None:
-            found[module.name, module.stages - 1] = module.into, 0
-    return found
+    programs = [
+        stage_acts(
+            build,
+            replace(pipeline, stage=stage),
+            microbatches,
+            ranks=range(stages),
+            work=partial(decoding, stage=stage),
+            eager=True,
+            beside_sends=virtual,
+        )
+        for stage in range(stages)
+    ]
+    for first_rank, times in zip(first_ranks, encoders, strict=False):
+        row = Pipeline(stages=len(times) + warmup, stage=0, chunks=1, group=1)
+        programs += [
+            stage_acts(
+                build,
+                replace(row, stage=stage),
+                microbatches,
+                ranks=[*range(first_rank, first_rank + len(times)), 0],
+                work=partial(encoding, time=time),
+                eager=True,
+            )
+            for stage, time in enumerate(times)
+        ]
+    return clock.step_time(build.programs([[*each] for each in programs]))

@@ -1,5 +1,6 @@
 """From the flags of a run to two splits of its layers, of which the better one is kept."""
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from loongplug.estimate.estimator import run_of
 from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.hetero.modes import mode_of
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.partition.costs import costs_of
@@ -18,7 +20,7 @@ from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.freezing import freezing_of
 from loongplug.training.layer_costs import EntryCosts
 from loongplug.training.rules.own_ranks import lying_apart
-from loongplug.training.rules.pipeline import wants_virtual
+from loongplug.training.rules.pipeline import stages_of_layout
 
 AWARE, PLAIN = "frozen-aware", "plain"
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -27,6 +29,7 @@ _SPLITS = frozenset(
     (
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
         "pipeline_model_parallel_layout",
     )
 )
@@ -85,16 +88,13 @@ def find(
             f"--pipeline-model-parallel-size is {pp}, so that there are no stages to split layers "
             "into: give 2 or more, or stages of an encoder by --encoder-stages NAME=N"
         )
-    if wants_virtual(args):
-        raise ValueError(
-            "virtual pipeline stages give each rank several stretches of layers, and one is "
-            "expected: drop --num-virtual-stages-per-pipeline-rank and "
-            "--num-layers-per-virtual-pipeline-stage"
-        )
-    layers = composed.foundation.num_layers
-    flags = without_flags(flags, _SPLITS)
-    if 1 < pp <= layers:  # a start would refuse layers that do not divide
-        flags = [*flags, LAYOUT, layout_text(_even(layers, pp))]
+    layers, chunks = composed.foundation.num_layers, 1
+    if pp > 1:
+        chunks = _virtual_stages(args, layers)
+        flags = without_flags(flags, _SPLITS)
+        if pp <= layers:  # a start would refuse layers that do not divide
+            places = pp * chunks if pp * chunks <= layers else pp
+            flags = [*flags, LAYOUT, layout_text(_even(layers, places))]
     parsed, microbatches = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
     model = parsed.model
     names = [entry.name for entry in encoders(model.entries())]
@@ -118,6 +118,13 @@ def find(
         )
         for each in (trains, lambda name: True)
     )
+    pipeline = Pipeline(
+        stages=pp,
+        stage=0,
+        chunks=chunks,
+        group=parsed.args.microbatch_group_size_per_vp_stage or pp,
+        overlaps=parsed.args.overlap_moe_expert_parallel_comm,
+    )
     aware, unaware = (
         partition(
             name,
@@ -126,6 +133,7 @@ def find(
             stages={**apart, decoder: pp},
             microbatches=len(microbatches),
             around=around,
+            pipeline=pipeline if chunks > 1 else None,
         )
         for name, believed in ((AWARE, real), (PLAIN, plain))
     )
@@ -149,6 +157,16 @@ def layout_text(sizes: Sequence[int]) -> str:
     'Et|t*3L'
     """
     return "E" + "|".join("t" if size == 1 else f"t*{size}" for size in sizes) + "L"
+
+
+def _virtual_stages(args: Namespace, layers: int) -> int:
+    """How many of them each of the decoder's ranks has."""
+    pp, each = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    if args.pipeline_model_parallel_layout:
+        return stages_of_layout(args) // pp or 1
+    if each:
+        return -(-layers // (pp * each))
+    return args.num_virtual_stages_per_pipeline_rank or 1
 
 
 def _even(layers: int, stages: int) -> list[int]:

@@ -1,9 +1,10 @@
 """A split of a model's layers into stages, and the time of a step with it. Pure."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.partition.split import split
 from loongplug.training.layer_costs import Cost, EntryCosts
@@ -11,7 +12,10 @@ from loongplug.training.layer_costs import Cost, EntryCosts
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of an entry: its layers, counted over the whole entry, and what it really takes."""
+    """A stretch of an entry's ``layers`` on the stage ``number``, and what it really takes.
+
+    A stage with virtual ones has several.
+    """
 
     entry: str
     number: int
@@ -35,12 +39,16 @@ class Partition:
     outside: int = 0
 
     @property
-    def slowest(self) -> int:
-        """Operations of the slowest stage for a microbatch."""
-        return max(each.cost.total for each in self.stages)
+    def slowest(self) -> tuple[str, int]:
+        """Which entry the slowest stage is of, and its operations for a microbatch."""
+        loads: Counter[tuple[str, int]] = Counter()
+        for each in self.stages:
+            loads[each.entry, each.number] += each.cost.total
+        ((entry, _), most), *_ = loads.most_common(1)
+        return entry, most
 
     def sizes(self, entry: str) -> tuple[int, ...]:
-        """How many layers each stage of an entry has."""
+        """How many layers each stage of an entry has; each virtual one, in the layers' order."""
         return tuple(len(each.layers) for each in self.stages if each.entry == entry)
 
 
@@ -52,23 +60,27 @@ def partition(
     stages: Mapping[str, int],
     microbatches: int,
     around: Collection[str] = (),
+    pipeline: Pipeline | None = None,
 ) -> Partition:
     """The best split of the layers if they cost what is ``believed``, at what they do cost.
 
     ``stages`` says how many each entry has that has some of its own, the decoder's last, which all
-    others lead into. All ranks do those ``around`` the schedule, before and behind it.
+    others lead into. All ranks do those ``around`` the schedule, before and behind it. ``pipeline``
+    is that of any of the decoder's stages where they have virtual ones.
 
     Raises:
         ValueError: an entry has more stages than layers.
     """
+    *_, decoder = stages
     found: list[Stage] = []
     for entry, number in stages.items():
-        sizes = _split(entry, believed[entry], stages=number)
+        chunks = pipeline.chunks if pipeline is not None and entry == decoder else 1
+        sizes = _split(entry, believed[entry], stages=number, chunks=chunks)
         start = 0
         for place, size in enumerate(sizes):
             layers = range(start, start + size)
             cost = costs[entry].stage(layers.start, layers.stop)
-            found.append(Stage(entry=entry, number=place, layers=layers, cost=cost))
+            found.append(Stage(entry=entry, number=place % number, layers=layers, cost=cost))
             start += size
     times = {
         entry: [
@@ -78,17 +90,17 @@ def partition(
         ]
         for entry in stages
     }
-    *_, decoder = stages
-    modules = [
-        GraphModule(name=entry, stages=number, into=None if entry == decoder else decoder)
-        for entry, number in stages.items()
-    ]
-    step = step_time(modules, times, microbatches=microbatches)
+    encoders = [times[entry] for entry in stages if entry != decoder]
+    step = step_time(
+        times[decoder], microbatches=microbatches, encoders=encoders, pipeline=pipeline
+    )
     alone = {
-        each.name: step_time(
-            [replace(each, into=None)], {each.name: times[each.name]}, microbatches=microbatches
+        entry: step_time(
+            times[entry],
+            microbatches=microbatches,
+            pipeline=pipeline if entry == decoder else None,
         )
-        for each in modules
+        for entry in stages
     }
     outside = microbatches * sum(costs[entry].whole().total for entry in around)
     return Partition(
@@ -96,11 +108,12 @@ def partition(
     )
 
 
-def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:
+def _split(entry: str, believed: EntryCosts, *, stages: int, chunks: int) -> tuple[int, ...]:
     try:
         return split(
             len(believed.layers),
             stages=stages,
+            chunks=chunks,
             cost=lambda start, stop: believed.stage(start, stop).total,
         )
     except ValueError as error:

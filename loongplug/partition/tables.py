@@ -42,13 +42,14 @@ def print_found(found: FoundSplits) -> None:
 def _print_sides(found: FoundSplits) -> None:
     """How long a step would take each module that waited for no other, and which is slower."""
     kept = found.kept
-    slowest = max(kept.stages, key=lambda each: each.cost.total).entry
+    slowest, _ = kept.slowest
     steps = ", ".join(f"{name} {_amount(time)}" for name, time in kept.alone.items())
     print(f"a step of each alone: {steps}; the slowest stage, which decides, is of {slowest}")
 
 
 def _print_stages(split: Partition, found: FoundSplits) -> None:
-    name, unit = _unit(split.slowest)
+    _, slowest = split.slowest
+    name, unit = _unit(slowest)
     args = found.parsed.args
     table = Table(
         title=f"{split.name}: {shown_name(args)}, {found.microbatches} microbatch(es) of a replica",
@@ -63,7 +64,7 @@ def _print_stages(split: Partition, found: FoundSplits) -> None:
             f"{each.layers.start} to {each.layers.stop - 1}",
             f"{each.cost.forward / unit:.3f}",
             f"{each.cost.backward / unit:.3f}",
-            f"{each.cost.total / split.slowest:.0%}",
+            f"{each.cost.total / slowest:.0%}",
         )
     table_console().print(table)
 
@@ -71,7 +72,7 @@ def _print_stages(split: Partition, found: FoundSplits) -> None:
 def _name(stage: Stage, found: FoundSplits) -> str:
     """With the encoders that a stage has before its layers."""
     name = f"{stage.entry} {stage.number}"
-    first = stage.entry == found.decoder and stage.number == 0
+    first = stage.entry == found.decoder and stage.layers.start == 0
     return " + ".join([*found.inside, name]) if first else name
 
 

@@ -28,7 +28,7 @@ from modes.pipeline_work import (
 from rich.console import Console
 from typer.testing import CliRunner
 
-from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.output_files import write_figures
 from loongplug.partition.clock import StageTime, step_time
@@ -61,6 +61,8 @@ def test_options_are_times():
     assert parse_stages("10/20,1.5/0", pp=2) == (STAGE, StageTime(forward=1.5, backward=0))
     assert parse_encoder("eyes=6/12") == SEEING
     assert parse_encoder("eyes=6/12x3").replicas == 3
+    assert parse_encoder("eyes=6/12p2") == replace(SEEING, stages=2)
+    assert parse_encoder("eyes=6/12x3p2") == replace(SEEING, replicas=3, stages=2)
 
 
 @pytest.mark.quick
@@ -136,18 +138,30 @@ def test_the_clock_agrees_with_steps_by_hand():
 def test_the_clock_is_that_of_partition_where_no_send_waits_long():
     """Of figure 4(a) of the MIMO paper with one stage each, and of stages that are unequal."""
     pair = [PacedEncoder(name="eyes", time=STAGE), PacedEncoder(name="ears", time=STAGE)]
-    graph = [
-        *(GraphModule(name=each.name, stages=1, into="text") for each in pair),
-        GraphModule(name="text", stages=3),
-    ]
-    times = {"eyes": [STAGE], "ears": [STAGE], "text": [STAGE] * 3}
     alone = case(OWN_RANKS, pp=3, encoders=pair, microbatches=24)
-    assert predicted(alone) == step_time(graph, times, microbatches=24) == (24 + 3) * 30
+    free = step_time([STAGE] * 3, microbatches=24, encoders=[[STAGE]] * 2)
+    assert predicted(alone) == free == (24 + 3) * 30
+    # The figure itself: the first encoder has two stages.
+    deep = PacedEncoder(name="eyes", time=StageTime(forward=20, backward=40), stages=2)
+    alone = case(OWN_RANKS, pp=3, encoders=[deep, pair[1]], microbatches=24)
+    free = step_time([STAGE] * 3, microbatches=24, encoders=[[STAGE] * 2, [STAGE]])
+    assert (predicted(alone), alone.ranks) == (free, 6)
+    # Replicas of stages, tensor parallel ones, and beside them an encoder that does not train.
+    deep = replace(deep, replicas=2, tp=2)
+    wide = case(OWN_RANKS, pp=3, encoders=[deep, frozen(pair[1])], microbatches=24, chunks=2)
+    assert wide.ranks == 3 + 2 * 2 * 2 + 1
+    free = step_time(
+        [StageTime(forward=5, backward=10)] * 6,
+        microbatches=24,
+        encoders=[[StageTime(forward=2.5, backward=5)] * 2, [StageTime(forward=10, backward=0)]],
+        pipeline=Pipeline(stages=3, stage=0, chunks=2, group=3),
+    )
+    assert free <= predicted(wide) <= 1.03 * free
     for slow_stage in range(4):
         stages = [STAGE] * 4
         stages[slow_stage] = StageTime(forward=17, backward=31)
         row = Case(mode="uniform", stages=tuple(stages), microbatches=12)
-        free = step_time([GraphModule(name="row", stages=4)], {"row": stages}, microbatches=12)
+        free = step_time(stages, microbatches=12)
         assert free <= predicted(row) <= 1.03 * free
 
 
@@ -297,7 +311,7 @@ def test_two_ranks_take_as_long_as_the_clock_says(tmp_path):
 def test_every_mode_does_all_work(mode, chunks):
     """Each unit is encoded once, or by all ranks that share it; nobody hangs."""
     preload("cpu")
-    pair = PacedEncoder(name="eyes", time=STAGE, replicas=2)
+    pair = PacedEncoder(name="eyes", time=STAGE, replicas=2, stages=2)
     here = case(
         mode, tp=2, encoders=[pair, frozen(PacedEncoder(name="ears", time=STAGE))], chunks=chunks
     )

@@ -7,12 +7,38 @@ once, or, where it waits, when somebody receives it.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn, turns
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, End, Post, Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphModule:
+    """A module's pipeline; ``into`` is what its last stage sends to, None for the decoder alone."""
+
+    name: str
+    stages: int
+    into: str | None = None
+
+
+def distances(modules: Sequence[GraphModule]) -> dict["Rank", int]:
+    """Of each module's each stage, how many stages lie behind it on the way to the decoder's last.
+
+    With so many forwards before its first backward, no rank waits for a gradient that its own next
+    output is needed for.
+    """
+    graph = {each.name: each for each in modules}
+
+    def behind(module: GraphModule) -> int:
+        return 0 if module.into is None else graph[module.into].stages + behind(graph[module.into])
+
+    return {
+        (module.name, stage): behind(module) + module.stages - 1 - stage
+        for module in modules
+        for stage in range(module.stages)
+    }
+
 
 Rank = tuple[str, int]  # a module and one of its stages
 Counts = Mapping[Rank, int]  # warm-up forwards
@@ -41,29 +67,20 @@ class Move:
 Exchange = tuple[Move, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What Megatron's 1F1B asks of its communicator, and in which phase of the step."""
-
-    phase: str
-    name: str
-
-
-def calls(*, warmup: int, microbatches: int) -> Iterator[Call]:
-    """A rank's in a step, in order; test_stock_makes_these_calls compares."""
+def calls(*, warmup: int, microbatches: int) -> Iterator[str]:
+    """What Megatron's 1F1B asks of its communicator, in order; a test compares."""
     steady = microbatches - warmup
     for _ in range(warmup):
-        yield Call(phase="warm", name="recv_forward")
-        yield Call(phase="warm", name="send_forward")
+        yield "recv_forward"
+        yield "send_forward"
     if steady:
-        yield Call(phase="warm end", name="recv_forward")
+        yield "recv_forward"
     for number in range(steady):
-        last = number == steady - 1
-        yield Call(phase="steady", name="send_forward_recv_backward")
-        yield Call(phase="steady", name="send_backward" if last else "send_backward_recv_forward")
+        yield "send_forward_recv_backward"
+        yield "send_backward" if number == steady - 1 else "send_backward_recv_forward"
     for _ in range(warmup):
-        yield Call(phase="cool", name="recv_backward")
-        yield Call(phase="cool", name="send_backward")
+        yield "recv_backward"
+        yield "send_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +120,10 @@ class Graph:
             for other in others:
                 yield from self._with(rank, other, sends=sends, receives=receives)
 
-    def trace(
-        self, rank: Rank, *, warmup: int, microbatches: int
-    ) -> Iterator[tuple[Call, tuple[Exchange, ...]]]:
-        """A rank's calls in a step of 1F1B, and what it does in each."""
-        for call in calls(warmup=min(warmup, microbatches), microbatches=microbatches):
-            yield call, tuple(self.exchanges(rank, call.name))
-
     def program(self, rank: Rank, *, warmup: int, microbatches: int) -> list[Exchange]:
         """All that a rank does in a step of 1F1B."""
-        made = self.trace(rank, warmup=warmup, microbatches=microbatches)
-        return [exchange for _, exchanges in made for exchange in exchanges]
+        asked = calls(warmup=min(warmup, microbatches), microbatches=microbatches)
+        return [exchange for call in asked for exchange in self.exchanges(rank, call)]
 
     def finishes(self, counts: Counts, *, microbatches: int) -> bool:
         """Whether a step with these warm-ups comes to its end."""
@@ -190,69 +200,3 @@ def _acts(build: Build, program: Sequence[Exchange]) -> Iterator[Act]:
                 waits.append((build.message(move.message, before, eager=False), move.sends))
         yield Post(tuple(posts))
         yield Wait(tuple(waits))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Link:
-    """Another rank, and the names of the messages from and to it."""
-
-    other: Rank
-    forward: str
-    backward: str
-
-    def end(self, rank: Rank, *, forward: bool, sends: bool) -> Move:
-        """``rank``'s own of a message."""
-        return Move(
-            sends=sends,
-            source=rank if sends else self.other,
-            target=self.other if sends else rank,
-            what=self.forward if forward else self.backward,
-        )
-
-
-def decoder_programs(
-    name: str,
-    *,
-    pipeline: Pipeline,
-    microbatches: int,
-    sources: Sequence[Rank],
-) -> dict[Rank, list[Exchange]]:
-    """A decoder's ranks under any schedule of Megatron's, interleaved ones too; no send waits.
-
-    ``pipeline`` is that of any of its stages. ``sources`` are the last stages of the modules that
-    lead into it.
-    """
-    stages, end = pipeline.stages, pipeline.stages * pipeline.chunks - 1
-
-    def links(stage: int, each: Pass) -> tuple[list[_Link], list[_Link]]:
-        """Before and behind one of the rank's chunks."""
-        place = each.chunk * stages + stage  # on the whole way
-        before = [_Link(other=source, forward="", backward="") for source in sources]
-        if place:
-            other = (name, (place - 1) % stages)
-            before = [_Link(other=other, forward=f"F{place}", backward=f"B{place - 1}")]
-        other = (name, (place + 1) % stages)
-        behind = [_Link(other=other, forward=f"F{place + 1}", backward=f"B{place}")]
-        return before, behind if place < end else []
-
-    def work(stage: int, turn: Turn) -> tuple[Exchange, Exchange]:
-        """What it needs is there before any of it starts, and leaves when all is done."""
-        rank = (name, stage)
-        takes: list[Move] = []
-        gives: list[Move] = []
-        for each, forward in ((turn.forward, True), (turn.backward, False)):
-            if each is not None:
-                before, behind = links(stage, each)
-                first, then = (before, behind) if forward else (behind, before)
-                takes += [link.end(rank, forward=forward, sends=False) for link in first]
-                gives += [link.end(rank, forward=forward, sends=True) for link in then]
-        return tuple(takes), tuple(gives)
-
-    return {
-        (name, stage): [
-            exchange
-            for turn in turns(replace(pipeline, stage=stage), microbatches)
-            for exchange in work(stage, turn)
-        ]
-        for stage in range(stages)
-    }

@@ -13,7 +13,6 @@ from loongplug.hetero.pipeline_clock import (
     PieceCost,
     Step,
 )
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.hetero.step_programs import PlanClock, separated_time
 from loongplug.hetero.streaming import separated
 from loongplug.partition.clock import StageTime, step_time
@@ -140,8 +139,7 @@ def test_the_decoder_alone(step: Step) -> None:
         StageTime(forward=forward, backward=backward)
         for forward, backward in zip(step.forward, step.backward, strict=True)
     ]
-    decoder = GraphModule(name="decoder", stages=len(stages))
-    assert times.step == step_time([decoder], {"decoder": stages}, microbatches=microbatches)
+    assert times.step == step_time(stages, microbatches=microbatches)
 
 
 @given(steps())

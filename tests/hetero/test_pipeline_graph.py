@@ -1,24 +1,19 @@
 """Warm-ups of modules on ranks of their own, against ranks that are simulated."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
-from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_pipelining_without_interleaving,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
-from simulated import Graph, calls, decoder_programs, finish
-from torch import nn
+from simulated import Graph, GraphModule, distances, finish
 
 from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_graph import GraphModule, ahead, distances, warmup
+from loongplug.hetero.pipeline_graph import ahead, warmup
+from loongplug.hetero.recorded_schedule import Posted, calls
+from loongplug.partition import clock
+from loongplug.partition.clock import StageTime
+from loongplug.simulate.order import Deadlock
 
 pytestmark = pytest.mark.quick
 
@@ -196,58 +191,22 @@ def test_upstream_hangs_where_encoders_are_not_equally_deep():
     assert hangs == 96  # of 192
 
 
-SENDS_AND_RECEIVES = {  # appendix D: of E1P0 E1P1 E2P0 L0 L1 L2
-    ("warm", "send_forward"): "pNNpp-",
-    ("steady", "send_forward_recv_backward"): "pNNpp-",
-    ("cool", "recv_backward"): "pNNpp-",
-    ("warm", "recv_forward"): "-p-Npp",
-    ("warm end", "recv_forward"): "-p-Npp",
-    ("steady", "send_backward_recv_forward"): "-p-Npp",
-    ("steady", "send_backward"): "-p-Npp",
-    ("cool", "send_backward"): "-p-Npp",
-}
-
-
-def test_calls_of_figure_4a():
-    """Between modules (N), within one (p) or nothing (-), in every call that a rank makes."""
-    graph, counts = Graph(modules=FIGURE_4A), distances(FIGURE_4A)
-    assert graph.finishes(counts, microbatches=6)
-    made: defaultdict[tuple[str, str], dict[int, set[str]]] = defaultdict(dict)
-    for number, rank in enumerate(graph.ranks):
-        for call, exchanges in graph.trace(rank, warmup=counts[rank], microbatches=6):
-            there = {
-                "p" if move.source[0] == move.target[0] else "N"
-                for exchange in exchanges
-                for move in exchange
-            }
-            made[call.phase, call.name].setdefault(number, set()).update(there or {"-"})
-    assert made.keys() == SENDS_AND_RECEIVES.keys()
-    for call, letters in SENDS_AND_RECEIVES.items():
-        expected = {number: {letter} for number, letter in enumerate(letters)}
-        if call[0] in ("warm", "cool"):
-            del expected[5]  # the sink has no warm-up
-        assert made[call] == expected, call
-
-
 def finishes_beside(
     pipeline: Pipeline, *, forwards: int, microbatches: int, stages: int = 1, less: int = 0
 ) -> bool:
     """An encoder of so many ``stages`` and a decoder under one of Megatron's schedules."""
-    graph = Graph(
-        modules=(
-            GraphModule(name="E", stages=stages, into="L"),
-            GraphModule(name="L", stages=pipeline.stages),
-        )
-    )
-    programs = decoder_programs(
-        "L", pipeline=pipeline, microbatches=microbatches, sources=[("E", stages - 1)]
-    )
-    for stage in range(stages):
-        count = warmup(microbatches=microbatches, ahead=forwards - less, stages=stages, stage=stage)
-        programs["E", stage] = graph.program(
-            ("E", stage), warmup=max(0, count), microbatches=microbatches
-        )
-    return finish(programs)
+    stage = StageTime(forward=1, backward=2)
+    with patch.object(clock, "ahead", lambda **_: forwards - less):
+        try:
+            clock.step_time(
+                [stage] * (pipeline.stages * pipeline.chunks),
+                microbatches=microbatches,
+                encoders=[[stage] * stages],
+                pipeline=pipeline,
+            )
+        except Deadlock:
+            return False
+    return True
 
 
 def interleaved() -> Iterator[tuple[Pipeline, int]]:
@@ -292,86 +251,27 @@ def test_the_overlap_of_moe_communication_without_a_pipeline():
     forwards = ahead(pipeline=1, virtual=False)
     for microbatches in range(1, 6):
         assert finishes_beside(pipeline, forwards=forwards, microbatches=microbatches)
-        fewer_finish = finishes_beside(
-            pipeline, forwards=forwards, microbatches=microbatches, less=1
-        )
-        assert fewer_finish == (microbatches < 2)
-
-
-def module(name: str, stages: int = 1, into: str | None = None) -> GraphModule:
-    return GraphModule(name=name, stages=stages, into=into)
-
-
-@pytest.mark.parametrize(
-    ("modules", "said"),
-    [
-        ([module("E", into="L"), module("E", into="L"), module("L")], "two modules are called 'E'"),
-        ([module("E", 0, into="L"), module("L")], "'E' has 0 pipeline stages: expected at least 1"),
-        (
-            [module("E", into="M"), module("L")],
-            "out of 'E' goes into 'M', which is no module: expected one of E, L",
-        ),
-        ([module("L"), module("M")], "'L' and 'M' lead into no other module: expected one decoder"),
-        ([module("E", into="F"), module("F", into="E"), module("L")], "circle, F into E into F"),
-        ([module("E", into="E"), module("L")], "in a circle, E into E"),
-        ([module("A", into="E"), module("E", into="E"), module("L")], "in a circle, E into E"),
-        ([], "there is no module: expected a decoder"),
-    ],
-)
-def test_what_is_no_graph_is_one_sentence(modules, said):
-    with pytest.raises(ValueError, match=said) as caught:
-        distances(modules)
-    assert str(caught.value).count(".") == 1
-    assert "\n" not in str(caught.value)
-
-
-class Recorder:
-    """A communicator of 1F1B that talks to nobody, and keeps what it is asked."""
-
-    def __init__(self, config: ModelParallelConfig, *, warmup: int) -> None:
-        self.config = config
-        self.total_stages, self.current_stage = warmup + 1, 0
-        self.is_pp_first_stage, self.is_pp_last_stage = True, False
-        self.asked: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def ask(*_: Any) -> torch.Tensor | None:
-            self.asked.append(name)
-            return torch.ones(1) if "recv_backward" in name else None
-
-        return ask
-
-
-class Stage(nn.Module):
-    """One number."""
-
-    def __init__(self, config: ModelParallelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        assert tensor == [None]
+        if microbatches > 1:
+            assert not finishes_beside(
+                pipeline, forwards=forwards, microbatches=microbatches, less=1
+            )
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-@pytest.mark.parametrize("ahead_of_it", [0, 1, 2, 5])
-def test_stock_makes_these_calls(ahead_of_it, microbatches):
-    config = ModelParallelConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
-    config.hidden_size = 1
-    communicator = Recorder(config, warmup=ahead_of_it)
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = ProcessGroupCollection()
-    groups.tp = groups.cp = alone
-    forward_backward_pipelining_without_interleaving(
-        forward_step_func=lambda _, model: (model.weight * 2, None),
-        data_iterator=None,
-        model=Stage(config),
-        num_microbatches=microbatches,
-        seq_length=1,
-        micro_batch_size=1,
-        p2p_communicator=communicator,
-        pg_collection=groups,
-    )
-    expected = calls(warmup=min(ahead_of_it, microbatches), microbatches=microbatches)
-    assert communicator.asked == [call.name for call in expected]
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_ranks_that_are_simulated_do_what_stock_does(stages, microbatches):
+    graph = Graph(modules=[GraphModule(name="L", stages=stages)])
+    for stage in range(stages):
+        pipeline = Pipeline(stages=stages, stage=stage, chunks=1, group=stages)
+        stock = [
+            {(way.sends, stage + (1 if way.to_next else -1)) for way in call.ways}
+            for call in calls(pipeline, microbatches)
+            if isinstance(call, Posted)
+        ]
+        made = [
+            {(move.sends, (move.target if move.sends else move.source)[1]) for move in exchange}
+            for exchange in graph.program(
+                ("L", stage), warmup=stages - stage - 1, microbatches=microbatches
+            )
+        ]
+        assert made == stock

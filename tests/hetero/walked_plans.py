@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from loongplug.hetero.operations import (
-    BEGIN,
-    END,
     Await,
     Encode,
     EncodeInForward,
     EncodePieces,
     EncoderBackward,
+    Event,
     GatherFeatures,
     GatherWeights,
     GiveBack,
@@ -33,39 +31,24 @@ from loongplug.hetero.operations import (
     TakeBack,
     TakeFeatures,
     TakeStates,
-    backward,
-    before_pass,
-    forward,
-    gradient,
-    turns_of,
+    When,
 )
-from loongplug.hetero.pass_order import Pipeline, turns
+from loongplug.hetero.pass_order import Pipeline, events
 from loongplug.hetero.policies import EncoderStep
 
 
 def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:
     """A rank's operations as its schedule comes to them."""
-    passed, passes = {BEGIN, END}, count()
-    events = []
-    for turn in turns(pipeline, len(step.encoder_replicas)):
-        if turn.forward is not None:
-            number = next(passes)
-            events += [before_pass(number, each) for each in range(turns_of(plan))]
-            if turn.forward.chunk == 0:
-                events.append(forward(turn.forward.microbatch))
-        if turn.backward is not None and step.training:
-            number = next(passes)
-            events += [before_pass(number, each) for each in range(turns_of(plan))]
-            if turn.backward.chunk == 0:
-                events.append(backward(turn.backward.microbatch))
-                if step.consumes:
-                    events.append(gradient(turn.backward.microbatch))
-    number = next(passes)
-    events += [before_pass(number, each) for each in range(turns_of(plan))]
-    for event in (BEGIN, *events, END):
-        passed.add(event)
-        yield from plan.get(event, ())
-    assert plan.keys() <= passed, f"nobody comes to {plan.keys() - passed}"
+    never = set() if step.training else {Event.BACKWARD, Event.GRADIENT}
+    never |= set() if step.consumes else {Event.GRADIENT}
+    passed = [
+        each
+        for each in events([plan], pipeline, len(step.encoder_replicas))
+        if isinstance(each, When) and each.event not in never
+    ]
+    for each in passed:
+        yield from plan.get(each, ())
+    assert plan.keys() <= {*passed}, f"nobody comes to {plan.keys() - {*passed}}"
 
 
 @dataclass

@@ -1,27 +1,19 @@
-"""The clock of 1F1B: against steps drawn by hand, formulas, and published rates."""
+"""The partition's clock: against steps drawn by hand, formulas, and published rates."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.hetero.pipeline_graph import GraphModule
-from loongplug.partition import clock
-from loongplug.partition.clock import StageTime
+from loongplug.hetero.pass_order import Pipeline, turns
+from loongplug.hetero.pipeline_graph import warmup
+from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick
 
 BOTH = StageTime(forward=1, backward=2)
-
-
-def step_time(decoder, *, microbatches, encoders=()):
-    """Of encoders side by side that lead into a decoder."""
-    times = {**{f"encoder {number}": each for number, each in enumerate(encoders)}, "text": decoder}
-    modules = [
-        GraphModule(name=name, stages=len(each), into=None if name == "text" else "text")
-        for name, each in times.items()
-    ]
-    return clock.step_time(modules, times, microbatches=microbatches)
 
 
 def stages(*times):
@@ -41,12 +33,6 @@ def test_two_stages_by_hand():
     assert step_time(stages((3, 4), (1, 1)), microbatches=3) == 21
 
 
-def test_a_stage_goes_as_far_ahead_as_1f1b_does():
-    # Stage 0: F0 0-10, F1 10-20, B0 20-21 (there at 12), F2 21-31, B1 31-32, B2 33-34.
-    # All forwards first would take 33, none ahead 37.
-    assert step_time(stages((10, 1), (1, 1)), microbatches=3) == 34
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 32])
 @pytest.mark.parametrize("pp", [1, 2, 5, 8])
 def test_the_bubble_of_equal_stages(pp, microbatches):
@@ -54,10 +40,12 @@ def test_the_bubble_of_equal_stages(pp, microbatches):
     assert found / (microbatches * 3) - 1 == pytest.approx((pp - 1) / microbatches)
 
 
-def test_an_encoder_of_its_own_is_a_stage_more():
-    for pp in (1, 3):
-        alone = step_time([BOTH] * (pp + 2), microbatches=5)
-        assert step_time([BOTH] * pp, microbatches=5, encoders=[[BOTH] * 2]) == alone
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_bubble_of_virtual_stages(pp, chunks):
+    pipeline = Pipeline(stages=pp, stage=0, chunks=chunks, group=pp)
+    found = step_time([BOTH] * (pp * chunks), microbatches=2 * pp, pipeline=pipeline)
+    assert found == (2 * pp * chunks + pp - 1) * 3
 
 
 def test_encoders_side_by_side_cost_as_much_as_the_longest():
@@ -69,32 +57,66 @@ def test_encoders_side_by_side_cost_as_much_as_the_longest():
     assert step_time([BOTH] * 3, microbatches=24, encoders=[slow, [BOTH]]) == alone
 
 
-def test_the_decoder_waits_for_all_encoders_and_they_for_it():
-    # F: the slow encoder's at 5, the decoder's 5-6, its backward 6-8, both encoders' behind it.
-    found = step_time(stages((1, 2)), microbatches=1, encoders=[stages((5, 1)), stages((1, 7))])
-    assert found == 5 + 1 + 2 + 7
-
-
 TIME = st.integers(0, 5)
-ROW = st.lists(st.builds(StageTime, forward=TIME, backward=TIME), min_size=1, max_size=4)
+TIMES = st.builds(StageTime, forward=TIME, backward=TIME)
+ROW = st.lists(TIMES, min_size=1, max_size=4)
 
 
-@given(ROW, st.lists(ROW, max_size=3), st.integers(1, 9))
-def test_no_step_is_shorter_than_the_busiest_stage_or_one_microbatch_s_way(
-    decoder, encoders, microbatches
-):
-    found = step_time(decoder, microbatches=microbatches, encoders=encoders)
+def one_by_one(decoder, *, microbatches, encoders, pipeline):
+    """A step, pass by pass: each rank does its next one as soon as what that needs is done."""
+    last, stages = len(decoder) - 1, pipeline.stages
+    times = {"text": decoder, **dict(enumerate(encoders))}
+    left = [
+        [
+            ("text", one.chunk * stages + stage, forward, one.microbatch)
+            for turn in turns(replace(pipeline, stage=stage), microbatches)
+            for forward, one in ((True, turn.forward), (False, turn.backward))
+            if one is not None
+        ]
+        for stage in range(stages)
+    ]
+    first = 2 * stages if pipeline.chunks > 1 else stages
+    for name, row in enumerate(encoders):
+        for stage in range(len(row)):
+            ahead = warmup(microbatches=microbatches, ahead=first, stages=len(row), stage=stage)
+            passes = [(2 * (number + ahead), False, number) for number in range(microbatches)]
+            passes += [(2 * number - 1, True, number) for number in range(microbatches)]
+            left.append([(name, stage, forward, number) for _, forward, number in sorted(passes)])
 
-    def whole(row):
-        return sum(each.forward + each.backward for each in row)
+    def needs(name, place, forward, number):
+        if forward and place:
+            return [(name, place - 1, True, number)]
+        if forward:
+            ends = enumerate(encoders) if name == "text" else ()
+            return [(each, len(row) - 1, True, number) for each, row in ends]
+        if place < len(times[name]) - 1:
+            return [(name, place + 1, False, number)]
+        return [("text", last, True, number) if name == "text" else ("text", 0, False, number)]
 
-    busiest = max(whole([stage]) for row in (decoder, *encoders) for stage in row)
-    one = step_time(decoder, microbatches=1, encoders=encoders)
-    forward = max([0, *(sum(each.forward for each in row) for row in encoders)])
-    backward = max([0, *(sum(each.backward for each in row) for row in encoders)])
-    assert one == whole(decoder) + forward + backward
-    assert found >= max(one, microbatches * busiest)
-    assert found <= microbatches * one
+    ends, free = {}, [0 for _ in left]
+    while any(left):
+        for rank, row in enumerate(left):
+            while row and all(each in ends for each in needs(*row[0])):
+                name, place, forward, _ = one = row.pop(0)
+                time = times[name][place]
+                begin = max([free[rank], *(ends[each] for each in needs(*one))])
+                free[rank] = ends[one] = begin + (time.forward if forward else time.backward)
+    return max(free)
+
+
+@given(st.data())
+def test_virtual_stages_and_encoders_step_pass_by_pass(data):
+    stages, chunks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    chunks = chunks if stages > 1 else 1
+    pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=stages)
+    places = stages * chunks
+    case = {
+        "decoder": data.draw(st.lists(TIMES, min_size=places, max_size=places)),
+        "encoders": data.draw(st.lists(ROW, max_size=2)),
+        "microbatches": data.draw(st.integers(1, 3)) * (stages if chunks > 1 else 1),
+        "pipeline": pipeline,
+    }
+    assert step_time(**case) == one_by_one(**case)
 
 
 def gain(row):

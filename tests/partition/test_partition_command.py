@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ RUN = [
     *("--seq-length", "256", "--micro-batch-size", "1", "--global-batch-size", "8"),
     *("--train-iters", "1", "--lr", "1e-3"),
 ]
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 PP3 = ("--pipeline-model-parallel-size", "3")  # which do not divide the four layers
 
 
@@ -26,33 +28,41 @@ def run(*options, ranks=3):
     return CliRunner().invoke(app, ["partition", "--ranks", str(ranks), *RUN, *options])
 
 
-def test_stages_and_flags(tmp_path):
+@pytest.mark.parametrize(
+    ("layers", "replaced"),
+    [
+        (6, ("--decoder-first-pipeline-num-layers", "2")),
+        (7, VIRTUAL),
+        (9, ("--num-layers-per-virtual-pipeline-stage", "2")),
+        (9, (LAYOUT, "Et|t|t|t|t|t*4L")),
+    ],
+)
+def test_stages_and_flags(tmp_path, layers, replaced):
     figures = tmp_path / "figures.json"
-    result = run(
-        *PP3,
-        *("--decoder-first-pipeline-num-layers", "2", "--json", str(figures)),
-        *("model.image_encoder.freeze=true", "model.foundation.num_layers=6"),
-    )
+    sizes = (*PP3, "--global-batch-size", "9", f"model.foundation.num_layers={layers}")
+    result = run(*sizes, *replaced, "--json", str(figures), "model.image_encoder.freeze=true")
     assert result.exit_code == 0, result.output
     written = json.loads(figures.read_text())
-    assert written["microbatches"] == 8
+    assert written["microbatches"] == 9
     aware, plain = (written["splits"][name] for name in ("frozen-aware", "plain"))
-    assert [each["entry"] for each in aware["stages"]] == ["text_decoder"] * 3
+    chunks = 1 if layers == 6 else 2
+    assert [each["entry"] for each in aware["stages"]] == ["text_decoder"] * 3 * chunks
     assert aware["step"] <= plain["step"]
     flag, layout = written["flags"]
-    assert f"{flag} {shlex.quote(layout)} (in the place of --decoder-first-" in result.output
+    assert f"{flag} {shlex.quote(layout)} (in the place of {replaced[0]})" in result.output
     assert "image_encoder + text_decoder 0" in result.output
-    slowest = max(each["forward"] + each["backward"] for each in aware["stages"])
-    assert aware["step"] >= 8 * slowest
+    loads = Counter()
+    for each in aware["stages"]:
+        loads[each["stage"]] += each["forward"] + each["backward"]
+    assert aware["step"] >= 9 * max(loads.values())
     # A run with these flags builds those stages.
-    flags = [*RUN[2:], *PP3, "model.foundation.num_layers=6", *written["flags"]]
-    parsed = parsed_for(flags, ranks=3, stand_ins=tmp_path)
+    parsed = parsed_for([*RUN[2:], *sizes, *written["flags"]], ranks=3, stand_ins=tmp_path)
     built = []
     for rank in range(3):
         with as_rank(parsed, rank) as one:
-            (chunk,) = one.chunks
-            built.append(len(chunk.text_decoder.decoder.layers))
-    assert built == [each["layers"] for each in aware["stages"]]
+            built.append([len(each.text_decoder.decoder.layers) for each in one.chunks])
+    found = [each["layers"] for each in aware["stages"]]
+    assert built == [found[rank::3] for rank in range(3)]
 
 
 @pytest.mark.parametrize("freeze", ["true", "false"])
@@ -145,9 +155,21 @@ def test_a_layout_s_steps_are_a_single_rank_s():
     [
         ((), "--pipeline-model-parallel-size is 1, so that there are no stages"),
         (("--pipeline-model-parallel-size", "5"), "pp 5 is more than the decoder's 4 layers"),
+        ((*PP3, *VIRTUAL), "text_decoder: 4 layers cannot be split into 6 stages"),
         (
-            (*PP3, "--num-virtual-stages-per-pipeline-rank", "2"),
-            "virtual pipeline stages give each rank several stretches",
+            ("--encoder-stages", "image_encoder=1", "--global-batch-size", "9", *VIRTUAL),
+            "virtual pipeline stages with pp 1",
+        ),
+        (
+            (
+                *PP3,
+                LAYOUT,
+                "Et|t|t|t|t|tL",
+                "--global-batch-size",
+                "7",
+                "model.foundation.num_layers=6",
+            ),
+            "7 microbatches a step do not fill the interleaved schedule",
         ),
         ((*PP3, "--encoder-stages", "ears=2"), "--encoder-stages ears=2: expected NAME=N, with"),
         ((*PP3, "--encoder-stages", "image_encoder=0"), "one of image_encoder and how many"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.partition.found import FoundSplits, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
@@ -38,8 +39,23 @@ def test_a_split_is_found_with_what_is_believed_and_timed_with_what_is():
         Cost(forward=4, backward=8),
     ]
     assert [each.layers for each in unaware.stages[2:]] == [range(1), range(1, 6)]
-    assert (aware.slowest, unaware.slowest) == (12, 15)
+    assert (aware.slowest, unaware.slowest) == (("text", 12), ("text", 15))
     assert aware.step < unaware.step
+
+
+def test_a_stage_does_all_of_its_chunks():
+    """The output counts as two layers, of which the last rank has fewer then."""
+    costs = {"text": entry(10, last=Cost(forward=2, backward=4))}
+    pipeline = Pipeline(stages=2, stage=0, chunks=2, group=2)
+    found = partition(
+        "", costs, believed=costs, stages={"text": 2}, microbatches=4, pipeline=pipeline
+    )
+    assert found.sizes("text") == (3, 3, 3, 1)
+    assert [each.number for each in found.stages] == [0, 1, 0, 1]
+    assert found.slowest == ("text", 6 * 3)
+    plain = partition("", costs, believed=costs, stages={"text": 2}, microbatches=4)
+    assert plain.slowest == found.slowest
+    assert (found.step, plain.step) == ((4 * 2 + 1) * 9, (4 + 1) * 18)  # half of the bubble
 
 
 def test_what_all_ranks_do_around_the_schedule_is_of_the_step():
@@ -87,9 +103,13 @@ def test_an_encoder_of_transformers_stays_in_one_piece():
         _stages_of_encoders(["image_encoder=2"], **given)
 
 
-@given(st.lists(st.integers(1, 30), min_size=2, max_size=8))
-def test_megatron_reads_the_flag_as_it_is_meant(sizes):
-    layout = PipelineParallelLayerLayout(layout_text(sizes), len(sizes))
+@given(st.integers(1, 3), st.data())
+def test_megatron_reads_the_flag_as_it_is_meant(chunks, data):
+    stages = data.draw(st.integers(2, 8))
+    count = stages * chunks
+    sizes = data.draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
+    layout = PipelineParallelLayerLayout(layout_text(sizes), stages)
     layout.validate_layer_layout(num_layers=sum(sizes), mtp_num_layers=None)
-    assert layout.virtual_pipeline_model_parallel_size == 1
-    assert [stage[0].count(LayerType.decoder) for stage in layout.layout] == sizes
+    assert layout.virtual_pipeline_model_parallel_size == chunks
+    built = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
+    assert built == [sizes[stage::stages] for stage in range(stages)]

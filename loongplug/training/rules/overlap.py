@@ -29,7 +29,7 @@ def _nothing_travels(args: Namespace) -> str:
 
 def _not_interleaved(args: Namespace) -> str:
     pp = args.pipeline_model_parallel_size
-    if pp < 2 or wants_virtual(args) or args.pipeline_model_parallel_layout:
+    if pp < 2 or wants_virtual(args):
         return ""
     return f"pp {pp} and no virtual stages"
 

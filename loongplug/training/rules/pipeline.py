@@ -99,5 +99,15 @@ def virtual_overlap(args: Namespace, model: Any) -> str | None:
 
 def wants_virtual(args: Namespace) -> bool:
     """Whether flags ask for more than one virtual stage on each rank."""
+    if args.pipeline_model_parallel_layout:
+        return stages_of_layout(args) > args.pipeline_model_parallel_size
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     return virtual > 1 or args.num_layers_per_virtual_pipeline_stage is not None
+
+
+def stages_of_layout(args: Namespace) -> int:
+    """Of the layout that the flags have, virtual ones too."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = args.pipeline_model_parallel_layout
+    return len(PipelineParallelLayerLayout.parse_str_to_list(layout))
