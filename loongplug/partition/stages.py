@@ -75,7 +75,7 @@ def partition(
     found: list[Stage] = []
     for entry, number in stages.items():
         chunks = pipeline.chunks if pipeline is not None and entry == decoder else 1
-        sizes = _split(entry, believed[entry], stages=number, chunks=chunks)
+        sizes = _split(entry, believed[entry], stages=number * chunks)
         start = 0
         for place, size in enumerate(sizes):
             layers = range(start, start + size)
@@ -108,12 +108,11 @@ def partition(
     )
 
 
-def _split(entry: str, believed: EntryCosts, *, stages: int, chunks: int) -> tuple[int, ...]:
+def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:
     try:
         return split(
             len(believed.layers),
             stages=stages,
-            chunks=chunks,
             cost=lambda start, stop: believed.stage(start, stop).total,
         )
     except ValueError as error:

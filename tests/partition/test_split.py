@@ -50,25 +50,6 @@ def test_it_is_the_best_of_all_splits(case):
     )
 
 
-@given(st.integers(1, 3), st.integers(2, 3), st.integers(0, 5), st.tuples(*[st.integers(0, 9)] * 3))
-def test_of_layers_that_cost_the_same_the_slowest_stage_has_the_best_chunks(
-    stages, chunks, more, costs
-):
-    layers, (each, first, last) = stages * chunks + more, costs
-
-    def cost(start, stop):
-        return each * (stop - start) + first * (start == 0) + last * (stop == layers)
-
-    def worth(sizes):
-        found = of_stages(sizes, cost)
-        by_stage = [sum(found[stage::stages]) for stage in range(stages)]
-        return sorted(by_stage, reverse=True), sorted(found, reverse=True)
-
-    found = split(layers, stages=stages, chunks=chunks, cost=cost)
-    assert (len(found), sum(found), min(found) > 0) == (stages * chunks, layers, True)
-    assert worth(found) == min(map(worth, every(layers, stages * chunks)))
-
-
 def test_what_is_left_of_the_others_is_even_too():
     """The first layer is the slowest stage whatever the others do."""
     costs = [9, 1, 1, 1, 1, 1, 1]
