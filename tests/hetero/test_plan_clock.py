@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from streamed_steps import FORWARD, even, passes, simulate, steps
 
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.hetero.step_costs import (
     EncoderPlan,
     EncoderWork,
     PassCosts,
     PieceCost,
     Step,
 )
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.hetero.step_programs import PlanClock, separated_time
 from loongplug.hetero.streaming import separated
 from loongplug.partition.clock import StageTime, step_time
