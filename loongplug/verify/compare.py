@@ -91,12 +91,8 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """The verdict."""
-        fails = (
-            *(each.fails for each in self.tensors),
-            *(each.fails for each in self.losses),
-            *(each.fails for each in self.norms),
-        )
-        return not (self.apart or self.faults or any(fails))
+        fails = any(each.fails for each in (*self.tensors, *self.losses, *self.norms))
+        return not (self.apart or self.faults or fails)
 
     def worst(self, what: str, *, module: str | None = None) -> TensorError | None:
         """The largest error of one measure, over all or one module."""
