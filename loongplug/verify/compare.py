@@ -91,8 +91,12 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """The verdict."""
-        fails = any(each.fails for each in (*self.tensors, *self.losses, *self.norms))
-        return not (self.apart or self.faults or fails)
+        fails = (
+            *(each.fails for each in self.tensors),
+            *(each.fails for each in self.losses),
+            *(each.fails for each in self.norms),
+        )
+        return not (self.apart or self.faults or any(fails))
 
     def worst(self, what: str, *, module: str | None = None) -> TensorError | None:
         """The largest error of one measure, over all or one module."""
