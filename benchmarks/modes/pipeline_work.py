@@ -10,7 +10,7 @@ from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
-from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
+from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.step_programs import PlanClock
 from loongplug.hetero.streamed_pieces import StreamedCosts, Units
 from loongplug.hetero.streamed_together import StepPlanner

@@ -12,14 +12,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.pipeline_wires import Channel, PipelineGroups, Receive, Sent
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
+# What Megatron's schedules, and what finalises gradients behind them, look for.
+_GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
 _RECEIVES = ("recv_prev", "recv_next")
 # What a trace calls a message, its bytes, and whom it goes to or comes from.
 _SEND_NEXT = ("send forward", "sent_next", "next")
@@ -37,6 +43,53 @@ class BubbleWork(Protocol):
         Called once for each pass, in order, and once behind the last. What the pass before has made
         has set out, and the input of this one may come: its receive is posted.
         """
+
+
+class BubbleSchedule:
+    """What is put around a schedule within the executors of all encoders that may stream."""
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        groups: PipelineGroups,
+        *,
+        recorder: Recorder = NOTHING,
+    ) -> None:
+        """``executors`` are in the entries' order; ``groups`` is what stages send over then."""
+        self._executors = executors
+        self._groups = groups
+        self._recorder = recorder
+        self._turns = 0  # of the step
+
+    def within(self, schedule: Schedule) -> Schedule:
+        """``schedule`` as it is; in a step that streams, by a communicator that has work done."""
+
+        def forward_backward(*, model: Any, **options: Any) -> Any:
+            streaming = [each.pieces for each in self._executors if each.pieces is not None]
+            if not streaming:
+                return schedule(model=model, **options)
+            self._turns = max(each.turns for each in self._executors)
+            communicator = BubbleCommunicator(
+                parallel_state.get_pipeline_model_parallel_group(),
+                get_model_config(model[0] if isinstance(model, list) else model),
+                groups=self._groups,
+                forwards=streaming[0].forwards,
+                work=self,
+                recorder=self._recorder,
+            )
+            groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+            options |= {"p2p_communicator": communicator, "pg_collection": groups}
+            result = schedule(model=model, **options)
+            communicator.finish()
+            return result
+
+        return forward_backward
+
+    def before_pass(self, number: int) -> None:
+        """Before a pass of the stage; see :class:`BubbleWork`."""
+        for turn in range(self._turns):
+            for each in self._executors:
+                each.before_pass(number, turn)
 
 
 class BubbleCommunicator(P2PCommunicator):
@@ -94,34 +147,28 @@ class BubbleCommunicator(P2PCommunicator):
         self._work.before_pass(len(self._forwards))
         self._sends.drain()
 
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+    def recv_forward(self, *args: Any, **options: Any) -> Any:
         """Before a forward."""
         with self._before_next():
-            return super().recv_forward(tensor_shapes, is_first_stage)
+            return super().recv_forward(*args, **options)
 
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+    def recv_backward(self, *args: Any, **options: Any) -> Any:
         """Before a backward."""
         with self._before_next():
-            return super().recv_backward(tensor_shapes, is_last_stage)
+            return super().recv_backward(*args, **options)
 
-    def send_forward_recv_backward(
-        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
-    ) -> Any:
+    def send_forward_recv_backward(self, *args: Any, **options: Any) -> Any:
         """Between a forward and a backward."""
         with self._before_next():
-            return super().send_forward_recv_backward(output_tensors, tensor_shapes, is_last_stage)
+            return super().send_forward_recv_backward(*args, **options)
 
-    def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
-    ) -> Any:
+    def send_backward_recv_forward(self, *args: Any, **options: Any) -> Any:
         """Between a backward and a forward."""
         with self._before_next():
-            return super().send_backward_recv_forward(
-                input_tensor_grads, tensor_shapes, is_first_stage
-            )
+            return super().send_backward_recv_forward(*args, **options)
 
     def send_forward_recv_forward(
-        self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+        self, *args: Any, overlap_p2p_comm: bool = False, **options: Any
     ) -> Any:
         """Behind a forward. Where a backward is next, its receive was posted before or comes yet.
 
@@ -130,36 +177,19 @@ class BubbleCommunicator(P2PCommunicator):
         comes_yet = not overlap_p2p_comm and not self._is_forward(self._pass + 1)
         with self._before_next(0 if comes_yet else 1):
             return super().send_forward_recv_forward(
-                output_tensor, recv_prev, tensor_shape, overlap_p2p_comm
+                *args, overlap_p2p_comm=overlap_p2p_comm, **options
             )
 
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        recv_next: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
+    def send_backward_recv_backward(self, *args: Any, **options: Any) -> Any:
         """Behind a backward, or ahead of the first one, whose receive is posted early."""
         early = self._is_forward(self._pass)
         with self._before_next(0 if early else 1):
-            return super().send_backward_recv_backward(
-                input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm
-            )
+            return super().send_backward_recv_backward(*args, **options)
 
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-    ) -> Any:
+    def send_forward_backward_recv_forward_backward(self, *args: Any, **options: Any) -> Any:
         """Behind a forward, or that and a backward. Such two come, or a backward alone."""
         with self._before_next(2 if self._is_forward(self._pass + 1) else 1):
-            return super().send_forward_backward_recv_forward_backward(
-                output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
-            )
+            return super().send_forward_backward_recv_forward_backward(*args, **options)
 
     def _communicate(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
 from loongplug.hetero.placement import ApartPiece
 from loongplug.hetero.routes import Rows, size
-from loongplug.hetero.sends import Sends
+from loongplug.hetero.sends import Coming, Sends, receive
 from loongplug.observe.recorder import NOTHING, Recorder
 
 WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
@@ -42,11 +42,7 @@ class _Message:
     rows: Rows  # of the piece
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Receiving:
-    message: _Message
-    work: dist.Work
-    buffer: Tensor  # [rows, width]
+_Receiving = tuple[_Message, Coming]
 
 
 class Edges:
@@ -148,7 +144,7 @@ class Edges:
         assert self._spec is not None
         if unit + self._window < len(self._spec.tokens):
             self._post(unit + self._window)
-        rows = self._cat([each.buffer for each in self._received(unit)], units)
+        rows = self._cat([coming.rows for _, coming in self._received(unit)], units)
         return self._shared(rows, self._consumed(units), units)
 
     def _give_back(self, gradient: Tensor, units: ExchangeSpec) -> None:
@@ -167,8 +163,8 @@ class Edges:
         whole = torch.empty(tokens, units.width, dtype=units.dtype, device=self._device)
         received = self._received(units.first)
         self._post_gradients()
-        for each in received:
-            put(each.buffer, each.message.rows, into=whole)
+        for message, coming in received:
+            put(coming.rows, message.rows, into=whole)
         return self._shared(whole, tokens, units)
 
     def _consumed(self, unit: ExchangeSpec) -> int:
@@ -187,15 +183,9 @@ class Edges:
     def _received(self, unit: int) -> list[_Receiving]:
         """What was to come of a unit, once it is there."""
         received = self._receiving.pop(unit)
-        for each in received:
-            with self._recorder.span(
-                "exchange",
-                f"receive {'features' if self._needed else 'gradients'}",
-                bytes=each.buffer.nbytes,
-                source=each.message.peer,
-                microbatch=self._microbatch(unit),
-            ):
-                each.work.wait()
+        what, microbatch = "features" if self._needed else "gradients", self._microbatch(unit)
+        for _, coming in received:
+            coming.arrived(self._recorder, what, microbatch=microbatch)
         return received
 
     def _microbatch(self, unit: int) -> int:
@@ -254,27 +244,16 @@ class Edges:
 
     def _isend(self, rows: Tensor, peer: int, *, unit: int) -> None:
         """Features from an encoder's rank, or gradients from a decoder's."""
-        with self._recorder.span(
-            "exchange",
-            f"send {'gradients' if self._needed else 'features'}",
-            bytes=rows.nbytes,
-            target=peer,
-            microbatch=self._microbatch(unit),
-        ):
-            group = self._groups.back if self._needed else self._groups.there
-            work = dist.isend(rows, dst=peer, group=group)
-        self._sends.add(work, rows, microbatch=self._microbatch(unit))
+        group = self._groups.back if self._needed else self._groups.there
+        what, microbatch = "gradients" if self._needed else "features", self._microbatch(unit)
+        self._sends.send(rows, what, target=peer, group=group, microbatch=microbatch)
 
     def _irecv(self, message: _Message, *, back: bool) -> _Receiving:
-        assert self._spec is not None
-        rows = size(message.rows)
-        buffer = torch.empty(
-            rows, self._spec.width, dtype=self._spec.dtype, device=self._device
-        )  # [rows, width]
-        groups = self._groups
-        work = dist.irecv(buffer, src=message.peer, group=groups.back if back else groups.there)
-        assert work is not None, "this rank is in the group"
-        return _Receiving(message=message, work=work, buffer=buffer)
+        spec, groups = self._spec, self._groups
+        assert spec is not None
+        rows = torch.empty(size(message.rows), spec.width, dtype=spec.dtype, device=self._device)
+        group = groups.back if back else groups.there
+        return message, receive(rows, source=message.peer, group=group)
 
     @property
     def _groups(self) -> Transport:

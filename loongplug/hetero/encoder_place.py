@@ -196,16 +196,6 @@ class PlaceOfEncoder:
         # Every decoder replica needs its samples, whatever their number.
         consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
-        groups = [
-            create_exchange_group(
-                f"{name}_{direction}",
-                [ranks],
-                options_of="pp",
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
-            )
-            for direction in ("features", "gradients")
-        ]
         decoder = decoder_layout()
         parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
         pairs = sorted(
@@ -216,7 +206,7 @@ class PlaceOfEncoder:
                 for receiver in each.edge.feature_receivers(parts=parts)
             }
         )
-        self._connect(groups, pairs)
+        there, back = self._there_and_back(["features", "gradients"], ranks, pairs)
         transport = replica = None
         if state is not None:
             replica = together = state.groups.tp
@@ -225,7 +215,6 @@ class PlaceOfEncoder:
         else:
             together = None
         if rank in ranks:
-            there, back = groups
             assert there is not None
             assert back is not None
             alone = together is None or together.size() == 1
@@ -243,21 +232,12 @@ class PlaceOfEncoder:
 
     def _stage_links(self, encoder: Layout) -> tuple[StageLink | None, StageLink | None]:
         """This rank's to the stages before and behind its own. Collective over all ranks."""
-        name, rank = self.entry.name, dist.get_rank()
+        rank = dist.get_rank()
         links: dict[int, StageLink] = {}  # by the boundary between two stages
         for boundary, ranks in enumerate(boundaries(encoder)):
-            there, back = groups = [
-                create_exchange_group(
-                    f"{name}_{direction}_{boundary}",
-                    [ranks],
-                    options_of="pp",
-                    timeout_minutes=self.timeout_minutes,
-                    nccl_config_path=self.nccl_config_path,
-                )
-                for direction in ("states", "gradients")
-            ]
-            pipelines = encoder.groups("pp")
-            self._connect(groups, [(each[boundary], each[boundary + 1]) for each in pipelines])
+            pairs = [(each[boundary], each[boundary + 1]) for each in encoder.groups("pp")]
+            names = [f"states_{boundary}", f"gradients_{boundary}"]
+            there, back = self._there_and_back(names, ranks, pairs)
             if there is None or back is None:
                 continue
             own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
@@ -270,11 +250,24 @@ class PlaceOfEncoder:
         stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
         return links.get(stage - 1), links.get(stage)
 
-    def _connect(
-        self, groups: Sequence[dist.ProcessGroup | None], pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Both groups' connections: what goes there from the first of each pair, and back."""
-        there, back = groups
+    def _there_and_back(
+        self, names: Sequence[str], ranks: Sequence[int], pairs: Sequence[tuple[int, int]]
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """A group of ``ranks`` for each direction: from the first of each of ``pairs``, and back.
+
+        Collective over all ranks.
+        """
+        there, back = (
+            create_exchange_group(
+                f"{self.entry.name}_{each}",
+                [ranks],
+                options_of="pp",
+                timeout_minutes=self.timeout_minutes,
+                nccl_config_path=self.nccl_config_path,
+            )
+            for each in names
+        )
         device = current_platform().device
         connect(there, pairs, device=device)
         connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
+        return there, back

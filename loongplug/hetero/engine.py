@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.hetero.bubble_schedule import BubbleSchedule
+from loongplug.hetero.bubbles import BubbleSchedule
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import WINDOW, Edges
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder

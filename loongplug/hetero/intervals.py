@@ -46,8 +46,3 @@ def overlaps(*, encoders: int, decoders: int, micro_batch_size: int) -> tuple[Ov
 def made_by(encoder: int, slot: Sequence[Overlap]) -> tuple[Overlap, ...]:
     """Those of one encoder replica: one behind the other, they are all that it encodes."""
     return tuple(each for each in slot if each.encoder == encoder)
-
-
-def needed_by(decoder: int, slot: Sequence[Overlap]) -> tuple[Overlap, ...]:
-    """Those of one decoder replica: one behind the other, they are its microbatch."""
-    return tuple(each for each in slot if each.decoder == decoder)

@@ -72,10 +72,12 @@ class Kept(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeInForward:
-    """The decoder's own forward encodes the unit, in its graph."""
-
+class _OfUnit:
     unit: int
+
+
+class EncodeInForward(_OfUnit):
+    """The decoder's own forward encodes the unit, in its graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +104,12 @@ class GatherFeatures:
     to_host: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeFeatures:
+class TakeFeatures(_OfUnit):
     """The decoder's forward uses the unit's features up."""
 
-    unit: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class KeepGradient:
+class KeepGradient(_OfUnit):
     """The gradient of the unit's features, which the decoder has just made, waits."""
-
-    unit: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,32 +122,20 @@ class ScatterGradients:
     units: range
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeStates:
+class TakeStates(_OfUnit):
     """What the encoder's stage before has made of the unit is there, in the place of its media."""
 
-    unit: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class HandOn:
+class HandOn(_OfUnit):
     """What this stage of the encoder has made of the unit goes to the next one."""
 
-    unit: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class TakeBack:
+class TakeBack(_OfUnit):
     """The gradient of what was handed on is there."""
 
-    unit: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class GiveBack:
+class GiveBack(_OfUnit):
     """The gradient of what was taken goes to the stage before."""
-
-    unit: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +169,16 @@ class SendFeatures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReceiveFeatures:
+class ReceiveFeatures(_OfUnit):
     """The features of these pieces, which are all of the unit's, are here."""
 
-    unit: int
     pieces: range
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendGradients:
+class SendGradients(_OfUnit):
     """The gradient of the unit's features sets out, piece by piece, for who encoded them."""
 
-    unit: int
     pieces: range
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers, size
-from loongplug.hetero.sends import Sends
+from loongplug.hetero.sends import Coming, Sends, receive
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.connections import connect
 from loongplug.parallel.states import create_exchange_group
@@ -81,12 +81,6 @@ def _pairs(edge: Edge, *, back: bool, up: bool) -> list[tuple[int, int]]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Receiving:
-    work: dist.Work
-    rows: Tensor  # [rows, width]
-
-
 @dataclass
 class _Direction:
     """Of one rank: who sends what to whom, what is to come, and what is here already."""
@@ -95,7 +89,7 @@ class _Direction:
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
     transfers: dict[int, list[Transfer]]  # by piece
     to_post: deque[Transfer]
-    under_way: dict[Transfer, _Receiving] = field(default_factory=dict)
+    under_way: dict[Transfer, Coming] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)  # by piece, for this rank itself
 
     def group(self, transfer: Transfer) -> dist.ProcessGroup:
@@ -143,7 +137,7 @@ class PieceEdges:
         owners, parts = pieces.encoder_replicas, pieces.parts
         self._pieces = pieces
         # As many pieces as there are may be under way: nobody waits for a send.
-        self._sends = Sends(most=len(pieces.tokens) + 1, recorder=self._recorder)
+        self._sends = Sends(most=len(pieces.tokens) + 1, recorder=self._recorder, of_pieces=True)
         self._features = self._direction(
             "features",
             self._groups.features,
@@ -236,13 +230,14 @@ class PieceEdges:
             return
         if not len(rows):
             return
-        sent = rows.contiguous()
-        with self._recorder.span(
-            "exchange", f"send {way.name}", bytes=sent.nbytes, target=transfer.target
-        ):
-            work = dist.isend(sent, dst=transfer.target, group=way.group(transfer))
         assert self._sends is not None, "no step has begun"
-        self._sends.add(work, sent, microbatch=transfer.unit)
+        self._sends.send(
+            rows,
+            way.name,
+            target=transfer.target,
+            group=way.group(transfer),
+            microbatch=transfer.unit,
+        )
 
     def _take(self, way: _Direction, transfer: Transfer) -> Tensor:
         """Rows that are here, or come; before they are waited for, the next one may come, too."""
@@ -251,24 +246,15 @@ class PieceEdges:
         if not size(self._now.rows(transfer)):
             return self._empty(0)
         assert transfer in way.under_way, f"{transfer} is not the next of {way.name}"
-        receiving = way.under_way.pop(transfer)
+        coming = way.under_way.pop(transfer)
         self._post(way)
-        with self._recorder.span(
-            "exchange",
-            f"receive {way.name}",
-            bytes=receiving.rows.nbytes,
-            source=transfer.source,
-        ):
-            receiving.work.wait()
-        return receiving.rows
+        return coming.arrived(self._recorder, way.name)
 
     def _post(self, way: _Direction) -> None:
         while way.to_post and len(way.under_way) < self._window:
             transfer = way.to_post.popleft()
-            rows = self._empty(size(self._now.rows(transfer)))
-            work = dist.irecv(rows, src=transfer.source, group=way.group(transfer))
-            assert work is not None, "this rank is in the group"
-            way.under_way[transfer] = _Receiving(work=work, rows=rows)
+            rows, group = self._empty(size(self._now.rows(transfer))), way.group(transfer)
+            way.under_way[transfer] = receive(rows, source=transfer.source, group=group)
 
     def _empty(self, rows: int) -> Tensor:
         pieces = self._now

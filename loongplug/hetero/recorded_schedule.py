@@ -6,7 +6,7 @@ and computes nothing, and the communicator notes what it is asked to send and to
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -14,7 +14,8 @@ from unittest.mock import patch
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel import combined_1f1b, schedules, utils
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
@@ -133,15 +134,15 @@ def _noted_passes(noted: list[Call]) -> Iterator[None]:
             hooks["post_backward"](gradient, output.chunk)
         return made, 0, gradient
 
-    # Without torch's process groups each stage would be the first one and the last.
+    # Without torch's process groups each stage would be the first one of one.
     with (
         patch.object(schedules, "forward_step", forward),
         patch.object(schedules, "backward_step", backward),
         patch.object(combined_1f1b, "combined_forward_backward_step", combined),
         patch.object(combined_1f1b, "find_megatron_fsdp", lambda _: None),
         patch.object(combined_1f1b, "set_streams", lambda **_: None),
-        patch.object(schedules, "is_pp_first_stage", lambda group: group.rank() == 0),
-        patch.object(schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1),
+        patch.object(utils, "get_pg_rank", lambda group: group.rank()),
+        patch.object(utils, "get_pg_size", lambda group: group.size()),
     ):
         yield
 
@@ -157,77 +158,41 @@ _ORDERS = (
     ("send_next", "recv_prev", "send_prev", "recv_next"),
     ("recv_prev", "send_next", "recv_next", "send_prev"),
 )
-_THERE = "received"
 
 
-class _Communicator:
-    """Notes what a stage's communicator is asked, under upstream's names."""
+class _Communicator(P2PCommunicator):
+    """Notes what upstream's own methods send and receive."""
 
     def __init__(self, config: ModelParallelConfig, pipeline: Pipeline, noted: list[Call]) -> None:
+        # Not upstream's, which asks for a process group's ranks.
         self.config, self._noted = config, noted
-        self.total_stages, self.current_stage = pipeline.stages, pipeline.stage
         self.pp_group = SimpleNamespace(size=lambda: pipeline.stages, rank=lambda: pipeline.stage)
-        self.is_pp_first_stage = pipeline.stage == 0
-        self.is_pp_last_stage = pipeline.stage == pipeline.stages - 1
         self.virtual_pipeline_model_parallel_size = pipeline.chunks if pipeline.chunks > 1 else None
 
-    def recv_forward(self, _: Any, is_first_stage: bool) -> str:
-        return self._done(recv_prev=not is_first_stage)
-
-    def recv_backward(self, _: Any, is_last_stage: bool) -> str:
-        return self._done(recv_next=not is_last_stage)
-
-    def send_forward(self, _: Any, is_last_stage: bool) -> None:
-        self._done(send_next=not is_last_stage)
-
-    def send_backward(self, _: Any, is_first_stage: bool) -> None:
-        self._done(send_prev=not is_first_stage)
-
-    def send_forward_recv_backward(self, _: Any, shapes: Any, is_last: bool) -> str:
-        return self._done(send_next=not is_last, recv_next=not is_last)
-
-    def send_backward_recv_forward(self, _: Any, shapes: Any, is_first: bool) -> str:
-        return self._done(send_prev=not is_first, recv_prev=not is_first)
-
-    def send_forward_recv_forward(
-        self, output: Any, *, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
     ) -> Any:
-        ways = {"send_next": output is not None, "recv_prev": recv_prev}
-        return (_THERE, self._posted(**ways)) if overlap_p2p_comm else self._done(**ways)
-
-    def send_backward_recv_backward(
-        self, gradient: Any, *, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
-    ) -> Any:
-        ways = {"send_prev": gradient is not None, "recv_next": recv_next}
-        return (_THERE, self._posted(**ways)) if overlap_p2p_comm else self._done(**ways)
-
-    def send_forward_backward_recv_forward_backward(
-        self, output: Any, gradient: Any, *, tensor_shape: Any, **receives: bool
-    ) -> tuple[str, str]:
-        self._done(send_next=output is not None, send_prev=gradient is not None, **receives)
-        return _THERE, _THERE
-
-    def _posted(self, **wanted: bool) -> dict[str, Any]:
-        """Handles, which the schedule waits on later."""
-        names = [name for name in _ORDERS[self.current_stage % 2] if wanted.get(name)]
-        place = len(self._noted)
+        wanted = {
+            "send_next": tensor_send_next is not None,
+            "recv_prev": recv_prev,
+            "send_prev": tensor_send_prev is not None,
+            "recv_next": recv_next,
+        }
+        names = [name for name in _ORDERS[self.current_stage % 2] if wanted[name]]
+        place, ways = len(self._noted), tuple(_WAYS[name] for name in names)
         if names:
-            self._noted.append(Posted(tuple(_WAYS[name] for name in names)))
-        return {name: _Handle(self._noted, Waited(place, (_WAYS[name],))) for name in names}
-
-    def _done(self, **wanted: bool) -> str:
-        handles = self._posted(**wanted)
-        if handles:
-            ways = tuple(_WAYS[name] for name in handles)
-            self._noted.append(Waited(len(self._noted) - 1, ways))
-        return _THERE
-
-
-class _Handle(NamedTuple):
-    """What upstream waits on."""
-
-    noted: list[Call]
-    waited: Waited
-
-    def wait(self) -> None:
-        self.noted.append(self.waited)
+            self._noted.append(Posted(ways))
+            if wait_on_reqs:
+                self._noted.append(Waited(place, ways))
+        handles = {
+            name: SimpleNamespace(wait=partial(self._noted.append, Waited(place, (_WAYS[name],))))
+            for name in names
+        }
+        return "activation", "gradient", handles

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.sends import Sends
+from loongplug.hetero.sends import Coming, Sends, receive
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.layout import Layout
 
@@ -35,14 +35,6 @@ class StageUnit:
 
     rows: int
     microbatch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Coming:
-    """A message that is to come, and where to, [rows, width]."""
-
-    work: dist.Work
-    rows: Tensor
 
 
 class StageLinks:
@@ -77,8 +69,8 @@ class StageLinks:
         states, gradients = (f"sends of {what} between stages" for what in ("states", "gradients"))
         self._states_sent = Sends(most=in_flight, recorder=recorder, name=states)
         self._gradients_sent = Sends(most=in_flight, recorder=recorder, name=gradients)
-        self._states: dict[int, _Coming | None] = {}  # by unit; None where there are no rows
-        self._gradients: dict[int, _Coming | None] = {}
+        self._states: dict[int, Coming | None] = {}  # by unit; None where there are no rows
+        self._gradients: dict[int, Coming | None] = {}
         self._owed: deque[int] = deque()  # units whose gradients are to come
 
     def begin(self, units: Sequence[StageUnit], *, dtype: torch.dtype, comes_back: bool) -> None:
@@ -141,43 +133,27 @@ class StageLinks:
             unit = self._owed.popleft()
             self._gradients[unit] = self._receive(unit, link, group=link.back)
 
-    def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Coming | None:
+    def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> Coming | None:
         count = self._units[unit].rows
         if not count:
             return None
         rows = torch.empty(count, link.width, dtype=self._dtype, device=self._device)
-        work = dist.irecv(rows, src=link.peer, group=group)
-        assert work is not None, "this rank is in the group"
-        return _Coming(work=work, rows=rows)
+        return receive(rows, source=link.peer, group=group)
 
     def _arrived(
-        self, unit: int, coming: _Coming | None, link: StageLink | None, *, what: str
+        self, unit: int, coming: Coming | None, link: StageLink | None, *, what: str
     ) -> Tensor:
         assert link is not None, "there is a stage on that side"
         if coming is None:
             return torch.empty(0, link.width, dtype=self._dtype, device=self._device)
-        with self._recorder.span(
-            "exchange",
-            f"receive {what}",
-            bytes=coming.rows.nbytes,
-            source=link.peer,
-            microbatch=self._units[unit].microbatch,
-        ):
-            coming.work.wait()
-        return coming.rows
+        return coming.arrived(self._recorder, what, microbatch=self._units[unit].microbatch)
 
     def _send(self, unit: int, rows: Tensor, link: StageLink, *, back: bool) -> None:
-        rows, microbatch = rows.contiguous(), self._units[unit].microbatch
-        with self._recorder.span(
-            "exchange",
-            f"send {'gradients' if back else 'states'}",
-            bytes=rows.nbytes,
-            target=link.peer,
-            microbatch=microbatch,
-        ):
-            work = dist.isend(rows, dst=link.peer, group=link.back if back else link.there)
-        sends = self._gradients_sent if back else self._states_sent
-        sends.add(work, rows, microbatch=microbatch)
+        sends, what = self._states_sent, "states"
+        if back:
+            sends, what = self._gradients_sent, "gradients"
+        group, microbatch = link.back if back else link.there, self._units[unit].microbatch
+        sends.send(rows, what, target=link.peer, group=group, microbatch=microbatch)
 
 
 def boundaries(layout: Layout) -> list[list[int]]:

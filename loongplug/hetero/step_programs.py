@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from loongplug.hetero.pass_order import Pipeline, Turn
-from loongplug.hetero.pipeline_clock import DecoderPass, EncoderPlan, EncoderWork, Name, Step
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, EncoderWork, Name, Step
 from loongplug.simulate.clock import step_time
 from loongplug.simulate.order import Deadlock
 from loongplug.simulate.programs import Act, Build, End, Label, Meet, Post, Programs, Wait, Work

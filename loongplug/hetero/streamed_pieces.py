@@ -12,7 +12,7 @@ from typing import NamedTuple
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import shares_of
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderWork,
     Name,
@@ -29,7 +29,7 @@ class StreamedCosts:
     """What a step takes, in operations of one rank, counted alike on every rank.
 
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
-    microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
+    microbatch takes in the decoder, by place (:class:`~.step_costs.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
     text. ``of_passes`` is of passes through the encoder.
 

@@ -19,7 +19,7 @@ from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pieces import cut, in_passes
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,

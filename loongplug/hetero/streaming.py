@@ -23,19 +23,17 @@ and gradients of one encoder go over edges of its own.
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 
 from loongplug.hetero.balance import plan as balanced
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     EncoderPlan,
     EncoderWork,
     Name,
-    PassCosts,
     Step,
 )
 from loongplug.hetero.step_programs import PlanClock
-from loongplug.hetero.streaming_blocks import at_the_ends, blocks
-from loongplug.hetero.streaming_draft import Draft, Habits, tails_of
+from loongplug.hetero.streaming_blocks import at_the_ends, blocks, joined_passes, waits_of
+from loongplug.hetero.streaming_draft import Draft, Habits, passes_ahead
 
 # Plans are tried until so many passes and works have been placed, but never fewer than these.
 _PLACED, _LEAST = 14_000, 6
@@ -76,10 +74,10 @@ def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
     best = separated(step)
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    clock, tails = PlanClock(step), tails_of(step)
+    clock, waits, passes = PlanClock(step), waits_of(step), passes_ahead(step)
     fastest = clock.time(best) if otherwise is None else otherwise
     assert fastest is not None, "ranks wait for one another"
-    for plan in (blocks(step, fill=fill) for fill in (0, 2, 4)):
+    for plan in (blocks(step, waits, fill=fill) for fill in (0, 2, 4)):
         ends = clock.time(plan)
         if ends is not None and ends < fastest:
             best, fastest = plan, ends
@@ -91,7 +89,7 @@ def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
     waiting = deque(_JOINING if few else _FIRST)
     while waiting and len(drafts) < count:
         habits = waiting.popleft()
-        draft = Draft(step, tails, habits)
+        draft = Draft(step, passes, habits)
         draft.fill()
         plan, ends = draft.plan(), draft.ends
         if any(any(each.each) for each in step.encoders):
@@ -126,34 +124,19 @@ def _with_joined(clock: PlanClock, plan: EncoderPlan, *, ends: int) -> tuple[Enc
 
 
 def _neighbours(step: Step, work: Sequence[EncoderWork]) -> tuple[EncoderWork, ...]:
-    """Of one replica, with those joined that go before the same passes, there and back."""
-    at = {(one.forward, one.pieces): place for place, one in enumerate(work)}
-    lots: list[list[tuple[Name, ...]]] = []
-    latest: dict[int, list[tuple[Name, ...]]] = {}  # lot by encoder
-    taken: dict[int, int] = {}  # by that
+    """Of one replica, with pieces joined that go before the same passes, there and back."""
+    places = {(one.forward, name): at for at, one in enumerate(work) for name in one.pieces}
+    lots: dict[tuple[int, int | None], list[Name]] = {}
     for one in work:
-        if not one.forward:
-            continue
-        kind, encoder = step.kind(one.pieces[0]), step.encoder(one.pieces[0])
-        forward = step.encoder_pass(one) - encoder.each.forward
-        same = kind in latest and all(
-            work[at[way, latest[kind][-1]]].before == work[at[way, one.pieces]].before
-            for way in _ways(encoder)
-        )
-        if same and taken[kind] + forward <= encoder.joined:
-            latest[kind].append(one.pieces)
-            taken[kind] += forward
-        else:
-            latest[kind], taken[kind] = [one.pieces], forward
-            lots.append(latest[kind])
+        if one.forward:
+            back = places.get((False, one.pieces[0]))
+            lot = one.before, None if back is None else work[back].before
+            lots.setdefault(lot, []).extend(one.pieces)
     found = [
-        (at[way, lot[-1]], EncoderWork(work[at[way, lot[-1]]].before, way, tuple(chain(*lot))))
-        for lot in lots
-        for way in _ways(step.encoder(lot[0][0]))
+        (place, EncoderWork(work[place].before, forward, pieces))
+        for names in lots.values()
+        for pieces in joined_passes(step, names)
+        for forward in (True, False)
+        if (place := places.get((forward, pieces[-1]))) is not None
     ]
     return tuple(each for _, each in sorted(found))
-
-
-def _ways(encoder: PassCosts) -> tuple[bool, ...]:
-    """Whether a pass goes forward, of each that its pieces have."""
-    return (True, False) if encoder.trains else (True,)

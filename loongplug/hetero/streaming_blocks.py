@@ -10,7 +10,7 @@ give back. All go backward behind their last pass.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,
@@ -19,15 +19,30 @@ from loongplug.hetero.pipeline_clock import (
 )
 
 
-def blocks(step: Step, *, fill: int) -> EncoderPlan:
+@dataclass(frozen=True, kw_only=True)
+class StageWaits:
+    """Of a stage without encoders, of so many ``passes``.
+
+    ``ends`` is how long it waits before its first pass and behind its last one, ``middle`` how
+    long between its first forward and its first ``backward``, which has this number.
+    """
+
+    passes: int
+    ends: int
+    middle: int
+    backward: int
+
+
+def blocks(step: Step, of_stages: Sequence[StageWaits], *, fill: int) -> EncoderPlan:
     """Second blocks take ``fill`` quarters of the waits that they are for; with 0 there are none.
+
+    ``of_stages`` are the step's :func:`waits_of`.
 
     The first stage has as many of the last microbatches as there are later stages: what does not
     fit into its second block goes with its first.
     """
     costs = [step.encoding(*name) for name in step.names]
     forward = sum(step.pieces[unit][piece].forward for unit, piece in step.names)
-    of_stages = _waits(step)
     waits = [of_stages[stage] for stage in step.replicas]
     more = [each.middle * fill * sum(costs) // (4 * max(1, forward)) for each in waits]
     free = [each.ends + room for each, room in zip(waits, more, strict=True)]
@@ -122,26 +137,12 @@ def _dealt(rooms: Sequence[int], costs: Sequence[int]) -> list[int]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wait:
-    """Of a stage without encoders, of so many ``passes``.
-
-    ``ends`` is how long it waits before its first pass and behind its last one, ``middle`` how
-    long between its first forward and its first ``backward``, which has this number.
-    """
-
-    passes: int
-    ends: int
-    middle: int
-    backward: int
-
-
-def _waits(step: Step) -> list[_Wait]:
+def waits_of(step: Step) -> list[StageWaits]:
     """By stage."""
     ends: dict[DecoderPass, int] = {}
     free = [0 for _ in step.passes]
     begins: dict[DecoderPass, int] = {}
-    for stage, _, one in step.in_turn:
+    for stage, one in step.in_turn:
         before = step.before(one)
         begins[one] = max(free[stage], 0 if before is None else ends[before])
         ends[one] = free[stage] = begins[one] + step.cost(one)
@@ -150,7 +151,7 @@ def _waits(step: Step) -> list[_Wait]:
         backward = next(number for number, one in enumerate(passes) if not one.forward)
         worked = sum(map(step.cost, passes[:backward]))
         found.append(
-            _Wait(
+            StageWaits(
                 passes=len(passes),
                 ends=begins[passes[0]] + max(free) - free[stage],
                 middle=begins[passes[backward]] - begins[passes[0]] - worked,

@@ -5,14 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
+from math import inf
+from typing import NamedTuple
 
-from loongplug.hetero.pipeline_clock import (
-    DecoderPass,
-    EncoderPlan,
-    EncoderWork,
-    Name,
-    Step,
-)
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, EncoderWork, Name, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +41,51 @@ class Habits:
         return [*sizes, *changed]
 
 
+_Queue = deque[tuple[tuple[Name, ...], int]]  # of passes: their pieces, and what each takes
+
+
+class PassAhead(NamedTuple):
+    """One of the decoder's passes, as a draft looks at it.
+
+    It waits for the one ``before``, or, without, for features; the replicas ``behind`` wait for it.
+    ``tail`` is from its begin to the end of the decoder's schedule at the earliest. A piece's
+    backward that waits for a pass counts, too.
+    """
+
+    one: DecoderPass
+    before: DecoderPass | None
+    behind: tuple[int, ...]
+    takes: int
+    tail: int
+
+
+def passes_ahead(step: Step) -> list[list[PassAhead]]:
+    """Of each stage."""
+    tails: dict[DecoderPass, int] = {}
+    found: list[list[PassAhead]] = [[] for _ in step.passes]
+    for stage, one in reversed(step.in_turn):
+        behind = step.behind(one)
+        if behind is not None:
+            tail, lanes = tails[behind], step.lanes[behind.place % len(step.passes)]
+        else:
+            costs, lanes = step.pieces[one.microbatch], ()
+            encoders = [step.encoder((one.microbatch, piece)) for piece in range(len(costs))]
+            tail = max(
+                (
+                    encoder.each.backward + cost.backward
+                    for encoder, cost in zip(encoders, costs, strict=True)
+                    if encoder.trains
+                ),
+                default=0,
+            )
+        if found[stage]:
+            tail = max(tail, found[stage][-1].tail)
+        takes = step.cost(one)
+        tails[one] = tail + takes
+        found[stage].append(PassAhead(one, step.before(one), lanes, takes, tail + takes))
+    return [each[::-1] for each in found]
+
+
 class Draft:
     """A plan in the making: whoever is free takes what fits, from the step's begin to its end.
 
@@ -53,8 +94,9 @@ class Draft:
     through in time. Pieces are encoded in their order, by whoever comes first.
     """
 
-    def __init__(self, step: Step, tails: dict[DecoderPass, int], habits: Habits) -> None:
-        self._step, self._tails, self._habits = step, tails, habits
+    def __init__(self, step: Step, passes: list[list[PassAhead]], habits: Habits) -> None:
+        """``passes`` are the step's :func:`passes_ahead`."""
+        self._step, self._passes, self._habits = step, passes, habits
         replicas = range(len(step.replicas))
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(replicas)
@@ -62,11 +104,17 @@ class Draft:
             cost.backward if step.encoder(name).trains else cost.forward
             for name, cost in zip(step.names, costs, strict=True)
         )
-        self._target = max(tails.values()) + phase * habits.start // 16 + piece * habits.late // 4
-        encoding = [step.encoding(*name) for name in step.names]
+        longest = max(of_stage[0].tail for of_stage in passes)
+        self._target = longest + phase * habits.start // 16 + piece * habits.late // 4
+        self._needed = {  # when the first pass of a microbatch must begin
+            each.one.microbatch: self._target - each.tail
+            for each in passes[0]
+            if each.before is None
+        }
+        self._encoding = {name: step.encoding(*name) for name in step.names}
         decoding = [step.decoding[stage] for stage in step.replicas]
-        mean = -(-(sum(encoding) + sum(decoding)) // len(replicas))
-        extra = max(encoding) * habits.extra // 2
+        mean = -(-(sum(self._encoding.values()) + sum(decoding)) // len(replicas))
+        extra = max(self._encoding.values()) * habits.extra // 2
         self._room = [mean + extra - each for each in decoding]  # for more pieces, by cost
         share = len(step.names) * habits.together // (16 * len(replicas))
         self._together = max(1, share)
@@ -78,9 +126,10 @@ class Draft:
         self._to_encode = deque(step.names)
         self._missing = [len(pieces) for pieces in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
+        self._gradients: list[int | None] = [None for _ in step.pieces]  # when they are there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
         # By replica and encoder: each one's graphs go back in the order in which they were made.
-        self._to_go_backward: list[list[deque[tuple[Name, ...]]]] = [
+        self._to_go_backward: list[list[_Queue]] = [
             [deque() for _ in step.encoders] for _ in replicas
         ]
         self._work: list[list[EncoderWork]] = [[] for _ in replicas]
@@ -112,38 +161,37 @@ class Draft:
 
     def _look(self, when: int, replicas: Iterable[int]) -> None:
         for replica in replicas:
-            heappush(self._events, (when, replica))
+            if self._free[replica] <= when:  # else it is looked at when it is free
+                heappush(self._events, (when, replica))
 
     def _decide(self, replica: int, now: int) -> None:
         stage = self._step.replicas[replica]
-        passes, here = self._step.passes[stage], self._next[stage]
+        passes, here = self._passes[stage], self._next[stage]
         one = passes[here] if here < len(passes) else None
         comes = None if one is None else self._comes(one)
-        bound = None
-        if one is not None:
-            bound = max(self._target - self._tails[one], 0 if comes is None else comes)
+        bound = inf if one is None else max(self._target - one.tail, comes or 0)
         names = self._may_encode(replica, now, bound)
         if names:
             self._encode(replica, now, *names)
-        elif (kind := self._may_go_backward(replica, now, bound)) is not None:
-            self._go_backward(replica, now, kind)
+        elif queue := self._may_go_backward(replica, now, bound):
+            self._place(replica, now, *queue.popleft(), forward=False)
         elif one is not None and comes is not None and comes <= now:
             self._ready[replica] = True
             if all(self._ready[each] for each in self._step.lanes[stage]):
                 self._decode(stage, one, now)
 
-    def _comes(self, one: DecoderPass) -> int | None:
+    def _comes(self, one: PassAhead) -> int | None:
         """When the input of a pass is there; None for not yet known."""
-        before = self._step.before(one)
-        if before is not None:
-            return self._ends.get(before)
-        return None if self._missing[one.microbatch] else self._features[one.microbatch]
+        if one.before is not None:
+            return self._ends.get(one.before)
+        microbatch = one.one.microbatch
+        return None if self._missing[microbatch] else self._features[microbatch]
 
-    def _may_encode(self, replica: int, now: int, bound: int | None) -> list[Name]:
+    def _may_encode(self, replica: int, now: int, bound: float) -> list[Name]:
         """Which pieces in one pass: the next one, and more for the same encoder."""
         step, room, queue = self._step, self._room[replica], self._to_encode
         found: list[Name] = []
-        if not queue:
+        if not queue or room <= 0:
             return found
         kind, encoder = step.kind(queue[0]), step.encoder(queue[0])
         end, taken = now + encoder.each.forward, 0
@@ -152,100 +200,62 @@ class Draft:
             end, taken = end + takes, taken + takes
             if room <= 0 or (found and taken > encoder.joined):
                 break
-            needed = self._target - self._tails[DecoderPass(True, 0, name[0])]
-            urgent = self._habits.urgent and end > needed
-            if not (bound is None or end <= bound or urgent):
+            urgent = self._habits.urgent and end > self._needed[name[0]]
+            if end > bound and not urgent:
                 break
-            room -= step.encoding(*name)
+            room -= self._encoding[name]
             found.append(name)
         return found
 
-    def _may_go_backward(self, replica: int, now: int, bound: int | None) -> int | None:
-        """Through which encoder: of those whose gradients are there, where they have been longest.
-
-        None for not now.
-        """
+    def _may_go_backward(self, replica: int, now: int, bound: float) -> _Queue | None:
+        """Where what goes next is: of those whose gradients are there, where they are longest."""
         found: list[tuple[int, int]] = []
         for kind, queue in enumerate(self._to_go_backward[replica]):
-            if not queue:
-                continue
-            came = self._ends.get(DecoderPass(False, 0, queue[0][-1][0]))
-            if came is None or came > now:
-                continue
-            takes = self._step.encoder_pass(EncoderWork(0, False, queue[0]))
-            if bound is None or now + takes <= bound:
-                found.append((came, kind))
-        return min(found)[1] if found else None
+            if queue:
+                names, takes = queue[0]
+                came = self._gradients[names[-1][0]]
+                if came is not None and came <= now and now + takes <= bound:
+                    found.append((came, kind))
+        return self._to_go_backward[replica][min(found)[1]] if found else None
 
     def _encode(self, replica: int, now: int, *names: Name) -> None:
         for name in names:
             self._to_encode.remove(name)
-        end = self._place(replica, EncoderWork(self._here(replica), True, names), now)
-        if self._step.encoder(names[0]).trains:
-            self._to_go_backward[replica][self._step.kind(names[0])].append(names)
+        step = self._step
+        takes, back = (step.encoder_pass(EncoderWork(0, way, names)) for way in (True, False))
+        end = self._place(replica, now, names, takes, forward=True)
+        if step.encoder(names[0]).trains:
+            self._to_go_backward[replica][step.kind(names[0])].append((names, back))
             self._owners[names[-1][0]].add(replica)
-        for microbatch, piece in names:
-            self._room[replica] -= self._step.encoding(microbatch, piece)
+        for name in names:
+            microbatch = name[0]
+            self._room[replica] -= self._encoding[name]
             self._missing[microbatch] -= 1
             self._features[microbatch] = max(self._features[microbatch], end)
             if not self._missing[microbatch]:
-                self._look(now, self._step.lanes[0])
-                self._look(self._features[microbatch], self._step.lanes[0])
+                self._look(now, step.lanes[0])
+                self._look(self._features[microbatch], step.lanes[0])
 
-    def _go_backward(self, replica: int, now: int, kind: int) -> None:
-        names = self._to_go_backward[replica][kind].popleft()
-        self._place(replica, EncoderWork(self._here(replica), False, names), now)
-
-    def _here(self, replica: int) -> int:
-        return self._next[self._step.replicas[replica]]
-
-    def _place(self, replica: int, work: EncoderWork, now: int) -> int:
+    def _place(
+        self, replica: int, now: int, names: tuple[Name, ...], takes: int, *, forward: bool
+    ) -> int:
         """When it ends."""
-        end = now + self._step.encoder_pass(work)
-        self._work[replica].append(work)
-        self._free[replica] = end
+        before = self._next[self._step.replicas[replica]]
+        self._work[replica].append(EncoderWork(before, forward, names))
+        end = self._free[replica] = now + takes
         self._look(end, [replica])
         return end
 
-    def _decode(self, stage: int, one: DecoderPass, now: int) -> None:
-        step = self._step
-        end = self._ends[one] = now + step.cost(one)
+    def _decode(self, stage: int, one: PassAhead, now: int) -> None:
+        end = self._ends[one.one] = now + one.takes
         self._next[stage] += 1
-        for replica in step.lanes[stage]:
+        lanes = self._step.lanes[stage]
+        for replica in lanes:
             self._ready[replica], self._free[replica] = False, end
-        self._look(end, step.lanes[stage])
-        behind = step.behind(one)
-        if behind is not None:
-            others = step.lanes[behind.place % len(step.passes)]
-            self._look(now, others)
-            self._look(end, others)
-        elif not one.forward:
-            self._look(end, self._owners[one.microbatch])
-
-
-def tails_of(step: Step) -> dict[DecoderPass, int]:
-    """From the begin of each pass to the end of the decoder's schedule at the earliest.
-
-    A piece's backward that waits for a pass counts, too.
-    """
-    tails: dict[DecoderPass, int] = {}
-    for stage, number, one in reversed(step.in_turn):
-        behind = step.behind(one)
-        longest = 0
-        if behind is not None:
-            longest = tails[behind]
-        elif not one.forward:
-            costs = step.pieces[one.microbatch]
-            encoders = [step.encoder((one.microbatch, piece)) for piece in range(len(costs))]
-            longest = max(
-                (
-                    encoder.each.backward + cost.backward
-                    for encoder, cost in zip(encoders, costs, strict=True)
-                    if encoder.trains
-                ),
-                default=0,
-            )
-        if number + 1 < len(step.passes[stage]):
-            longest = max(longest, tails[step.passes[stage][number + 1]])
-        tails[one] = longest + step.cost(one)
-    return tails
+        self._look(end, lanes)
+        if one.behind:
+            self._look(now, one.behind)
+            self._look(end, one.behind)
+        else:
+            self._gradients[one.one.microbatch] = end
+            self._look(end, self._owners[one.one.microbatch])

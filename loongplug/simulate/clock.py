@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,13 +56,13 @@ def run(programs: Programs) -> Run:
         Deadlock: ranks wait for one another, or for what nobody does.
     """
     found = order(programs)
-    return read(found, programs, *times(found))
+    return _read(found, programs, *_times(found))
 
 
 def step_time(programs: Programs) -> Time:
     """How long a step takes, and nothing else of it. Raises as :func:`run`."""
     found = order(programs)
-    _, ends = times(found)
+    _, ends = _times(found)
     return max(ends[node] for nodes in found.last for node in nodes)
 
 
@@ -74,16 +76,57 @@ def replay(order: Order, takes: NDArray[Any]) -> NDArray[Any]:
     assert len(takes) == len(rows), f"{len(takes)} costs of {len(rows)} works"
     ends: list[NDArray[Any]] = []
     for node, before in enumerate(order.before):
-        begin = np.zeros_like(takes[0]) if node == BEGIN else ends[before[0]]
-        for each in before[1:]:
-            begin = np.maximum(begin, ends[each])
+        begin = reduce(np.maximum, [ends[each] for each in before] or [np.zeros_like(takes[0])])
         ends.append(begin + (takes[rows[node]] if node in rows else order.takes[node]))
     last = [ends[node] for nodes in order.last for node in nodes]
     found: NDArray[Any] = np.max(last, axis=0)
     return found
 
 
-def times(order: Order) -> tuple[list[Time], list[Time]]:
+def run_shared(programs: Programs, *, cores: int) -> Run:
+    """A step whose ranks compute on so many ``cores``, as on a CPU.
+
+    A rank uses one while it computes; of more ranks than cores, all that compute have equal parts.
+    Messages and meetings take none. ``busy`` stays what work takes by itself.
+
+    Raises:
+        Deadlock: ranks wait for one another, or for what nobody does.
+    """
+    assert cores > 0, cores
+    found = order(programs)
+    count = len(found.takes)
+    begins: list[Time] = [0] * count
+    ends: list[Time] = [0] * count
+    behind: list[list[int]] = [[] for _ in range(count)]
+    for node, before in enumerate(found.before):
+        for each in before:
+            behind[each].append(node)
+    missing = [len(before) for before in found.before]
+    computing: list[tuple[float, int]] = []  # by how much each that computes has done by then
+    sent: list[tuple[float, int]] = [(0.0, BEGIN)]  # by when it is there
+    now = done = 0.0  # the time, and what a rank would have done that computed all the time
+    while computing or sent:
+        rate = min(1.0, cores / len(computing)) if computing else 1.0
+        works = now + (computing[0][0] - done) / rate if computing else float("inf")
+        if sent and sent[0][0] <= works:
+            then, node = heappop(sent)
+        else:
+            then, node = works, heappop(computing)[1]
+        done += (then - now) * rate
+        now = then
+        ends[node] = now
+        for each in behind[node]:
+            missing[each] -= 1
+            if not missing[each]:
+                begins[each] = now
+                if each in found.works:
+                    heappush(computing, (done + found.takes[each], each))
+                else:
+                    heappush(sent, (now + found.takes[each], each))
+    return _read(found, programs, begins, ends)
+
+
+def _times(order: Order) -> tuple[list[Time], list[Time]]:
     """When each node of a step begins, and when it ends."""
     begins: list[Time] = []
     ends: list[Time] = []
@@ -97,7 +140,7 @@ def times(order: Order) -> tuple[list[Time], list[Time]]:
     return begins, ends
 
 
-def read(order: Order, programs: Programs, begins: Sequence[Time], ends: Sequence[Time]) -> Run:
+def _read(order: Order, programs: Programs, begins: Sequence[Time], ends: Sequence[Time]) -> Run:
     """The run of a step whose nodes begin and end then."""
     spans: list[list[TimedWork]] = [[] for _ in programs.ranks]
     busy: list[Time] = [0 for _ in programs.ranks]

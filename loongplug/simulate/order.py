@@ -67,15 +67,7 @@ def order(programs: Programs) -> Order:
     Raises:
         Deadlock: ranks wait for one another, or for what nobody does.
     """
-    walk = _Walk(programs)
-    walk.all_go()
-    return Order(
-        before=walk.before,
-        takes=walk.takes,
-        works=walk.works,
-        last=walk.behind,
-        came=walk.came,
-    )
+    return _Walk(programs).order()
 
 
 class _Walk:
@@ -101,19 +93,19 @@ class _Walk:
         self._at = [0 for _ in ranks]
         self._awake = deque(range(len(ranks)))
         self._asleep: defaultdict[int, list[int]] = defaultdict(list)  # ranks by message
-        self._met = [[0 for _ in programs.groups] for _ in ranks]  # how often, by group
-        # By group and number: what each that has come takes, and the node when all have.
-        self._here: defaultdict[tuple[int, int], dict[int, Time]] = defaultdict(dict)
-        self._meetings: dict[tuple[int, int], int] = {}
+        self._here: list[dict[int, Time]] = [{} for _ in programs.groups]  # with what each takes
 
-    def all_go(self) -> None:
-        """Each rank, to its end."""
+    def order(self) -> Order:
+        """Each rank goes to its end."""
         while self._awake:
             self._goes(self._awake.popleft())
         ranks = self._programs.ranks
         left = [rank for rank, at in enumerate(self._at) if at < len(ranks[rank])]
         if left:
             raise Deadlock({rank: self._waiting(rank) for rank in left})
+        return Order(
+            before=self.before, takes=self.takes, works=self.works, last=self.behind, came=self.came
+        )
 
     def _goes(self, rank: int) -> None:
         """A rank, as far as it can. Most of a run's time is here."""
@@ -148,10 +140,9 @@ class _Walk:
                         behind = (*behind, node)
             else:
                 self.behind[rank] = behind
-                meeting = self._meets(rank, act)
-                if meeting is None:
+                if not self._meets(rank, act):
                     break
-                behind = (meeting,)
+                behind = self.behind[rank]
             at += 1
         self._at[rank], self.behind[rank] = at, behind
 
@@ -161,16 +152,12 @@ class _Walk:
         return len(self.takes) - 1
 
     def _set_out(self, message: int, behind: _Nodes, *, sends: bool) -> None:
-        """One end of a message."""
-        ends = self._sent if sends else self._received
-        twice = ends[message] is not None or (sends and self.came[message] is not None)
-        assert not twice, f"{self._messages.names[message]} goes twice"
-        ends[message] = behind
-        self._comes(message)
-
-    def _comes(self, message: int) -> None:
-        """A message, if it can; then those that are behind it."""
+        """One end of a message, which comes, if it can; then those that are behind it."""
         messages, came = self._messages, self.came
+        ends = self._sent if sends else self._received
+        twice = ends[message] is not None or (sends and came[message] is not None)
+        assert not twice, f"{messages.names[message]} goes twice"
+        ends[message] = behind
         todo = [message]
         while todo:
             message = todo.pop()
@@ -196,40 +183,40 @@ class _Walk:
             return sent
         return None if received is None else (*dict.fromkeys((*sent, *received)),)
 
-    def _meets(self, rank: int, act: Meet) -> int | None:
-        """The node of a meeting; None before all have come."""
-        group = self._programs.groups[act.group]
-        meeting = act.group, self._met[rank][act.group]
-        if meeting not in self._meetings:
-            here = self._here[meeting]
-            here[rank] = act.takes
-            if len(here) < len(group):
-                return None
-            before = dict.fromkeys(chain.from_iterable(self.behind[each] for each in group))
-            self._meetings[meeting] = self._node((*before,), max(here.values()))
-            self._awake.extend(each for each in group if each != rank)
-        self._met[rank][act.group] += 1
-        return self._meetings[meeting]
-
-    def _is_missing(self, message: int, sends: bool) -> bool:
-        return self.came[message] is None and not (sends and self._messages.eager[message])
+    def _meets(self, rank: int, act: Meet) -> bool:
+        """Whether all of the group have come; who came before this rank goes on, too."""
+        group, here = self._programs.groups[act.group], self._here[act.group]
+        here[rank] = act.takes
+        if len(here) < len(group):
+            return False
+        before = dict.fromkeys(chain.from_iterable(self.behind[each] for each in group))
+        meeting = self._node((*before,), max(here.values()))
+        here.clear()
+        for each in group:
+            self.behind[each] = (meeting,)
+            if each != rank:
+                self._at[each] += 1
+                self._awake.append(each)
+        return True
 
     def _waiting(self, rank: int) -> Stuck:
         """What a rank waits for that does not go on."""
         act = self._programs.ranks[rank][self._at[rank]]
         if isinstance(act, Meet):
-            here = self._here[act.group, self._met[rank][act.group]]
             group = self._programs.groups[act.group]
-            late = next(each for each in group if each not in here)
+            late = next(each for each in group if each not in self._here[act.group])
             return Stuck(rank, f"to meet ranks {', '.join(map(str, group))}", late)
         assert isinstance(act, Wait)
-        end = next(end for end in act.ends if self._is_missing(*end))
-        message, seen = end[0], set[int]()
+        came, eager = self.came, self._messages.eager
+        message, as_sender = next(
+            end for end in act.ends if came[end[0]] is None and not (end[1] and eager[end[0]])
+        )
+        seen = set[int]()
         while self._ends(message) is not None and message not in seen:  # behind another one
             seen.add(message)
             ahead = self._messages.behind[message]
-            message = next(each for each in ahead if self.came[each] is None)
-        sends = self._sent[message] is None if message not in seen else not end[1]
+            message = next(each for each in ahead if came[each] is None)
+        sends = self._sent[message] is None if message not in seen else not as_sender
         others = (
             each
             for each, acts in enumerate(self._programs.ranks)

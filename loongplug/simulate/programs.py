@@ -6,6 +6,7 @@ Times are of one unit. Only sums and maxima are made of them, so that integers s
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 Time = int | float
@@ -76,7 +77,7 @@ class Messages:
     names: tuple[Name, ...] = ()
     eager: tuple[bool, ...] = ()
     takes: tuple[Time, ...] = ()
-    behind: Mapping[int, tuple[int, ...]]
+    behind: Mapping[int, Sequence[int]]
 
     @cached_property
     def instant(self) -> frozenset[int]:
@@ -100,15 +101,8 @@ class Programs:
 
     def held(self) -> tuple[int, ...]:
         """The most bytes that each rank holds at one time."""
-        found = []
-        for acts in self.ranks:
-            now = most = 0
-            for act in acts:
-                if type(act) is Work and act.holds:
-                    now += act.holds
-                    most = max(most, now)
-            found.append(most)
-        return tuple(found)
+        holds = ((act.holds for act in acts if isinstance(act, Work)) for acts in self.ranks)
+        return tuple(max(accumulate(each, initial=0)) for each in holds)
 
 
 class Build:

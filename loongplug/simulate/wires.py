@@ -1,12 +1,11 @@
 """How messages go in another way: programs made of programs, one for each way of sending. Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from loongplug.simulate.programs import Act, End, Name, Post, Programs, Wait
-
-POOL = 32  # torch hands out so many CUDA streams of one priority, and then the same again
 
 
 def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
@@ -17,9 +16,9 @@ def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -
     """
     names = programs.messages.names
 
-    def acts(rank: int) -> Iterator[Act]:
+    def acts(own: Sequence[Act]) -> Iterator[Act]:
         sent: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for act in programs.ranks[rank]:
+        for act in own:
             yield act
             for message, sends in act.ends if isinstance(act, Post) else ():
                 stream = names[message].stream
@@ -29,7 +28,7 @@ def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -
                 if len(sent[stream]) > most:
                     yield Wait(((sent[stream][-1 - most], True),))
 
-    return replace(programs, ranks=tuple(tuple(acts(rank)) for rank in range(len(programs.ranks))))
+    return _changed(programs, acts)
 
 
 def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Programs:
@@ -38,33 +37,23 @@ def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Progra
     Those of one :class:`Post` are one handshake, as in Megatron.
     """
     messages = programs.messages
-    ahead = {
-        message: len(messages.names) + number
-        for number, message in enumerate(
-            each for each, name in enumerate(messages.names) if of(name.stream)
-        )
-    }
+    announced = [each for each, name in enumerate(messages.names) if of(name.stream)]
+    ahead = {each: len(messages.names) + number for number, each in enumerate(announced)}
+    names = tuple(Name(("shape of", stream), which) for stream, which in messages.names)
 
-    def acts(rank: int) -> Iterator[Act]:
-        for act in programs.ranks[rank]:
+    def acts(own: Sequence[Act]) -> Iterator[Act]:
+        for act in own:
             if isinstance(act, Post):
                 shapes = tuple((ahead[each], sends) for each, sends in act.ends if each in ahead)
                 yield from (Post(shapes), Wait(shapes)) if shapes else ()
             yield act
 
-    return replace(
+    return _changed(
         programs,
-        ranks=tuple(tuple(acts(rank)) for rank in range(len(programs.ranks))),
-        messages=replace(
-            messages,
-            names=messages.names
-            + tuple(
-                Name(("shape of", messages.names[each].stream), messages.names[each].which)
-                for each in ahead
-            ),
-            eager=messages.eager + tuple(messages.eager[each] for each in ahead),
-            takes=messages.takes + (0,) * len(ahead),
-        ),
+        acts,
+        names=messages.names + tuple(names[each] for each in announced),
+        eager=messages.eager + tuple(messages.eager[each] for each in announced),
+        takes=messages.takes + (0,) * len(announced),
     )
 
 
@@ -72,7 +61,7 @@ def on_streams(
     programs: Programs,
     *,
     communicator: Callable[[Hashable], Hashable],
-    pool: int = POOL,
+    pool: int = 32,  # torch hands out so many of one priority, and then the same again
     one_queue: bool = False,
 ) -> Programs:
     """On devices, where each communicator of a rank has a stream, and its messages go in turn.
@@ -87,10 +76,10 @@ def on_streams(
     for message, others in programs.messages.behind.items():
         behind[message] += others
 
-    def acts(rank: int) -> Iterator[Act]:
+    def acts(own: Sequence[Act]) -> Iterator[Act]:
         streams: dict[Hashable, int] = {}
         latest: dict[int, End] = {}  # by stream
-        for act in programs.ranks[rank]:
+        for act in own:
             if not isinstance(act, Post):
                 yield act
                 continue
@@ -105,12 +94,12 @@ def on_streams(
                     latest[stream] = message, sends
                 yield Post(((message, sends),))
 
-    ranks = tuple(tuple(acts(rank)) for rank in range(len(programs.ranks)))
-    return replace(
-        programs,
-        ranks=ranks,
-        messages=replace(
-            programs.messages,
-            behind={each: tuple(dict.fromkeys(others)) for each, others in behind.items()},
-        ),
-    )
+    return _changed(programs, acts, behind=behind)
+
+
+def _changed(
+    programs: Programs, acts: Callable[[Sequence[Act]], Iterator[Act]], **messages: Any
+) -> Programs:
+    """With other ``acts`` in the place of each rank's, and other fields of ``messages``."""
+    ranks = tuple(tuple(acts(own)) for own in programs.ranks)
+    return replace(programs, ranks=ranks, messages=replace(programs.messages, **messages))

@@ -13,7 +13,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
-from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
+from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts, Units
 from loongplug.models.amounts import ModelAmounts
 from loongplug.models.decoder import DecoderConfig

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loongplug.checkpoint.agreement import of_all_ranks
 from loongplug.checkpoint.hf_gather import What, WholeTensors
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor, TensorFileWriter
 from loongplug.context.token_split import OwnPart
@@ -30,7 +31,7 @@ from loongplug.verify.recording import (
     gradients_of,
     tensor_file,
 )
-from loongplug.verify.replicas import digest, from_all, replicas_apart
+from loongplug.verify.replicas import digest, replicas_apart
 from loongplug.verify.state import (
     States,
     gather_gradient_shards,
@@ -156,7 +157,7 @@ class StepRecorder:
         rate = learning_rate(self._optimizer)
         result = step()
         self._note_room(number + 1)
-        norms = from_all((float(result[1] or 0.0), self._losses, rate))
+        norms = of_all_ranks((float(result[1] or 0.0), self._losses, rate))
         self._steps.append(
             RecordedStep(
                 learning_rate=max(rate for _, _, rate in norms),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loongplug.checkpoint.agreement import of_all_ranks
 from loongplug.checkpoint.owned import ParameterPiece, owned_parameters, sort_key
 from loongplug.models.hf_mapping import Mapping
 from loongplug.verify.recording import ApartNote
@@ -41,7 +42,7 @@ def replicas_apart(
     told = [(piece, name, digest(tensor)) for piece, name, tensor in mine]
     holders: dict[ParameterPiece, dict[int, int]] = {}
     names: dict[ParameterPiece, str] = {}
-    for rank, pieces in enumerate(from_all(told)):
+    for rank, pieces in enumerate(of_all_ranks(told)):
         for piece, name, number in pieces:
             holders.setdefault(piece, {}).setdefault(rank, number)
             names[piece] = name
@@ -73,11 +74,4 @@ def _error(tensor: Tensor | None, holders: dict[int, int]) -> float:
         dist.recv(expected, src=first)
         scale = expected.abs().max().item() or 1.0
         error = (tensor - expected).abs().max().item() / scale
-    return max(from_all(error))
-
-
-def from_all[T](value: T) -> list[T]:
-    """Every rank's value. Collective: the default group."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return max(of_all_ranks(error))

@@ -15,9 +15,9 @@ from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
-from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick

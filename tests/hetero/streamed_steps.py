@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank
 
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,

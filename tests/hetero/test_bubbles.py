@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_clock import DecoderPass, decoder_passes
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
+from loongplug.hetero.step_costs import DecoderPass, decoder_passes
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
 

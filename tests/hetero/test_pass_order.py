@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from loongplug.hetero.pass_order import Pipeline, Turn, turns
-from loongplug.hetero.pipeline_clock import DecoderPass, decoder_passes
 from loongplug.hetero.recorded_schedule import calls
+from loongplug.hetero.step_costs import DecoderPass, decoder_passes
 
 pytestmark = pytest.mark.quick
 

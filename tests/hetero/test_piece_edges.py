@@ -18,9 +18,9 @@ from streamed_steps import even, steps
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec, taken
 from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
-from loongplug.hetero.pipeline_clock import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.streaming import separated, streamed
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order

@@ -36,8 +36,8 @@ from loongplug.hetero.operations import (
     StepPlan,
     TakeFeatures,
 )
-from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick

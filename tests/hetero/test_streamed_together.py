@@ -35,16 +35,16 @@ from loongplug.hetero.operations import (
     gradient,
     turns_of,
 )
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.placement import Edge
+from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
+from loongplug.hetero.step_costs import (
     FREE,
     DecoderPass,
     PassCosts,
     PieceCost,
     Step,
 )
-from loongplug.hetero.placement import Edge
-from loongplug.hetero.policies import EncoderStep, streamed
-from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
 from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.hetero.streaming import separated

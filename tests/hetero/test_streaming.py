@@ -12,7 +12,7 @@ from pace import times_slower
 from simulated import finish
 from streamed_steps import Times, Traffic, busiest, even, simulate, steps
 
-from loongplug.hetero.pipeline_clock import (
+from loongplug.hetero.step_costs import (
     EncoderPlan,
     EncoderWork,
     PassCosts,

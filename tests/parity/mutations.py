@@ -203,8 +203,8 @@ def take_pieces_in_order_of_arrival(original: Any, self: Any, parts: Any, units:
 def add_rows_instead_of_placing(original: Any, self: Any, units: Any) -> Any:
     received = self._receiving[units.first]
     added = torch.zeros_like(original(self, units))
-    for each in received:
-        added[: len(each.buffer)] += each.buffer
+    for _, each in received:
+        added[: len(each.rows)] += each.rows
     return added
 
 

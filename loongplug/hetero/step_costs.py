@@ -175,9 +175,9 @@ class Step:
         )
 
     @cached_property
-    def in_turn(self) -> list[tuple[int, int, DecoderPass]]:
-        """All passes with stage and number, each behind what it waits for."""
-        found: list[tuple[int, int, DecoderPass]] = []
+    def in_turn(self) -> list[tuple[int, DecoderPass]]:
+        """All passes with their stages, each behind what it waits for."""
+        found: list[tuple[int, DecoderPass]] = []
         done: set[DecoderPass | None] = {None}
         at, seen = [0 for _ in self.passes], -1
         while seen < len(found):
@@ -186,7 +186,7 @@ class Step:
                 while at[stage] < len(passes) and self.before(passes[at[stage]]) in done:
                     one = passes[at[stage]]
                     done.add(one)
-                    found.append((stage, at[stage], one))
+                    found.append((stage, one))
                     at[stage] += 1
         assert len(found) == sum(map(len, self.passes)), "Megatron's order never waits for itself"
         return found
