@@ -309,13 +309,15 @@ def test_steps_are_not_run_again_but_where_asked(tmp_path: Path) -> None:
 
 def test_every_rank_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    argv = command_line(tmp_path, "--tensor-model-parallel-size", "2", "--fp16")
+    own = "model.image_encoder.tensor_model_parallel_size=3"
+    argv = command_line(tmp_path, "--tensor-model-parallel-size", "2", "--fp16", own)
     messages = set()
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
         messages.add(refusal(argv))
     (message,) = messages
     assert "3 ranks do not divide by tp 2 x pp 1 x cp 1 = 2" in message
+    assert "model.image_encoder.tensor_model_parallel_size 3 does not divide" in message
 
 
 def test_nothing_is_printed_by_a_good_run(
