@@ -23,16 +23,12 @@ from modes.levels_figures import (
 from modes.levels_work import (
     APART,
     FULL,
-    HETERO_DP,
-    HETERO_TP,
     SEQ_LENGTH,
-    SETTINGS,
     STREAMED,
     TUNED,
     UNIFORM,
     Setting,
     Work,
-    level_variants,
     split_candidates,
     write_levels_data,
 )
@@ -77,45 +73,6 @@ def rank_trace(rank: int, *events: TraceEvent) -> RankTrace:
 )
 def test_splits_leave_the_first_stage_fewer_and_divide_the_rest(layers, stages, candidates):
     assert split_candidates(layers, stages) == candidates
-
-
-@pytest.mark.quick
-def test_each_setting_has_the_levels_that_mean_something_there():
-    levels = {setting.name: setting.levels for setting in SETTINGS}
-    assert levels == {
-        "PP2": (UNIFORM, TUNED, FULL, STREAMED, APART),
-        "TP2": (UNIFORM, HETERO_TP, HETERO_DP, FULL),
-        "DP2": (UNIFORM, FULL),
-        "TP2 x PP2": (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED),
-    }
-    assert [setting.ranks for setting in SETTINGS] == [2, 2, 2, 4]
-
-
-@pytest.mark.quick
-def test_levels_differ_in_their_flags_alone():
-    found = {
-        level: level_variants(level, Work(decoder_layers=8), Setting(name="PP2", pp=2))
-        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED, APART)
-    }
-    assert found == {
-        UNIFORM: ((),),
-        TUNED: tuple(("--decoder-first-pipeline-num-layers", first) for first in "123"),
-        HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
-        HETERO_DP: (("--enable-encoder-hetero-dp",),),
-        FULL: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated"),),
-        STREAMED: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),),
-        APART: (("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),),
-    }
-
-
-@pytest.mark.quick
-def test_every_step_has_samples_of_its_own(tmp_path):
-    work = Work(micro_batch_size=3, microbatches=4, warmup=2, steps=5)
-    assert work.iterations == 7
-    assert work.samples == 7 * 12
-    flags = work.flags(tmp_path)
-    assert flags[flags.index("--global-batch-size") + 1] == "12"
-    assert flags[flags.index("--train-iters") + 1] == "7"
 
 
 @pytest.mark.quick
@@ -249,12 +206,6 @@ def test_tables_and_json_hold_every_level(tmp_path):
     assert setting["encoder_share"] == 0.5
     assert [each["ratios"] for each in setting["levels"]] == [[1.0], [2.0]]
     assert setting["levels"][1]["traced"]["phase_ms"][0]["waiting"] == 12.0
-
-
-@pytest.mark.quick
-def test_no_rounds_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--rounds is 0"):
-        bench_levels(rounds=0, json_path=None, pictures=tmp_path)
 
 
 @pytest.mark.slow

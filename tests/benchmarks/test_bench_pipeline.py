@@ -3,19 +3,17 @@
 import json
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from bench import bench
 from modes import are_cases
-from modes.pipeline import bench_pipeline, draw, measure
+from modes.pipeline import draw, measure
 from modes.pipeline_clock import predicted
 from modes.pipeline_figures import (
     CaseFigures,
     as_json,
     case_figures,
     print_cases,
-    timeline,
 )
 from modes.pipeline_ranks import RankFigures
 from modes.pipeline_work import (
@@ -96,18 +94,6 @@ def test_what_is_no_encoder_is_one_sentence(text):
 def test_cases_that_cannot_be_run(options, said):
     with pytest.raises(ValueError, match=said):
         case(**options)
-
-
-@pytest.mark.quick
-def test_ranks_of_its_own_lie_behind_one_another():
-    hearing = PacedEncoder(name="ears", time=STAGE, replicas=3)
-    seeing = PacedEncoder(name="eyes", time=STAGE, replicas=2, tp=2)
-    found = case(OWN_RANKS, tp=2, encoders=[seeing, hearing])
-    assert found.ranks == 4 + 4 + 3
-    assert found.samples == 6
-    offsets = [found.mode_of(each).place.keywords["rank_offset"] for each in (seeing, hearing)]
-    assert offsets == [4, 8]
-    assert case("full_hetero_dp", tp=2, encoders=[seeing, hearing]).ranks == 4
 
 
 @pytest.mark.quick
@@ -193,12 +179,6 @@ def test_ratios_and_bubbles_are_of_the_window_of_all_ranks():
 
 
 @pytest.mark.quick
-def test_a_picture_has_a_letter_for_what_took_most_of_a_column():
-    assert timeline(drawn().shown, width=10) == ["ffFFF.....", "......BBbb"]
-    assert timeline(drawn().shown, width=4) == ["fF..", "..Bb"]
-
-
-@pytest.mark.quick
 def test_tables_and_json_hold_every_case(tmp_path):
     shown = StringIO()
     print_cases([drawn()], console=Console(file=shown, width=132))
@@ -216,47 +196,6 @@ def test_a_picture_of_someone_else_is_no_place_for_one(tmp_path):
     result = CliRunner().invoke(bench, ["pipeline", *options])
     assert result.exit_code == 1
     assert "uniform.png is there and would be lost" in result.output
-
-
-@pytest.mark.quick
-def test_no_steps_are_refused():
-    with pytest.raises(ValueError, match="--steps is 0"):
-        bench_pipeline(
-            modes=(),
-            decoder="1/1",
-            encoders=(),
-            pp=1,
-            tp=1,
-            chunks=1,
-            microbatches=1,
-            steps=0,
-            json_path=None,
-            pictures=None,
-        )
-
-
-@pytest.mark.quick
-def test_options_reach_the_measurement(monkeypatch):
-    calls = []
-    monkeypatch.setattr("modes.pipeline.bench_pipeline", lambda **options: calls.append(options))
-    line = "pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
-    more = "--pp 2 --tp 3 --virtual-stages 4 --microbatches 8 --steps 9 --json j --pictures p"
-    found = CliRunner().invoke(bench, [*line.split(), *more.split()])
-    assert found.exit_code == 0, found.output
-    assert calls == [
-        {
-            "modes": ["uniform", "own_ranks"],
-            "decoder": "1/2,3/4",
-            "encoders": ["e=5/6x2"],
-            "pp": 2,
-            "tp": 3,
-            "chunks": 4,
-            "microbatches": 8,
-            "steps": 9,
-            "json_path": Path("j"),
-            "pictures": Path("p"),
-        }
-    ]
 
 
 def counted(figures: CaseFigures, phase: str) -> list[int]:

@@ -11,7 +11,7 @@ from gpu_steps.bench import Bench
 from gpu_steps.data import data_of
 from gpu_steps.flops import matrices_of, sample_flops
 from gpu_steps.host_waits import Waits, line_of
-from gpu_steps.kernel_trace import joined, overlap, trace_of
+from gpu_steps.kernel_trace import trace_of
 from gpu_steps.layer_clock import LayerClock
 from gpu_steps.measured import _flops_per_token
 from gpu_steps.models import config_of, hf_config_of
@@ -111,11 +111,6 @@ def test_a_profile_is_summed_up() -> None:
     on_host = trace_of([_event("cpu_op", "aten::mm", 0, 10)])
     assert on_host.busy is None
     assert on_host.top[0].name == "aten::mm"
-
-
-def test_spans() -> None:
-    assert joined([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert overlap([(0, 4), (6, 8)], [(3, 7)]) == 2
 
 
 def test_waits_are_told_by_the_projects_line() -> None:
