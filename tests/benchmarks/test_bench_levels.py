@@ -2,21 +2,16 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from modes import LEVELS
 from modes.levels import bench_levels
 from modes.levels_figures import (
     RunFigures,
-    SettingFigures,
     TracedFigures,
-    as_json,
     fastest,
     level_figures,
     median_rate,
     phases,
-    print_settings,
     shown_step,
     traced_figures,
 )
@@ -32,11 +27,9 @@ from modes.levels_work import (
     split_candidates,
     write_levels_data,
 )
-from rich.console import Console
 
 from loongplug.data.processor import load_processor
 from loongplug.observe.trace_file import RankTrace, TraceEvent
-from loongplug.output_files import write_figures
 
 RUN = RunFigures(
     step_seconds=(1.0, 2.0, 1.0),
@@ -172,40 +165,6 @@ def test_traces_give_medians_of_the_steps_after_the_warm_up():
     number, measured = shown_step(traces, warmup=1)
     assert number == 3
     assert measured[1].window == (2000 * MS, 2030 * MS)
-
-
-def test_the_encoders_share_is_of_the_models_work():
-    nothing = dict.fromkeys(phases((0, 0), []), 0.0)
-    first = nothing | {"encoder forward": 10, "encoder backward": 20, "waiting": 1000}
-    second = nothing | {"decoder forward": 30, "decoder backward": 60}
-    found = TracedFigures(phase_ms=(first, second), exchange_bytes=0)
-    assert found.encoder_share == pytest.approx(0.25)
-    assert found.bubbles == pytest.approx((1000 / 1030, 0))
-
-
-@pytest.mark.quick
-def test_tables_and_json_hold_every_level(tmp_path):
-    took = dict.fromkeys(phases((0, 0), []), 12.0)
-    traced = TracedFigures(phase_ms=(took, took), exchange_bytes=2e6)
-    levels = tuple(
-        level_figures(level, [run], [RUN], flags=("--x",), traced=traced, picture=f"{level}.png")
-        for level, run in ((UNIFORM, RUN), (FULL, replace(RUN, step_seconds=(0.5, 1.0, 0.5))))
-    )
-    figures = SettingFigures(setting="PP2", ranks=2, splits={1: 90.0, 2: 95.0}, levels=levels)
-    shown = StringIO()
-    print_settings([figures], console=Console(file=shown, width=132))
-    text = shown.getvalue()
-    assert "2.00 (2.00 to 2.00)" in text
-    assert "the encoder is 50% of" in text
-    assert text.count("44%") == 4  # four of the nine phases, on each rank of each level
-    assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
-    content = as_json([figures], work=Work(), rounds=1)
-    write_figures(tmp_path / "levels.json", content, LEVELS)
-    content = json.loads((tmp_path / "levels.json").read_text())
-    (setting,) = content["settings"]
-    assert setting["encoder_share"] == 0.5
-    assert [each["ratios"] for each in setting["levels"]] == [[1.0], [2.0]]
-    assert setting["levels"][1]["traced"]["phase_ms"][0]["waiting"] == 12.0
 
 
 @pytest.mark.slow

@@ -1,19 +1,14 @@
 """The bench with stages that sleep: arithmetic, picture, and steps as long as they shall be."""
 
-import json
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 from bench import bench
-from modes import are_cases
 from modes.pipeline import draw, measure
 from modes.pipeline_clock import predicted
 from modes.pipeline_figures import (
     CaseFigures,
-    as_json,
     case_figures,
-    print_cases,
 )
 from modes.pipeline_ranks import RankFigures
 from modes.pipeline_work import (
@@ -23,13 +18,10 @@ from modes.pipeline_work import (
     parse_encoder,
     parse_stages,
 )
-from rich.console import Console
 from typer.testing import CliRunner
 
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.observe.trace_file import TraceEvent
-from loongplug.output_files import write_figures
-from loongplug.partition.clock import StageTime, step_time
+from loongplug.partition.clock import StageTime
 from loongplug.verify.runs import preload
 
 OWN_RANKS, STREAMED = "own_ranks", "streamed"
@@ -118,25 +110,6 @@ def test_the_clock_agrees_with_steps_by_hand():
     assert predicted(case("full_hetero_dp", chunks=2)) == 4 * 30 + 15 + 2 * 18
 
 
-@pytest.mark.quick
-def test_the_clock_is_that_of_partition_where_no_send_waits_long():
-    """Of figure 4(a) of the MIMO paper with one stage each, and of stages that are unequal."""
-    pair = [PacedEncoder(name="eyes", time=STAGE), PacedEncoder(name="ears", time=STAGE)]
-    graph = [
-        *(GraphModule(name=each.name, stages=1, into="text") for each in pair),
-        GraphModule(name="text", stages=3),
-    ]
-    times = {"eyes": [STAGE], "ears": [STAGE], "text": [STAGE] * 3}
-    alone = case(OWN_RANKS, pp=3, encoders=pair, microbatches=24)
-    assert predicted(alone) == step_time(graph, times, microbatches=24) == (24 + 3) * 30
-    for slow_stage in range(4):
-        stages = [STAGE] * 4
-        stages[slow_stage] = StageTime(forward=17, backward=31)
-        row = Case(mode="uniform", stages=tuple(stages), microbatches=12)
-        free = step_time([GraphModule(name="row", stages=4)], {"row": stages}, microbatches=12)
-        assert free <= predicted(row) <= 1.03 * free
-
-
 def event(phase: str, start: int, end: int, step: int = 3) -> TraceEvent:
     return TraceEvent(
         phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details={}
@@ -176,17 +149,6 @@ def test_ratios_and_bubbles_are_of_the_window_of_all_ranks():
     # An exchange is no work, though it be within an encoder's forward.
     assert found.bubbles == pytest.approx(((0.55 + 0.5) / 2, (0.6 + 0.25) / 2))
     assert found.over_predicted == pytest.approx(80 / 206)
-
-
-@pytest.mark.quick
-def test_tables_and_json_hold_every_case(tmp_path):
-    shown = StringIO()
-    print_cases([drawn()], console=Console(file=shown, width=132))
-    assert "80 (60 to 100)" in shown.getvalue()
-    write_figures(tmp_path / "figures.json", as_json([drawn()]), are_cases)
-    (content,) = json.loads((tmp_path / "figures.json").read_text())
-    assert content["case"]["encoders"][0]["time"] == {"forward": 6, "backward": 12}
-    assert content["bubbles"] == pytest.approx([0.525, 0.425])
 
 
 @pytest.mark.quick
@@ -250,25 +212,6 @@ def fifth(mode: str) -> Case:
     stage = StageTime(forward=60, backward=120)
     encoder = PacedEncoder(name="eyes", time=StageTime(forward=120, backward=240))
     return Case(mode=mode, stages=(stage,) * 8, encoders=(encoder,), microbatches=16)
-
-
-@pytest.mark.quick
-def test_the_clock_of_what_fills_the_bubbles():
-    """All of it lies in them but one piece before the decoder's schedule and one behind it."""
-    even = 16 * (180 + 360 / 8)
-    assert predicted(fifth(STREAMED)) == 23 * 180 + 30 + 60 < 1.18 * even
-    assert predicted(fifth("full_hetero_dp")) == 23 * 180 + 2 * 360 > 1.34 * even
-    assert predicted(case(STREAMED, chunks=2)) < predicted(case(STREAMED))
-    # Of two encoders that have the same work together, in smaller pieces.
-    two = [
-        PacedEncoder(name=name, time=StageTime(forward=60, backward=120))
-        for name in ("eyes", "ears")
-    ]
-    assert even + 45 < predicted(replace(fifth(STREAMED), encoders=tuple(two))) < 23 * 180 + 180
-    # Two replicas to a stage share as much work to each rank.
-    wide = case(STREAMED, tp=2, encoders=[replace(SEEING, time=StageTime(forward=12, backward=24))])
-    assert 4 * (30 + 18 / 2) < predicted(wide) < 1.1 * 4 * (30 + 18 / 2)
-    assert predicted(replace(wide, mode=FULL)) == 5 * 30 + 36
 
 
 def test_eight_ranks_fill_their_bubbles():

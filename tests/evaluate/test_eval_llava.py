@@ -131,19 +131,6 @@ def test_answers_are_those_of_transformers(model_folder: Path, data: Path, batch
     assert answers == expected
 
 
-def test_the_command_scores_it(model_folder: Path, data: Path) -> None:
-    score = evaluate(
-        model_folder,
-        data,
-        batch_size=4,
-        max_new_tokens=2,
-        limit=None,
-        device="cpu",
-        json_path=None,
-    )
-    assert score == 0
-
-
 def test_a_processor_of_another_model_is_refused(tmp_path: Path, data: Path) -> None:
     llava(tmp_path)
     file = tmp_path / "config.json"
