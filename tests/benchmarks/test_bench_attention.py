@@ -43,7 +43,6 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sweep  # whole runs of a bench
-@pytest.mark.sweep
 def test_sdpa_is_well_ahead_at_two_thousand_tokens() -> None:
     # Measured: 4.8 to 5.2 times on 2 busy cores. Far below that, something has changed.
     figures = run(rounds=3)

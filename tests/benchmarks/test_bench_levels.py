@@ -1,19 +1,11 @@
 """The bench of levels: what it runs, what it makes of it, and one small run of it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from modes.levels import bench_levels
 from modes.levels_figures import (
-    RunFigures,
-    TracedFigures,
-    fastest,
-    level_figures,
-    median_rate,
     phases,
-    shown_step,
-    traced_figures,
 )
 from modes.levels_work import (
     APART,
@@ -29,15 +21,8 @@ from modes.levels_work import (
 )
 
 from loongplug.data.processor import load_processor
-from loongplug.observe.trace_file import RankTrace, TraceEvent
+from loongplug.observe.trace_file import TraceEvent
 
-RUN = RunFigures(
-    step_seconds=(1.0, 2.0, 1.0),
-    step_tokens=(100, 100, 300),
-    losses=(3.0, 2.0),
-    processor_seconds=(0.5, 0.75),
-    peak_memory_bytes=(10, 20),
-)
 MS = 1_000_000
 
 
@@ -45,10 +30,6 @@ def event(phase: str, start: int, end: int, step: int = 3, **details: int) -> Tr
     return TraceEvent(
         phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details=details
     )
-
-
-def rank_trace(rank: int, *events: TraceEvent) -> RankTrace:
-    return RankTrace(rank=rank, world_size=2, device="cpu", place={}, events=events, cut_off=False)
 
 
 @pytest.mark.quick
@@ -88,30 +69,6 @@ def test_data_fit_the_sequence_and_come_out_the_same(tmp_path):
 
 
 @pytest.mark.quick
-def test_rates_are_medians_and_ratios_are_of_the_same_round():
-    assert RUN.tokens_per_second == 100.0
-    fast = replace(RUN, step_seconds=(0.5, 1.0, 0.5), losses=(3.0, 2.5), peak_memory_bytes=(30, 5))
-    slow = replace(RUN, step_seconds=(2.0, 4.0, 2.0), processor_seconds=(1.5, 1.75))
-    found = level_figures(
-        FULL,
-        [fast, slow],
-        [RUN, slow],
-        flags=(),
-        traced=TracedFigures(phase_ms=(), exchange_bytes=0),
-        picture="",
-    )
-    assert found.tokens_per_second == (200.0, 50.0)
-    assert found.ratios == (2.0, 1.0)
-    assert found.ratio == 1.5
-    assert found.loss_difference == 0.5
-    assert found.processor_seconds == (1.0, 1.25)
-    assert found.peak_memory_bytes == (30, 20)
-    assert median_rate([fast, slow, slow]) == 50.0
-    # One round that was lucky does not make a variant the fastest.
-    assert fastest({("a",): [fast, slow, slow], ("b",): [RUN, RUN, RUN]}) == ("b",)
-
-
-@pytest.mark.quick
 def test_an_exchange_within_a_forward_is_no_forward():
     events = [
         event("step", 0, 100),
@@ -136,35 +93,6 @@ def test_an_exchange_within_a_forward_is_no_forward():
         "data": 0,
         "idle": 3,
     }
-
-
-def steps_of(rank: int) -> RankTrace:
-    """Step 1 is a warm-up; of the others, 3 is the one of median length."""
-    return rank_trace(
-        rank,
-        *(event("step", 0, 1000, step=1), event("exchange", 0, 900, step=1, bytes=999)),
-        *(event("step", 1000, 1010, step=2), event("exchange", 1000, 1001, step=2, bytes=10)),
-        *(event("step", 2000, 2030, step=3), event("exchange", 2000, 2003, step=3, bytes=40)),
-        event("exchange", 2003, 2004, step=3, bytes=2),
-        # As between ranks apart: what arrives counts where it is sent.
-        event("exchange", 2003, 2004, step=3, bytes=2, source=1),
-        event("exchange", 2003, 2004, step=3),
-        *(event("step", 3000, 3050, step=4), event("exchange", 3000, 3020, step=4, bytes=100)),
-        event("encoder_forward", 2004, 2010, step=3),
-        event("forward", 2010, 2012, step=3),
-        event("step", 4000, 4001, step=5, failed=1),
-    )
-
-
-@pytest.mark.quick
-def test_traces_give_medians_of_the_steps_after_the_warm_up():
-    traces = [steps_of(0), steps_of(1)]
-    found = traced_figures(traces, warmup=1)
-    assert found.exchange_bytes == 2 * 42
-    assert [rank["exchange"] for rank in found.phase_ms] == [4.0, 4.0]
-    number, measured = shown_step(traces, warmup=1)
-    assert number == 3
-    assert measured[1].window == (2000 * MS, 2030 * MS)
 
 
 @pytest.mark.slow

@@ -8,9 +8,7 @@ from modes.pipeline import draw, measure
 from modes.pipeline_clock import predicted
 from modes.pipeline_figures import (
     CaseFigures,
-    case_figures,
 )
-from modes.pipeline_ranks import RankFigures
 from modes.pipeline_work import (
     MODES,
     Case,
@@ -20,7 +18,6 @@ from modes.pipeline_work import (
 )
 from typer.testing import CliRunner
 
-from loongplug.observe.trace_file import TraceEvent
 from loongplug.partition.clock import StageTime
 from loongplug.verify.runs import preload
 
@@ -108,47 +105,6 @@ def test_the_clock_agrees_with_steps_by_hand():
     # With virtual stages, half of the bubble.
     assert predicted(case("uniform", encoders=[], chunks=2)) == 4 * 30 + 15
     assert predicted(case("full_hetero_dp", chunks=2)) == 4 * 30 + 15 + 2 * 18
-
-
-def event(phase: str, start: int, end: int, step: int = 3) -> TraceEvent:
-    return TraceEvent(
-        phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details={}
-    )
-
-
-def drawn() -> CaseFigures:
-    """Two empty steps, then one of 100 ms and one of 60, for two ranks."""
-    first = (
-        *(event("step", 0, 9, 1), event("step", 10, 12, 2), event("step", 100, 190)),
-        *(event("encoder_forward", 100, 120), event("forward", 120, 150)),
-        *(event("exchange", 110, 115), event("step", 300, 360, 4), event("forward", 300, 330, 4)),
-    )
-    second = (
-        *(event("step", 0, 9, 1), event("step", 10, 13, 2), event("step", 110, 200)),
-        *(event("backward", 160, 180), event("encoder_backward", 180, 200)),
-        *(event("step", 300, 350, 4), event("backward", 300, 345, 4)),
-    )
-    return case_figures(
-        case("uniform"),
-        [
-            RankFigures(place={"pp": 0}, events=first, work=(0, 0, 50, 30)),
-            RankFigures(place={"pp": 1}, events=second, work=(0, 0, 40, 20)),
-        ],
-    )
-
-
-@pytest.mark.quick
-def test_ratios_and_bubbles_are_of_the_window_of_all_ranks():
-    found = drawn()
-    assert found.step == (100, 60)
-    assert found.empty == 3
-    assert found.median == 80
-    assert found.work == (30, 20)
-    assert found.over_busiest == pytest.approx(80 / 30)
-    assert found.over_even == pytest.approx(80 / 25)
-    # An exchange is no work, though it be within an encoder's forward.
-    assert found.bubbles == pytest.approx(((0.55 + 0.5) / 2, (0.6 + 0.25) / 2))
-    assert found.over_predicted == pytest.approx(80 / 206)
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ from micro.trace import bench_trace
 
 @pytest.mark.slow
 @pytest.mark.sweep  # whole runs of a bench
-@pytest.mark.sweep
 def test_both_sides_are_measured(flags, tmp_path, capsys):
     more = ("--pipeline-model-parallel-size", "2")
     cost = bench_trace(

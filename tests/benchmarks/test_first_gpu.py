@@ -116,35 +116,6 @@ def _gone(process: int) -> bool:
         return True
 
 
-@pytest.mark.quick
-def test_both_files_are_whole_after_each_step(tmp_path: Path) -> None:
-    report = Report(tmp_path, setting={"device": "cpu"})
-    for number, outcome in enumerate(("done", "ended at its limit")):
-        report.add(
-            StepRecord(
-                number=number,
-                title=f"step {number}",
-                outcome=outcome,
-                seconds=1.0,
-                limit_seconds=2.0,
-                rows=[
-                    Row(case="a | b", figures={"ms": 0.123456, "n": 12345, "none": None}),
-                    Row(case="c", reason="no kernel"),
-                ],
-                said_last=() if outcome == "done" else ("last words",),
-            )
-        )
-        content = json.loads((tmp_path / "first_gpu.json").read_text())
-        assert [step["number"] for step in content["steps"]] == list(range(number + 1))
-        markdown = (tmp_path / "first_gpu.md").read_text()
-        assert f"| {number} | step {number} | {outcome} | 1.0 | 2.0 |" in markdown
-        assert "| case | ms | n | none |\n| --- | --- | --- | --- |\n" in markdown
-        assert "| a \\| b | 0.1235 | 12,345 |  |" in markdown
-        assert "| c | no kernel |" in markdown
-    assert "last words" in markdown
-    assert not list(tmp_path.glob(".*"))
-
-
 def _case(kind: str) -> str:
     if kind == "raises":
         raise RuntimeError("no kernel here")

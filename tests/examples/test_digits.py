@@ -156,21 +156,6 @@ def test_variants_are_of_training_scans_alone_and_differ_a_little(tmp_path: Path
         assert np.corrcoef(as_it_is.ravel(), turned.ravel())[0, 1] > 0.4
 
 
-def test_same_seed_same_files(demo: Path, tmp_path: Path) -> None:
-    for new_questions in (False, True):
-        more = {"train": TRAIN, "test": TEST, "new_questions": new_questions}
-        make_demo_data(tmp_path / "same", seed=5, **more)
-        make_demo_data(tmp_path / "other", seed=6, **more)
-    for name in FILES:
-        text = (demo / name).read_text()
-        assert (tmp_path / "same" / name).read_text() == text
-        assert (tmp_path / "other" / name).read_text() != text
-    for name in ("train.jsonl", "images", "processor"):
-        assert (tmp_path / "same" / name).exists()
-    image = next((demo / "images").iterdir())
-    assert (tmp_path / "same" / "images" / image.name).read_bytes() == image.read_bytes()
-
-
 def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None:
     processor = load_processor(demo / "processor")
     for name in FILES:
