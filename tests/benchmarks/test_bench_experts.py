@@ -6,15 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from micro.experts import (
-    JOINED,
-    KERNEL,
-    ONE_BY_ONE,
-    WAYS,
-    WORK,
-    _Ways,
-    run,
-)
+from micro.experts import JOINED, KERNEL, ONE_BY_ONE, WAYS, WORK, _Ways, run
 
 from loongplug.models.layers import mlp
 

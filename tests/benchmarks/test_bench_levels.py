@@ -4,9 +4,7 @@ import json
 
 import pytest
 from modes.levels import bench_levels
-from modes.levels_figures import (
-    phases,
-)
+from modes.levels_figures import phases
 from modes.levels_work import (
     APART,
     FULL,

@@ -6,23 +6,14 @@ import pytest
 from bench import bench
 from modes.pipeline import draw, measure
 from modes.pipeline_clock import predicted
-from modes.pipeline_figures import (
-    CaseFigures,
-)
-from modes.pipeline_work import (
-    MODES,
-    Case,
-    PacedEncoder,
-    parse_encoder,
-    parse_stages,
-)
+from modes.pipeline_figures import CaseFigures
+from modes.pipeline_work import MODES, Case, PacedEncoder, parse_encoder, parse_stages
 from typer.testing import CliRunner
 
 from loongplug.partition.clock import StageTime
 from loongplug.verify.runs import preload
 
 OWN_RANKS, STREAMED = "own_ranks", "streamed"
-MS = 1_000_000
 FULL = "full_hetero_dp"
 STAGE = StageTime(forward=10, backward=20)
 SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))

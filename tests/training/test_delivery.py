@@ -16,19 +16,13 @@ from loongplug.data.microbatch import MediaInput
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
-from loongplug.training.delivery import (
-    News,
-    ReplicaDelivery,
-    deliver,
-    loaded_replicas,
-)
+from loongplug.training.delivery import News, ReplicaDelivery, deliver, loaded_replicas
 
 pytestmark = pytest.mark.quick
 
 # Eyes are encoded by each rank in turn, ears by the first two together.
 REPLICAS = {"eyes": ((0,), (1,), (2,)), "ears": ((0, 1),)}
 VALUES = {"eyes": 3, "ears": 5}
-SAMPLES = 4
 # By microbatch and encoder: of each medium its rows and its sample; and which samples are bad.
 UNITS = {
     (0, "eyes"): ([(2, 0), (1, 3)], {3}),

@@ -10,10 +10,7 @@ import pytest
 import torch
 from free_passes import free_passes
 from parity.built_in import around
-from parity.mutations import (
-    give_a_gradient_to_the_wrong_owner,
-    swap_two_microbatches_gradients,
-)
+from parity.mutations import give_a_gradient_to_the_wrong_owner, swap_two_microbatches_gradients
 from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
