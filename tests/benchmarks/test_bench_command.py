@@ -20,6 +20,7 @@ def test_each_measurement_has_a_command() -> None:
     [
         ("levels --rounds 0", "--rounds is 0"),
         ("context --rounds 0", "--rounds is 0"),
+        ("pipeline --steps 0", "--steps is 0"),
         ("switch --switches 99", "error: --switches is 99: expected at least 100."),
     ],
 )

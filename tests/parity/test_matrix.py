@@ -24,7 +24,7 @@ from parity.cells import (
 from parity.matrix import PARTS, Matrix, code_files, main, run_cells
 from parity.parity_page import layouts_page
 from parity.results import Result, as_result, outcome
-from parity.saving_cells import TRAINED, SavingCell
+from parity.saving_cells import TRAINED, SavingCell, saving_cells
 
 SEED, CELLS, MOST = 6, 3, 4
 # Of each part, so that all of them are run in an hour or two.
@@ -42,12 +42,14 @@ CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
 
 @pytest.mark.slow
 def test_sampled_cells_agree(tmp_path):
-    """A cell of each model and mode, of those that few ranks are enough for."""
+    """A cell of each model and mode, of those that few ranks are enough for; a frozen decoder."""
     small = [cell for cell in layout_cells() if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
     assert len({cell.model for cell in cells}) == CELLS
     assert {cell.mode for cell in cells} == set(MODES)
     assert {cell.balance for cell in cells} == {False, True}
+    saving = (cell for cell in saving_cells() if cell.ranks == 2)
+    cells.append(next(cell for cell in saving if cell.trained == "all but the decoder"))
     results = run_cells(cells, folder=tmp_path, console=Console(stderr=True), jobs=2)
     assert [result.cell for result in results] == cells
     assert all(result.agrees for result in results), [
