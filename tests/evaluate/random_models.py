@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from loongplug.data.processor import load_processor
 from loongplug.models.hf_config import hf_config
 from loongplug.training.config import compose_model
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
@@ -26,6 +25,7 @@ def saved_model(folder: Path, name: str) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.generation_config.eos_token_id = load_processor(folder).end_token_id
+    end = transformers.AutoTokenizer.from_pretrained(str(folder)).eos_token_id
+    model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     return folder
