@@ -58,30 +58,6 @@ def test_help(command: tuple[str, ...]) -> None:
     assert "Usage" in printed
 
 
-def test_eval_defaults(calls: _Calls) -> None:
-    assert _run("eval", "--model", "hf", "--data", "test.jsonl")[0] == 0
-    assert calls == [
-        (
-            (Path("hf"), Path("test.jsonl")),
-            {
-                "access": RowAccess(),
-                "batch_size": 32,
-                "max_new_tokens": 32,
-                "limit": None,
-                "special_tokens_in_text": False,
-                "pixel_limits": PixelLimits(),
-                "transparency": "white",
-                "device": "auto",
-                "metric": "exact",
-                "tolerance": None,
-                "trusted_packages": (),
-                "predictions": None,
-                "json_path": None,
-            },
-        )
-    ]
-
-
 def test_eval_options(calls: _Calls) -> None:
     options = (
         "--media-root m --confine-media --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu"

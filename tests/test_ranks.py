@@ -90,40 +90,6 @@ def test_exception_in_one_rank_while_others_wait_in_a_collective() -> None:
     assert "rank 1 was here" in text
 
 
-def _fail_all(rank: int) -> None:
-    raise ValueError(f"bad input on rank {rank}")
-
-
-def test_exceptions_of_all_ranks_are_kept() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(_fail_all, 3)
-    assert sorted(caught.value.errors) == [0, 1, 2]
-    for rank, text in caught.value.errors.items():
-        assert f"ValueError: bad input on rank {rank}" in text
-
-
-def _exit_early(rank: int) -> None:
-    if rank == 2:
-        os._exit(3)
-    dist.all_reduce(torch.ones(1))
-
-
-def test_rank_that_exits() -> None:
-    with pytest.raises(RankError, match="exited with code 3") as caught:
-        run_ranks(_exit_early, 3)
-    assert caught.value.rank == 2
-
-
-def _exit_zero(rank: int) -> None:
-    if rank == 0:
-        os._exit(0)
-
-
-def test_rank_that_exits_with_zero_returned_nothing() -> None:
-    with pytest.raises(RankError, match="exited with code 0 and returned nothing"):
-        run_ranks(_exit_zero, 2)
-
-
 def _crash(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -177,15 +143,6 @@ def _start_a_process(rank: int) -> int:
 def test_processes_of_a_rank_end_with_it() -> None:
     for pid in run_ranks(_start_a_process, 2):
         eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())
-
-
-def _unpicklable(rank: int) -> object:
-    return lambda: rank
-
-
-def test_result_that_cannot_be_pickled_is_an_error() -> None:
-    with pytest.raises(RankError, match=r"(?i)pickle"):
-        run_ranks(_unpicklable, 1)
 
 
 def _print(rank: int) -> None:

@@ -1,7 +1,6 @@
 """``python benchmarks/bench.py``: what reaches the measurements."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench import bench
@@ -16,18 +15,18 @@ def test_each_measurement_has_a_command() -> None:
         assert name in printed
 
 
-def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr("micro.attention.run", lambda **options: calls.append(options))
-    given = ["attention", "--heads", "2", "--threads", "1", "--json", "j"]
-    assert CliRunner().invoke(bench, given).exit_code == 0
-    assert calls == [
-        {
-            "sequence_length": 2048,
-            "heads": 2,
-            "head_dim": 64,
-            "rounds": 9,
-            "threads": 1,
-            "json_path": Path("j"),
-        }
-    ]
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("levels --rounds 0", "--rounds is 0"),
+        ("context --rounds 0", "--rounds is 0"),
+        ("pipeline --steps 0", "--steps is 0"),
+        ("switch --switches 99", "error: --switches is 99: expected at least 100."),
+    ],
+)
+def test_too_few_are_refused(given: str, said: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        result = CliRunner().invoke(bench, given.split())
+    assert result.exit_code == 1
+    assert said in result.output

@@ -44,12 +44,6 @@ def test_sides_differ_in_their_flags_alone() -> None:
         assert not set(flags) & {"--context-parallel-size", "--packing", "--cp-balance"}
 
 
-@pytest.mark.quick
-def test_no_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="--rounds is 0"):
-        bench_context(rounds=0, json_path=None)
-
-
 @pytest.mark.slow
 @pytest.mark.sweep  # whole runs of a bench
 def test_a_small_run_measures_all_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,33 +1,14 @@
 """``benchmarks/bench.py experts``: who takes a turn when, and that all ways are the same step."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from micro.experts import (
-    JOINED,
-    KERNEL,
-    ONE_BY_ONE,
-    WAYS,
-    WORK,
-    ExpertsFigures,
-    Steps,
-    _Ways,
-    order,
-    run,
-)
+from micro.experts import JOINED, KERNEL, ONE_BY_ONE, WAYS, WORK, _Ways, run
 
 from loongplug.models.layers import mlp
-
-
-@pytest.mark.quick
-def test_every_way_has_as_many_first_turns_as_last_ones() -> None:
-    ways = order(4)
-    assert Counter(ways) == dict.fromkeys(WAYS, 4)
-    assert ways[:3] == ways[5:2:-1] == ways[6:9]
 
 
 @pytest.mark.quick
@@ -44,14 +25,6 @@ def test_a_way_is_how_layers_compute_from_then_on() -> None:
             ways.take(way)
             assert (layer.joined, mlp.kernel_takes([], None)) == (joined, kernel)
     assert mlp.kernel_takes is before
-
-
-@pytest.mark.quick
-def test_ratios_are_of_medians_over_experts_one_by_one() -> None:
-    slow = Steps(tokens_per_second=(100.0, 200.0, 900.0), processor=(4.0, 8.0, 9.0))
-    fast = Steps(tokens_per_second=(300.0, 100.0, 500.0), processor=(6.0, 6.0, 1.0))
-    figures = ExpertsFigures(flags=(), ways={ONE_BY_ONE: slow, JOINED: fast}, apart=0.0)
-    assert (figures.ratio(JOINED), figures.of_processor(JOINED)) == (1.5, 0.75)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from bench import bench
-from micro.joined import JoinedFigures, Taken
 from ranks import run_ranks
 from typer.testing import CliRunner
 
@@ -25,10 +24,3 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     for side in ("singly", "joined"):
         assert len(written[side]["clock"]) == len(written[side]["processor"]) == 2
     assert 0 < written["apart"] < 1e-5  # another order of sums, and no other gradient
-
-
-def test_the_speedup_is_singly_over_joined_by_medians() -> None:
-    singly = Taken(clock=(6.0, 1.0, 9.0), processor=(2.0, 4.0, 4.0))
-    joined = Taken(clock=(3.0, 0.5, 8.0), processor=(2.0, 1.0, 4.0))
-    figures = JoinedFigures(units=3, patches=16, singly=singly, joined=joined, apart=0.0)
-    assert (figures.speedup, figures.of_processor) == (2.0, 2.0)

@@ -1,55 +1,27 @@
 """The bench of levels: what it runs, what it makes of it, and one small run of it."""
 
 import json
-from dataclasses import replace
-from io import StringIO
 
 import pytest
-from modes import LEVELS
 from modes.levels import bench_levels
 from modes.levels_clock import step_ms
-from modes.levels_figures import (
-    RunFigures,
-    SettingFigures,
-    TracedFigures,
-    as_json,
-    fastest,
-    level_figures,
-    median_rate,
-    phases,
-    print_settings,
-    shown_step,
-    traced_figures,
-)
+from modes.levels_figures import phases
 from modes.levels_work import (
     APART,
     FULL,
-    HETERO_DP,
-    HETERO_TP,
     SEQ_LENGTH,
-    SETTINGS,
     STREAMED,
     TUNED,
     UNIFORM,
     Setting,
     Work,
-    level_variants,
     split_candidates,
     write_levels_data,
 )
-from rich.console import Console
 
 from loongplug.data.processor import load_processor
-from loongplug.observe.trace_file import RankTrace, TraceEvent
-from loongplug.output_files import write_figures
+from loongplug.observe.trace_file import TraceEvent
 
-RUN = RunFigures(
-    step_seconds=(1.0, 2.0, 1.0),
-    step_tokens=(100, 100, 300),
-    losses=(3.0, 2.0),
-    processor_seconds=(0.5, 0.75),
-    peak_memory_bytes=(10, 20),
-)
 MS = 1_000_000
 
 
@@ -57,10 +29,6 @@ def event(phase: str, start: int, end: int, step: int = 3, **details: int) -> Tr
     return TraceEvent(
         phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details=details
     )
-
-
-def rank_trace(rank: int, *events: TraceEvent) -> RankTrace:
-    return RankTrace(rank=rank, world_size=2, device="cpu", place={}, events=events, cut_off=False)
 
 
 @pytest.mark.quick
@@ -81,45 +49,6 @@ def test_splits_leave_the_first_stage_fewer_and_divide_the_rest(layers, stages, 
 
 
 @pytest.mark.quick
-def test_each_setting_has_the_levels_that_mean_something_there():
-    levels = {setting.name: setting.levels for setting in SETTINGS}
-    assert levels == {
-        "PP2": (UNIFORM, TUNED, FULL, STREAMED, APART),
-        "TP2": (UNIFORM, HETERO_TP, HETERO_DP, FULL),
-        "DP2": (UNIFORM, FULL),
-        "TP2 x PP2": (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED),
-    }
-    assert [setting.ranks for setting in SETTINGS] == [2, 2, 2, 4]
-
-
-@pytest.mark.quick
-def test_levels_differ_in_their_flags_alone():
-    found = {
-        level: level_variants(level, Work(decoder_layers=8), Setting(name="PP2", pp=2))
-        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED, APART)
-    }
-    assert found == {
-        UNIFORM: ((),),
-        TUNED: tuple(("--decoder-first-pipeline-num-layers", first) for first in "123"),
-        HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
-        HETERO_DP: (("--enable-encoder-hetero-dp",),),
-        FULL: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated"),),
-        STREAMED: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),),
-        APART: (("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),),
-    }
-
-
-@pytest.mark.quick
-def test_every_step_has_samples_of_its_own(tmp_path):
-    work = Work(micro_batch_size=3, microbatches=4, warmup=2, steps=5)
-    assert work.iterations == 7
-    assert work.samples == 7 * 12
-    flags = work.flags(tmp_path)
-    assert flags[flags.index("--global-batch-size") + 1] == "12"
-    assert flags[flags.index("--train-iters") + 1] == "7"
-
-
-@pytest.mark.quick
 def test_data_fit_the_sequence_and_come_out_the_same(tmp_path):
     from loongplug.data.dataset import ChatDataset
 
@@ -136,30 +65,6 @@ def test_data_fit_the_sequence_and_come_out_the_same(tmp_path):
     lengths = [len(dataset[index].input_ids) for index in range(16)]
     assert max(lengths) <= SEQ_LENGTH
     assert min(lengths) > SEQ_LENGTH // 2
-
-
-@pytest.mark.quick
-def test_rates_are_medians_and_ratios_are_of_the_same_round():
-    assert RUN.tokens_per_second == 100.0
-    fast = replace(RUN, step_seconds=(0.5, 1.0, 0.5), losses=(3.0, 2.5), peak_memory_bytes=(30, 5))
-    slow = replace(RUN, step_seconds=(2.0, 4.0, 2.0), processor_seconds=(1.5, 1.75))
-    found = level_figures(
-        FULL,
-        [fast, slow],
-        [RUN, slow],
-        flags=(),
-        traced=TracedFigures(phase_ms=(), exchange_bytes=0),
-        picture="",
-    )
-    assert found.tokens_per_second == (200.0, 50.0)
-    assert found.ratios == (2.0, 1.0)
-    assert found.ratio == 1.5
-    assert found.loss_difference == 0.5
-    assert found.processor_seconds == (1.0, 1.25)
-    assert found.peak_memory_bytes == (30, 20)
-    assert median_rate([fast, slow, slow]) == 50.0
-    # One round that was lucky does not make a variant the fastest.
-    assert fastest({("a",): [fast, slow, slow], ("b",): [RUN, RUN, RUN]}) == ("b",)
 
 
 @pytest.mark.quick
@@ -189,44 +94,6 @@ def test_an_exchange_within_a_forward_is_no_forward():
     }
 
 
-def steps_of(rank: int) -> RankTrace:
-    """Step 1 is a warm-up; of the others, 3 is the one of median length."""
-    return rank_trace(
-        rank,
-        *(event("step", 0, 1000, step=1), event("exchange", 0, 900, step=1, bytes=999)),
-        *(event("step", 1000, 1010, step=2), event("exchange", 1000, 1001, step=2, bytes=10)),
-        *(event("step", 2000, 2030, step=3), event("exchange", 2000, 2003, step=3, bytes=40)),
-        event("exchange", 2003, 2004, step=3, bytes=2),
-        # As between ranks apart: what arrives counts where it is sent.
-        event("exchange", 2003, 2004, step=3, bytes=2, source=1),
-        event("exchange", 2003, 2004, step=3),
-        *(event("step", 3000, 3050, step=4), event("exchange", 3000, 3020, step=4, bytes=100)),
-        event("encoder_forward", 2004, 2010, step=3),
-        event("forward", 2010, 2012, step=3),
-        event("step", 4000, 4001, step=5, failed=1),
-    )
-
-
-@pytest.mark.quick
-def test_traces_give_medians_of_the_steps_after_the_warm_up():
-    traces = [steps_of(0), steps_of(1)]
-    found = traced_figures(traces, warmup=1)
-    assert found.exchange_bytes == 2 * 42
-    assert [rank["exchange"] for rank in found.phase_ms] == [4.0, 4.0]
-    number, measured = shown_step(traces, warmup=1)
-    assert number == 3
-    assert measured[1].window == (2000 * MS, 2030 * MS)
-
-
-def test_the_encoders_share_is_of_the_models_work():
-    nothing = dict.fromkeys(phases((0, 0), []), 0.0)
-    first = nothing | {"encoder forward": 10, "encoder backward": 20, "waiting": 1000}
-    second = nothing | {"decoder forward": 30, "decoder backward": 60}
-    found = TracedFigures(phase_ms=(first, second), exchange_bytes=0)
-    assert found.encoder_share == pytest.approx(0.25)
-    assert found.bubbles == pytest.approx((1000 / 1030, 0))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("level", "setting", "encoding", "took"),
@@ -249,37 +116,6 @@ def test_a_level_by_the_clock_is_its_schedule(level, setting, encoding, took):
         for each in encoding
     ]
     assert step_ms(level, setting, phase_ms, microbatches=8) == pytest.approx(took + 6)
-
-
-@pytest.mark.quick
-def test_tables_and_json_hold_every_level(tmp_path):
-    took = dict.fromkeys(phases((0, 0), []), 12.0)
-    traced = TracedFigures(phase_ms=(took, took), exchange_bytes=2e6)
-    levels = tuple(
-        level_figures(level, [run], [RUN], flags=("--x",), traced=traced, picture=f"{level}.png")
-        for level, run in ((UNIFORM, RUN), (FULL, replace(RUN, step_seconds=(0.5, 1.0, 0.5))))
-    )
-    figures = SettingFigures(setting="PP2", ranks=2, splits={1: 90.0, 2: 95.0}, levels=levels)
-    shown = StringIO()
-    print_settings([figures], console=Console(file=shown, width=132))
-    text = shown.getvalue()
-    assert "2.00 (2.00 to 2.00)" in text
-    assert "the encoder is 50% of" in text
-    assert text.count("44%") == 4  # four of the nine phases, on each rank of each level
-    assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
-    content = as_json([figures], work=Work(), rounds=1)
-    write_figures(tmp_path / "levels.json", content, LEVELS)
-    content = json.loads((tmp_path / "levels.json").read_text())
-    (setting,) = content["settings"]
-    assert setting["encoder_share"] == 0.5
-    assert [each["ratios"] for each in setting["levels"]] == [[1.0], [2.0]]
-    assert setting["levels"][1]["traced"]["phase_ms"][0]["waiting"] == 12.0
-
-
-@pytest.mark.quick
-def test_no_rounds_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--rounds is 0"):
-        bench_levels(rounds=0, json_path=None, pictures=tmp_path)
 
 
 @pytest.mark.slow

@@ -66,7 +66,6 @@ def test_ways_and_sizes():
 
 @pytest.mark.slow
 @pytest.mark.sweep  # whole runs of a bench
-@pytest.mark.sweep
 def test_each_way_holds_less_and_none_changes_a_loss(capsys):
     rows = {row.name: row for row in measure(DEEP, device="cpu")}
     assert agree([*rows.values()])

@@ -1,41 +1,20 @@
 """The bench with stages that sleep: arithmetic, picture, and steps as long as they shall be."""
 
-import json
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 
 import pytest
 from bench import bench
-from modes import are_cases
-from modes.pipeline import bench_pipeline, draw, measure
+from modes.pipeline import draw, measure
 from modes.pipeline_clock import predicted
-from modes.pipeline_figures import (
-    CaseFigures,
-    as_json,
-    case_figures,
-    print_cases,
-    timeline,
-)
-from modes.pipeline_ranks import RankFigures
-from modes.pipeline_work import (
-    MODES,
-    Case,
-    PacedEncoder,
-    parse_encoder,
-    parse_stages,
-)
-from rich.console import Console
+from modes.pipeline_figures import CaseFigures
+from modes.pipeline_work import MODES, Case, PacedEncoder, parse_encoder, parse_stages
 from typer.testing import CliRunner
 
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.observe.trace_file import TraceEvent
-from loongplug.output_files import write_figures
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.verify.runs import preload
 
 OWN_RANKS, STREAMED = "own_ranks", "streamed"
-MS = 1_000_000
 FULL = "full_hetero_dp"
 STAGE = StageTime(forward=10, backward=20)
 SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))
@@ -101,18 +80,6 @@ def test_cases_that_cannot_be_run(options, said):
 
 
 @pytest.mark.quick
-def test_ranks_of_its_own_lie_behind_one_another():
-    hearing = PacedEncoder(name="ears", time=STAGE, replicas=3)
-    seeing = PacedEncoder(name="eyes", time=STAGE, replicas=2, tp=2)
-    found = case(OWN_RANKS, tp=2, encoders=[seeing, hearing])
-    assert found.ranks == 4 + 4 + 3
-    assert found.samples == 6
-    offsets = [found.mode_of(each).place.keywords["rank_offset"] for each in (seeing, hearing)]
-    assert offsets == [4, 8]
-    assert case("full_hetero_dp", tp=2, encoders=[seeing, hearing]).ranks == 4
-
-
-@pytest.mark.quick
 def test_the_clock_agrees_with_steps_by_hand():
     """1F1B of p equal stages takes (m + p - 1) times forward and backward."""
     assert predicted(case("uniform", encoders=[])) == 5 * 30
@@ -165,112 +132,12 @@ def test_the_clock_is_that_of_partition_where_no_send_waits_long():
         assert free <= predicted(row) <= 1.03 * free
 
 
-def event(phase: str, start: int, end: int, step: int = 3) -> TraceEvent:
-    return TraceEvent(
-        phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details={}
-    )
-
-
-def drawn() -> CaseFigures:
-    """Two empty steps, then one of 100 ms and one of 60, for two ranks."""
-    first = (
-        *(event("step", 0, 9, 1), event("step", 10, 12, 2), event("step", 100, 190)),
-        *(event("encoder_forward", 100, 120), event("forward", 120, 150)),
-        *(event("exchange", 110, 115), event("step", 300, 360, 4), event("forward", 300, 330, 4)),
-    )
-    second = (
-        *(event("step", 0, 9, 1), event("step", 10, 13, 2), event("step", 110, 200)),
-        *(event("backward", 160, 180), event("encoder_backward", 180, 200)),
-        *(event("step", 300, 350, 4), event("backward", 300, 345, 4)),
-    )
-    return case_figures(
-        case("uniform"),
-        [
-            RankFigures(place={"pp": 0}, events=first, work=(0, 0, 50, 30)),
-            RankFigures(place={"pp": 1}, events=second, work=(0, 0, 40, 20)),
-        ],
-    )
-
-
-@pytest.mark.quick
-def test_ratios_and_bubbles_are_of_the_window_of_all_ranks():
-    found = drawn()
-    assert found.step == (100, 60)
-    assert found.empty == 3
-    assert found.median == 80
-    assert found.work == (30, 20)
-    assert found.over_busiest == pytest.approx(80 / 30)
-    assert found.over_even == pytest.approx(80 / 25)
-    # An exchange is no work, though it be within an encoder's forward.
-    assert found.bubbles == pytest.approx(((0.55 + 0.5) / 2, (0.6 + 0.25) / 2))
-    assert found.over_predicted == pytest.approx(80 / 206)
-
-
-@pytest.mark.quick
-def test_a_picture_has_a_letter_for_what_took_most_of_a_column():
-    assert timeline(drawn().shown, width=10) == ["ffFFF.....", "......BBbb"]
-    assert timeline(drawn().shown, width=4) == ["fF..", "..Bb"]
-
-
-@pytest.mark.quick
-def test_tables_and_json_hold_every_case(tmp_path):
-    shown = StringIO()
-    print_cases([drawn()], console=Console(file=shown, width=132))
-    assert "80 (60 to 100)" in shown.getvalue()
-    write_figures(tmp_path / "figures.json", as_json([drawn()]), are_cases)
-    (content,) = json.loads((tmp_path / "figures.json").read_text())
-    assert content["case"]["encoders"][0]["time"] == {"forward": 6, "backward": 12}
-    assert content["bubbles"] == pytest.approx([0.525, 0.425])
-
-
-@pytest.mark.quick
 def test_a_picture_of_someone_else_is_no_place_for_one(tmp_path):
     (tmp_path / "uniform.png").write_bytes(b"\x89PNG")
     options = ["--mode", "uniform", "--pictures", str(tmp_path)]
     result = CliRunner().invoke(bench, ["pipeline", *options])
     assert result.exit_code == 1
     assert "uniform.png is there and would be lost" in result.output
-
-
-@pytest.mark.quick
-def test_no_steps_are_refused():
-    with pytest.raises(ValueError, match="--steps is 0"):
-        bench_pipeline(
-            modes=(),
-            decoder="1/1",
-            encoders=(),
-            pp=1,
-            tp=1,
-            chunks=1,
-            microbatches=1,
-            steps=0,
-            json_path=None,
-            pictures=None,
-        )
-
-
-@pytest.mark.quick
-def test_options_reach_the_measurement(monkeypatch):
-    calls = []
-    monkeypatch.setattr("modes.pipeline.bench_pipeline", lambda **options: calls.append(options))
-    line = "pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
-    more = "--pp 2 --tp 3 --virtual-stages 4 --microbatches 8 --steps 9 --json j --pictures p"
-    found = CliRunner().invoke(bench, [*line.split(), *more.split()])
-    assert found.exit_code == 0, found.output
-    assert calls == [
-        {
-            "modes": ["uniform", "own_ranks"],
-            "decoder": "1/2,3/4",
-            "encoders": ["e=5/6x2"],
-            "pp": 2,
-            "tp": 3,
-            "chunks": 4,
-            "microbatches": 8,
-            "steps": 9,
-            "json_path": Path("j"),
-            "pictures": Path("p"),
-        }
-    ]
 
 
 def counted(figures: CaseFigures, phase: str) -> list[int]:
@@ -325,25 +192,6 @@ def fifth(mode: str) -> Case:
     stage = StageTime(forward=60, backward=120)
     encoder = PacedEncoder(name="eyes", time=StageTime(forward=120, backward=240))
     return Case(mode=mode, stages=(stage,) * 8, encoders=(encoder,), microbatches=16)
-
-
-@pytest.mark.quick
-def test_the_clock_of_what_fills_the_bubbles():
-    """All of it lies in them but one piece before the decoder's schedule and one behind it."""
-    even = 16 * (180 + 360 / 8)
-    assert predicted(fifth(STREAMED)) == 23 * 180 + 30 + 60 < 1.18 * even
-    assert predicted(fifth("full_hetero_dp")) == 23 * 180 + 2 * 360 > 1.34 * even
-    assert predicted(case(STREAMED, chunks=2)) < predicted(case(STREAMED))
-    # Of two encoders that have the same work together, in smaller pieces.
-    two = [
-        PacedEncoder(name=name, time=StageTime(forward=60, backward=120))
-        for name in ("eyes", "ears")
-    ]
-    assert even + 45 < predicted(replace(fifth(STREAMED), encoders=tuple(two))) < 23 * 180 + 180
-    # Two replicas to a stage share as much work to each rank.
-    wide = case(STREAMED, tp=2, encoders=[replace(SEEING, time=StageTime(forward=12, backward=24))])
-    assert 4 * (30 + 18 / 2) < predicted(wide) < 1.1 * 4 * (30 + 18 / 2)
-    assert predicted(replace(wide, mode=FULL)) == 5 * 30 + 36
 
 
 def test_eight_ranks_fill_their_bubbles():

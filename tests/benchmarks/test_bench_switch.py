@@ -42,24 +42,6 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
         assert f"{times['p99']:.2f}" in printed
 
 
-def _alone(rank: int) -> bool:
-    dist.destroy_process_group()
-    result = CliRunner().invoke(bench, ["switch", "--switches", "100"])
-    return result.exit_code == 0 and not dist.is_initialized()
-
-
-@pytest.mark.quick
-def test_it_makes_a_group_of_its_own() -> None:
-    assert run_ranks(_alone, 1) == [True]
-
-
-@pytest.mark.quick
-def test_too_few_calls_are_refused() -> None:
-    result = CliRunner().invoke(bench, ["switch", "--switches", "99"])
-    assert result.exit_code == 1
-    assert result.output == "loongplug: error: --switches is 99: expected at least 100.\n"
-
-
 def _measured(rank: int) -> tuple[SwitchFigures, float]:
     """The figures, and the microseconds in which all that a switch exchanges is copied plainly."""
     state, found = vars(parallel_state), []

@@ -116,50 +116,6 @@ def _gone(process: int) -> bool:
         return True
 
 
-@pytest.mark.quick
-def test_both_files_are_whole_after_each_step(tmp_path: Path) -> None:
-    report = Report(tmp_path, setting={"device": "cpu"})
-    for number, outcome in enumerate(("done", "ended at its limit")):
-        report.add(
-            StepRecord(
-                number=number,
-                title=f"step {number}",
-                outcome=outcome,
-                seconds=1.0,
-                limit_seconds=2.0,
-                rows=[
-                    Row(case="a | b", figures={"ms": 0.123456, "n": 12345, "none": None}),
-                    Row(case="c", reason="no kernel"),
-                ],
-                said_last=() if outcome == "done" else ("last words",),
-            )
-        )
-        content = json.loads((tmp_path / "first_gpu.json").read_text())
-        assert [step["number"] for step in content["steps"]] == list(range(number + 1))
-        markdown = (tmp_path / "first_gpu.md").read_text()
-        assert f"| {number} | step {number} | {outcome} | 1.0 | 2.0 |" in markdown
-        assert "| case | ms | n | none |\n| --- | --- | --- | --- |\n" in markdown
-        assert "| a \\| b | 0.1235 | 12,345 |  |" in markdown
-        assert "| c | no kernel |" in markdown
-    assert "last words" in markdown
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.quick
-def test_rows_that_were_cut_are_left_out(tmp_path: Path) -> None:
-    rows = Rows(tmp_path / "rows.jsonl")
-    assert rows.read() == []
-    rows.add("product", size="8^3", rate=2.0)
-    rows.missing("varlen", NotImplementedError("not here\nand more"))
-    with rows.path.open("a") as file:
-        file.write('{"case": "cut')
-    assert [row.case for row in rows.read()] == ["product", "varlen"]
-    assert rows.read()[1].reason == "NotImplementedError: not here"
-    assert rows.figure("product", "rate") == 2.0
-    assert rows.figure("product", "size") is None
-    assert rows.figure("copy", "rate") is None
-
-
 def _case(kind: str) -> str:
     if kind == "raises":
         raise RuntimeError("no kernel here")
@@ -195,12 +151,6 @@ def test_bad_input_is_one_sentence(
         assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
     assert [step.number for step in chosen_steps("5,0")] == [0, 5]
-
-
-@pytest.mark.quick
-def test_the_steps_together_take_eight_minutes() -> None:
-    assert [step.number for step in STEPS] == list(range(len(STEPS)))
-    assert sum(step.limit_seconds for step in STEPS) == 480
 
 
 @pytest.mark.quick

@@ -9,14 +9,12 @@ import torch
 from gpu_steps.bench import Bench
 from gpu_steps.data import data_of
 from gpu_steps.host_waits import Waits, line_of
-from gpu_steps.kernel_trace import joined, overlap, trace_of
-from gpu_steps.layer_clock import LayerClock
+from gpu_steps.kernel_trace import trace_of
 from gpu_steps.measured import _flops_per_token
 from gpu_steps.models import amounts_of, hf_config_of
 from gpu_steps.rows import Rows
 from gpu_steps.sizes import FULL, TINY, ModelRun
 from gpu_steps.step_trained import OFFLOAD, SEPARATE
-from torch import nn
 
 import loongplug
 from loongplug.verify.tiny_processor import write_processor
@@ -91,11 +89,6 @@ def test_a_profile_is_summed_up() -> None:
     assert on_host.top[0].name == "aten::mm"
 
 
-def test_spans() -> None:
-    assert joined([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert overlap([(0, 4), (6, 8)], [(3, 7)]) == 2
-
-
 def test_waits_are_told_by_the_projects_line() -> None:
     package = Path(loongplug.__file__).parent
     stack = [
@@ -120,22 +113,6 @@ def test_waits_are_told_by_the_projects_line() -> None:
     assert (found.times, found.before_update) == (2, 1)
     assert found.where.startswith("benchmarks/test_gpu_figures.py:")
     assert warnings.showwarning is shown
-
-
-def test_layers_are_timed_between_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks once a stamp: all in between is what the hooks themselves took."""
-    ticks = iter(range(1000))
-    monkeypatch.setattr("gpu_steps.layer_clock.stamp", lambda device: float(next(ticks)))
-    layers = [nn.Linear(2, 2) for _ in range(4)]
-    clock = LayerClock(layers, device="cpu")
-    for _ in range(2):
-        states = torch.ones(1, 2, requires_grad=True) * 1.0
-        for layer in layers:
-            states = layer(states)
-        states.sum().backward()
-    times = clock.times()
-    # Inputs of layers 1 and 3 are two ticks apart, with two layers in between.
-    assert (times.forward_ms, times.backward_ms) == (1e3, 1e3)
 
 
 def _accepted(bench: Bench, run: ModelRun, more: tuple[str, ...]) -> tuple[int, float]:

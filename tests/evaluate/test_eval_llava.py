@@ -6,65 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import (
-    CLIPImageProcessorPil,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
+from random_models import saved_model
+from transformers import CLIPImageProcessorPil, LlavaProcessor
 
 from loongplug.data.processor import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
-from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor
 
 MAX_NEW_TOKENS = 6
 SIZES = [(32, 32), (64, 32), (32, 96)]  # width, height: all become 16 tokens
 
 
-def llava(folder: Path) -> LlavaForConditionalGeneration:
-    write_processor(folder, "llava")
-    processor = load_processor(folder)
-    torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(
-        LlavaConfig(
-            text_config={
-                "model_type": "llama",
-                "vocab_size": VOCAB_SIZE,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "initializer_range": 0.5,  # answers that depend on the question
-            },
-            vision_config={
-                "model_type": "clip_vision_model",
-                "image_size": 32,
-                "patch_size": 8,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "projection_dim": 32,
-                "initializer_range": 0.5,
-            },
-            image_token_index=processor.image_token_id,
-        )
-    )
-    model.generation_config.eos_token_id = processor.end_token_id
-    model.save_pretrained(folder)
-    return model
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llava")
-    llava(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("llava"), "llava_tiny")
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +88,8 @@ def test_answers_are_those_of_transformers(model_folder: Path, data: Path, batch
     assert answers == expected
 
 
-def test_the_command_scores_it(model_folder: Path, data: Path) -> None:
-    score = evaluate(
-        model_folder,
-        data,
-        batch_size=4,
-        max_new_tokens=2,
-        limit=None,
-        device="cpu",
-        json_path=None,
-    )
-    assert score == 0
-
-
 def test_a_processor_of_another_model_is_refused(tmp_path: Path, data: Path) -> None:
-    llava(tmp_path)
+    saved_model(tmp_path, "llava_tiny")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "image_token_index": 7, "image_token_id": 7}))

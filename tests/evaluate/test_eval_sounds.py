@@ -8,43 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
+from random_models import saved_model
 from transformers import AutoProcessor
 
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import load_model
-from loongplug.models.hf_config import hf_config
-from loongplug.training.config import compose_model
-from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-from loongplug.verify.tiny_processor import write_processor
 
 RATE = 16_000
 MAX_NEW_TOKENS = 4
-
-
-def saved_model(folder: Path, name: str) -> Path:
-    """With random weights that are large enough for answers to depend on what is heard."""
-    write_processor(folder, "qwen2_5_omni" if "omni" in name else "qwen2_audio")
-    composed = compose_model(model_name=name)
-    tokenizer = read_tokenizer(folder)
-    special = composed.family.special_tokens
-    described = composed.family.load_hugging_face(
-        with_token_ids(composed.config, tokenizer, special_tokens=special)
-    )
-    torch.manual_seed(3)  # no answer has a token of media
-    model = getattr(transformers, described.in_transformers.architecture)(hf_config(described))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.generation_config.eos_token_id = tokenizer_end(folder)
-    model.save_pretrained(folder)
-    return folder
-
-
-def tokenizer_end(folder: Path) -> int:
-    end: int = transformers.AutoTokenizer.from_pretrained(str(folder)).eos_token_id
-    return end
 
 
 def rows(folder: Path, *, sees: bool) -> list[dict[str, Any]]:

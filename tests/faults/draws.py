@@ -105,17 +105,17 @@ class Draw:
     one. ``packed``: all rows are packs.
     """
 
-    layout: Layout
-    mode: str
+    layout: Layout = ALONE
+    mode: str = "uniform"
     model: str = "dense"
-    rows: str
-    damage: str  # "" for none; met with --bad-sample skip, unless that is the fault
-    trains: str
-    extras: tuple[str, ...]
-    micro_batch: int
-    fault: Fault
-    resume: Layout
-    resume_mode: str
+    rows: str = "mixed"
+    damage: str = ""  # "" for none; met with --bad-sample skip, unless that is the fault
+    trains: str = "everything"
+    extras: tuple[str, ...] = ()
+    micro_batch: int = 2
+    fault: Fault = Fault()
+    resume: Layout = ALONE
+    resume_mode: str = "uniform"
     restart: bool = False
     packed: bool = False
 

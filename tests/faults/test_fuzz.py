@@ -15,29 +15,12 @@ from world import World
 DRAWS = int(os.environ.get("FUZZ_DRAWS", "1"))
 
 PP2, PP4 = Layout(ranks=2, pp=2), Layout(ranks=4, pp=4)
-ONE = Layout()
 
 
 @st.composite
 def draws(draw: st.DrawFn) -> Draw:
     """As ``drawn`` makes them."""
     return drawn(lambda options: draw(st.sampled_from(options)))
-
-
-def case(layout: Layout, mode: str, fault: Fault, *, trains: str, resume: Layout) -> Draw:
-    """One run by hand."""
-    return Draw(
-        layout=layout,
-        mode=mode,
-        rows="mixed",
-        damage="",
-        trains=trains,
-        extras=(),
-        micro_batch=2,
-        fault=fault,
-        resume=resume,
-        resume_mode="uniform",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +36,10 @@ OTHER_RATE = Fault(kind="other start", ranks=(1,), place="a flag", way="--lr")
 FULL_DISK = Fault(kind="full disk", ranks=(2,), way="flush", step=4)
 
 
-@example(case(PP2, "full", Fault(), trains="decoder", resume=PP2))
-@example(case(PP4, "full", FULL_DISK, trains="everything", resume=ONE))
-@example(case(PP2, "uniform", OVERWRITTEN, trains="everything", resume=PP2))
-@example(case(PP2, "uniform", OTHER_RATE, trains="everything", resume=PP2))
+@example(Draw(layout=PP2, mode="full", trains="decoder", resume=PP2))
+@example(Draw(layout=PP4, mode="full", fault=FULL_DISK))
+@example(Draw(layout=PP2, fault=OVERWRITTEN, resume=PP2))
+@example(Draw(layout=PP2, fault=OTHER_RATE, resume=PP2))
 @given(draws())
 @settings(
     max_examples=DRAWS,

@@ -1,14 +1,11 @@
 """What fuzzed runs that have to be refused may end like, and what is done to their checkpoints."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from attempts import FAILED, WHOLE, Ending
-from drawn_options import ALONE, Layout
-from draws import CHECKPOINT_DAMAGES, NOTES, Draw, Fault
 from fuzzed_run import WrongEndError
-from refused import contents, damage, require_nothing_written, require_refused
+from refused import require_nothing_written, require_refused
 
 pytestmark = pytest.mark.quick
 
@@ -45,40 +42,3 @@ def test_a_refused_run_that_writes_is_wrong(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(WrongEndError, match=name):
         require_nothing_written(tmp_path)
-
-
-def checkpoint(save: Path) -> None:
-    folder = save / "iter_0000004"
-    folder.mkdir(parents=True)
-    for number in range(2):
-        (folder / f"__{number}_0.distcp").write_bytes(b"tensors" * (number + 1))
-    for name in CHECKPOINT_DAMAGES["description"]:
-        place = save if name in NOTES else folder
-        (place / name).write_bytes(b"description")
-
-
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize(
-    ("place", "way"), [(place, way) for place, ways in CHECKPOINT_DAMAGES.items() for way in ways]
-)
-def test_each_damage_changes_the_file_that_it_names(tmp_path, place, way, at):
-    draw = Draw(
-        layout=ALONE,
-        mode="uniform",
-        rows="mixed",
-        damage="",
-        trains="everything",
-        extras=(),
-        micro_batch=2,
-        fault=Fault(kind="damaged checkpoint", place=place, way=way, step=4, at=at),
-        resume=Layout(),
-        resume_mode="uniform",
-    )
-    checkpoint(tmp_path)
-    before = contents(tmp_path)
-    named = damage(draw, tmp_path, step=4)
-    changed = {name for name, _ in before ^ contents(tmp_path)}
-    assert [Path(name).name for name in changed] == [named.name]
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "log.txt").write_text("a run's")
-    assert {name for name, _ in before ^ contents(tmp_path)} == changed

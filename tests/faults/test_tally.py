@@ -61,12 +61,6 @@ def test_a_fault_that_never_happens_fails_the_fuzz(silent, named):
     assert shortcomings(found, whole=False) == []
 
 
-def test_an_option_that_is_never_drawn_fails_the_fuzz():
-    draws = [draw for draw in first(ENOUGH) if "state away" not in draw.extras]
-    (found,) = shortcomings(tally(draws), whole=True)
-    assert found.endswith("the extra state away")
-
-
 def test_a_wrong_draw_fails_the_fuzz_and_counts_as_no_fault():
     found = Tally()
     draw = next(draw for draw in first(ENOUGH) if draw.fault.kind == "kill")

@@ -22,7 +22,7 @@ from drawn_options import (
     mode_flags,
     packed_flags,
 )
-from draws import STEPS, Draw, Fault
+from draws import STEPS, Draw
 from fuzz_data import HEARS, base_flags, write_rows
 from fuzzed_run import (
     WrongEndError,
@@ -106,17 +106,10 @@ class World:
         name = "-".join((draw.model, draw.rows, packed, draw.damage, draw.trains))
         name = name.replace(" ", "-")
         plain = Draw(
-            layout=ALONE,
-            mode="uniform",
             model=draw.model,
             rows=draw.rows,
             damage=draw.damage,
             trains=draw.trains,
-            extras=(),
-            micro_batch=2,
-            fault=Fault(),
-            resume=ALONE,
-            resume_mode="uniform",
             packed=draw.packed,
         )
         found = self._alone(f"reference-{name}", lambda: self.flags(plain, ALONE, "uniform"))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from streamed_steps import FORWARD, even, passes, simulate, steps
 
-from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.hetero.step_costs import (
     EncoderPlan,
     EncoderWork,

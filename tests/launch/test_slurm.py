@@ -147,16 +147,3 @@ def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:
         assert not running.requeued
     assert time.monotonic() - begun < BOUND
     assert "loongplug: error [rank 1]: " in running.printed(1)
-
-
-@pytest.mark.slow
-def test_an_error_on_one_node_ends_the_other_in_silence(tmp_path: Path) -> None:
-    with job(tmp_path, SCRIPT=board_job(tmp_path), UNWELL="1") as running:
-        for node in range(NODES):
-            wait_for_line(running, "is there", node=node)
-        begun = time.monotonic()
-        assert running.end() == 1
-        assert not running.requeued
-    assert time.monotonic() - begun < BOUND
-    assert running.printed(1).count("loongplug: error [rank 1]: this node is unwell") == 1
-    assert "loongplug: error" not in running.printed(0)

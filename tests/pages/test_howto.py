@@ -1,6 +1,7 @@
 """The commands of the how-to pages are run as they stand there."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,13 @@ from pages.commands import ROOT, blocks, run_page, run_script, script, section
 
 HOWTO = ROOT / "docs" / "howto"
 BOUND = 1150.0  # seconds: a page takes one to three minutes where the cores are free
+
+
+def whole_page(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that is run with --all: the page's commands are tested one by one elsewhere."""
+    for mark in (pytest.mark.slow, pytest.mark.sweep, pytest.mark.timeout(1200)):
+        test = mark(test)
+    return test
 
 
 def test_blocks_are_joined_but_for_those_with_a_reason() -> None:
@@ -27,22 +35,26 @@ def test_a_page_that_fails_says_so(tmp_path: Path) -> None:
         run_page(page, folder=tmp_path, timeout=60)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
+@whole_page
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (HOWTO / "choose_a_layout.md", ["verdict: agrees"]),
+        (HOWTO / "train_with_lora.md", ["PeftModel"]),
+        (HOWTO.parent / "adding_a_model.md", ["Qwen2VisionConfig", "verdict: agrees"]),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else "",
+)
+def test_a_page_s_commands_say(page: Path, said: list[str], tmp_path: Path) -> None:
+    printed = run_page(page, folder=tmp_path, timeout=BOUND)
+    assert all(each in printed for each in said)
+
+
+@whole_page
 def test_own_data_in_ten_minutes(tmp_path: Path) -> None:
     run_page(HOWTO / "your_own_data.md", folder=tmp_path, timeout=BOUND)
     score = json.loads((tmp_path / "runs/mine/score.json").read_text())
     assert score["exact_match"] >= 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
-def test_adding_a_model(tmp_path: Path) -> None:
-    printed = run_page(ROOT / "docs" / "adding_a_model.md", folder=tmp_path, timeout=BOUND)
-    assert "qwen2_vl.config.Qwen2VisionConfig" in printed
-    assert "verdict: agrees" in printed
 
 
 @pytest.mark.slow
@@ -65,34 +77,14 @@ def test_an_encoder_of_your_own(demo: Path, tmp_path: Path) -> None:
     assert f"```\n{said}\n```" in part
 
 
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
+@whole_page
 def test_coming_from_other_trainers(tmp_path: Path) -> None:
     run_page(HOWTO / "coming_from.md", folder=tmp_path, timeout=BOUND)
     assert (tmp_path / "runs/swift/adapter_config.json").is_file()
     assert (tmp_path / "runs/trl/model.safetensors").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
-def test_lora(tmp_path: Path) -> None:
-    printed = run_page(HOWTO / "train_with_lora.md", folder=tmp_path, timeout=BOUND)
-    assert "PeftModel" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
+@whole_page
 def test_extend_a_run(tmp_path: Path) -> None:
     run_page(HOWTO / "extend_a_run.md", folder=tmp_path, timeout=BOUND)
     assert (tmp_path / "runs/long/latest_checkpointed_iteration.txt").read_text() == "12"
-
-
-@pytest.mark.slow
-@pytest.mark.sweep  # its commands are tested one by one elsewhere
-@pytest.mark.timeout(1200)
-def test_choose_a_layout(tmp_path: Path) -> None:
-    printed = run_page(HOWTO / "choose_a_layout.md", folder=tmp_path, timeout=BOUND)
-    assert "verdict: agrees" in printed

@@ -127,12 +127,35 @@ def _all_fail(rank: int) -> None:
     raise ValueError("no such file: model.yaml")
 
 
+def _one_fault_in_own_words(rank: int) -> None:
+    text = f"rank {rank}: step 2 is not finite"
+    raise SharedFaultError(text, fault="step 2", knows=1 if rank in (2, 3) else 0)
+
+
+def _others_lose_it(rank: int) -> None:
+    if rank == 2:
+        raise ValueError("the third rank is unwell")
+    raise RuntimeError(f"[gloo/pair.cc:5{rank}] Connection closed by peer [127.0.0.1]:{rank}")
+
+
 @pytest.mark.not_quick
-def test_all_ranks_fail_alike(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("work", "teller", "told"),
+    [
+        (_all_fail, 0, "no such file: model.yaml"),
+        # The lowest of those that know most.
+        (_one_fault_in_own_words, 2, "rank 2: step 2 is not finite"),
+        # That another rank is gone is said where nothing better is.
+        (_others_lose_it, 2, "the third rank is unwell"),
+    ],
+)
+def test_where_all_ranks_fail_one_tells(
+    port: int, monkeypatch: pytest.MonkeyPatch, work: Any, teller: int, told: str
+) -> None:
     monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
-    errors, printed = _failed_run(_all_fail, port=port)
+    errors, printed = _failed_run(work, port=port)
     assert all("exited with code 1" in text for text in errors.values())
-    assert printed == {0: "loongplug: error [rank 0]: no such file: model.yaml"}
+    assert printed == {teller: f"loongplug: error [rank {teller}]: {told}"}
 
 
 def _two_messages(rank: int) -> None:
@@ -155,35 +178,6 @@ def test_each_message_is_printed_by_the_lowest_rank_that_has_it(
     assert printed[1].startswith("Traceback")
     assert printed[1].endswith("loongplug: error [rank 1]: RuntimeError: peer 1 is gone")
     assert printed[3] == "loongplug: error [rank 3]: row 7"
-
-
-def _one_fault_in_own_words(rank: int) -> None:
-    text = f"rank {rank}: step 2 is not finite"
-    raise SharedFaultError(text, fault="step 2", knows=1 if rank in (2, 3) else 0)
-
-
-@pytest.mark.not_quick
-def test_of_a_shared_fault_the_lowest_of_those_that_know_most_tells(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
-    _, printed = _failed_run(_one_fault_in_own_words, port=port)
-    assert printed == {2: "loongplug: error [rank 2]: rank 2: step 2 is not finite"}
-
-
-def _others_lose_it(rank: int) -> None:
-    if rank == 2:
-        raise ValueError("the third rank is unwell")
-    raise RuntimeError(f"[gloo/pair.cc:5{rank}] Connection closed by peer [127.0.0.1]:{rank}")
-
-
-@pytest.mark.not_quick
-def test_that_another_rank_is_gone_is_said_where_nothing_better_is(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
-    _, printed = _failed_run(_others_lose_it, port=port)
-    assert printed == {2: "loongplug: error [rank 2]: the third rank is unwell"}
 
 
 def _one_is_killed(rank: int) -> None:
@@ -478,7 +472,3 @@ class TestOneProcess:
     def test_interrupts_are_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self._end(KeyboardInterrupt()) == 130
         assert capsys.readouterr().err == "loongplug: interrupted\n"
-
-    def test_no_error(self) -> None:
-        with failure_board():
-            pass

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,14 @@ def test_under_torchrun(tmp_path: Path, launcher: str) -> None:
         assert done.stderr == "loongplug: error [rank 1]: the second rank is unwell\n"
 
 
+def launched(torchrun: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our launcher, where torchrun does this."""
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")  # main sets them
+    launch.main()
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("codes", "said", "code"),
@@ -94,11 +103,8 @@ def test_our_launcher_tells_of_what_cannot_speak(
             failure.timestamp += failure.exitcode == -signal.SIGTERM
         raise ChildFailedError("train.py", failures)
 
-    monkeypatch.setattr("torch.distributed.run.main", torchrun)
-    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
-        monkeypatch.setenv(name, "")  # main sets them
     with pytest.raises(SystemExit) as ended:
-        launch.main()
+        launched(torchrun, monkeypatch)
     assert ended.value.code == code
     assert capsys.readouterr().err == said
 
@@ -110,11 +116,8 @@ def test_a_port_in_use_is_one_line(
     def torchrun() -> None:
         raise DistNetworkError("port: 29500, name: EADDRINUSE")
 
-    monkeypatch.setattr("torch.distributed.run.main", torchrun)
-    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
-        monkeypatch.setenv(name, "")
     with pytest.raises(SystemExit) as ended:
-        launch.main()
+        launched(torchrun, monkeypatch)
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "EADDRINUSE" in line
@@ -134,11 +137,8 @@ def test_no_signal_comes_between_a_rank_and_the_note_of_it(
 
     for each in (MultiprocessContext, SubprocessContext):
         monkeypatch.setattr(each, "_start", start)
-    monkeypatch.setattr("torch.distributed.run.main", lambda: context._start(None))
-    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
-        monkeypatch.setenv(name, "")
     with pytest.raises(KeyboardInterrupt):
-        launch.main()
+        launched(lambda: context._start(None), monkeypatch)
     assert noted == ["the rank"]
 
 

@@ -132,14 +132,6 @@ def test_a_row_lies_in_a_shard_for_each_rank_that_holds_other_tokens() -> None:
     assert layout.sequence_shards(sequence_parallel=True) == 12
 
 
-def test_tensor_parallel_ranks_are_next_to_each_other() -> None:
-    layout = Layout(tp=2, cp=2, dp=2, pp=2)
-    assert layout.groups("tp")[0] == [0, 1]
-    assert layout.groups("cp")[0] == [0, 2]
-    assert layout.groups("dp")[0] == [0, 4]
-    assert layout.groups("pp")[0] == [0, 8]
-
-
 def test_experts_are_sharded_as_the_rest_by_default() -> None:
     assert Layout(tp=4).etp == 4
     assert Layout(tp=4, etp=1).etp == 1

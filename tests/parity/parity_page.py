@@ -16,22 +16,28 @@ from parity.context_cells import (
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
-from parity.saving_cells import AWAY, TRAINED, SavingCell, TrainedCell
+from parity.saving_cells import AWAY, TRAINED, SavingCell
 from parity.streamed_cells import StreamedCell
 
 FIGURES = ("gradients", "norm", "loss", "parameters")
 _STREAMED_CONTEXT = f"{FULL}, streamed"
-_LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
-_OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
-_PARTS = ("CP", "rows", "keys come by", "trains", "away in phase 2", "own ranks")
-_MORE: dict[type[Cell], tuple[str, ...]] = {
-    Cell: (),
-    SavingCell: ("trains", "away in phase 2"),
-    OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
+# Columns, and of a cell what they show.
+_LAYOUT = {"mode": "mode", "encoder TP": "encoder_tp", "TP": "tp", "PP": "pp", "VPP": "vpp"}
+_LAYOUT |= {"DP": "dp", "EP": "ep"}
+_OPTIONS = {"SP": "sequence_parallel", "recompute": "recompute", "tied": "tied"}
+_OPTIONS |= {"optimizer": "optimizer", "balance": "balance"}
+_PARTS = {"CP": "cp", "rows": "rows", "keys come by": "comm", "trains": "trained"}
+_PARTS |= {"away in phase 2": "away", "own ranks": "own"}
+_KEPT = {"kept": "kept", "delayed": "delayed"}
+_BITS = {"bits": ""}  # the result's own
+_MORE: dict[type[Cell], dict[str, str]] = {
+    Cell: {},
+    SavingCell: {"trains": "trained", "away in phase 2": "away"},
+    OverlapCell: {"trains": "trained", **_KEPT, "shared experts": "shared_experts", **_BITS},
     ContextCell: _PARTS,
     StreamedContextCell: _PARTS,
-    OverlappedContextCell: (*_PARTS, "kept", "delayed", "bits"),
-    StreamedCell: ("trains", "away"),
+    OverlappedContextCell: {**_PARTS, **_KEPT, **_BITS},
+    StreamedCell: {"trains": "trained", "away": "away"},
 }
 
 
@@ -77,10 +83,7 @@ def hearing_page(results: Sequence[Result], whole: int, code: str) -> str:
 
 def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of cells in which something is frozen, adapted or away."""
-    trained = {
-        name: [each for each in results if _saving(each).trained == name] for name in TRAINED
-    }
-    away = {name: [each for each in results if _saving(each).away == name] for name in AWAY}
+    trained, away = _by(results, "trained", TRAINED), _by(results, "away", AWAY)
     lines = [
         *page_head("Parity of freeze, LoRA and offload", results, whole=whole, code=code),
         "The single rank trains the same parameters; what is frozen may not move. *Trains* says "
@@ -102,14 +105,9 @@ def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
 
 def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of cells with the experts' exchange overlapped."""
-    kept = {name: [each for each in results if _overlap(each).kept == name] for name in KEPT}
-    delayed = [each for each in results if _overlap(each).delayed]
-    shared = [each for each in results if _overlap(each).shared_experts]
-    trains = {
-        name: found
-        for name in TRAINED
-        if (found := [each for each in results if _overlap(each).trained == name])
-    }
+    kept, trains = _by(results, "kept", KEPT), _met(_by(results, "trained", TRAINED))
+    (delayed,) = _by(results, "delayed", [True]).values()
+    (shared,) = _by(results, "shared_experts", [True]).values()
     lines = [
         *page_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
         "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
@@ -136,9 +134,8 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of cells whose rows lie on several ranks; a table of its own has the overlap's."""
     overlapped = [each for each in results if isinstance(each.cell, OverlappedContextCell)]
     plain = [each for each in results if each not in overlapped]
-    by_ranks = {f"CP {cp}": [each for each in results if _context(each).cp == cp] for cp in CPS}
-    rows = {name: [each for each in results if _context(each).rows == name] for name in ROWS}
-    ways = {name: [each for each in results if _context(each).comm == name] for name in COMM_TYPES}
+    by_ranks = {f"CP {cp}": found for cp, found in _by(results, "cp", CPS).items()}
+    rows, ways = _by(results, "rows", ROWS), _by(results, "comm", COMM_TYPES)
     modes = _modes([each for each in plain if not each.cell.streams], CONTEXT_MODES)
     modes[_STREAMED_CONTEXT] = [each for each in plain if each.cell.streams]
     modes["any, experts' exchange overlapped"] = overlapped
@@ -170,11 +167,7 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
 
 def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of full separation whose encoders fill the pipeline's bubbles."""
-    trains = {
-        name: found
-        for name in TRAINED
-        if (found := [each for each in results if _trained(each) == name])
-    }
+    trains = _met(_by(results, "trained", TRAINED))
     lines = [
         *page_head("Parity of streamed full separation", results, whole=whole, code=code),
         "Every layout of [parity.md](parity.md) in full separation that has pipeline stages, each "
@@ -218,7 +211,19 @@ def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -
 
 
 def _modes(results: Sequence[Result], modes: Sequence[str] = MODES) -> dict[str, list[Result]]:
-    return {mode: [each for each in results if each.cell.mode == mode] for mode in modes}
+    return _by(results, "mode", modes)
+
+
+def _by[V](results: Sequence[Result], field: str, values: Iterable[V]) -> dict[V, list[Result]]:
+    """Results by what their cells have there."""
+    return {
+        value: [each for each in results if getattr(each.cell, field) == value] for value in values
+    }
+
+
+def _met(groups: dict[str, list[Result]]) -> dict[str, list[Result]]:
+    """Those that have some."""
+    return {name: found for name, found in groups.items() if found}
 
 
 def by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
@@ -282,47 +287,18 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
 
 
 def _columns(result: Result) -> Iterable[str]:
-    cell = result.cell
-    yield _STREAMED_CONTEXT if isinstance(cell, StreamedContextCell) else cell.mode
-    yield from map(str, (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep))
-    yield "yes" if cell.sequence_parallel else ""
-    yield cell.recompute
-    yield "yes" if cell.tied else ""
-    yield cell.optimizer
-    yield "yes" if cell.balance else ""
-    if isinstance(cell, SavingCell):
-        yield from (cell.trained, cell.away)
-    if isinstance(cell, ContextCell):
-        yield from (str(cell.cp), cell.rows, cell.comm, cell.trained, cell.away, cell.own)
-    if isinstance(cell, StreamedCell):
-        yield from (cell.trained, cell.away)
     bits = "" if result.failed else "**differ**" if result.bits else "same"
-    if isinstance(cell, OverlappedContextCell):
-        yield from (cell.kept, "yes" if cell.delayed else "", bits)
-    if isinstance(cell, OverlapCell):
-        yield from (cell.trained, cell.kept)
-        yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
-        yield bits
+    for field in (*_LAYOUT.values(), *_OPTIONS.values(), *_MORE[type(result.cell)].values()):
+        streamed = field == "mode" and isinstance(result.cell, StreamedContextCell)
+        value = getattr(result.cell, field) if field else bits
+        yield _STREAMED_CONTEXT if streamed else shown(value)
 
 
-def _saving(result: Result) -> SavingCell:
-    assert isinstance(result.cell, SavingCell), "the page of the savings is of such cells"
-    return result.cell
-
-
-def _context(result: Result) -> ContextCell:
-    assert isinstance(result.cell, ContextCell), "the page of parts of rows is of such cells"
-    return result.cell
-
-
-def _trained(result: Result) -> str:
-    assert isinstance(result.cell, TrainedCell), "the page is of such cells"
-    return result.cell.trained
-
-
-def _overlap(result: Result) -> OverlapCell:
-    assert isinstance(result.cell, OverlapCell), "the page of the overlap is of such cells"
-    return result.cell
+def shown(value: object) -> str:
+    """As a table has it."""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return str(value)
 
 
 def figures_of(result: Result) -> tuple[float, ...]:

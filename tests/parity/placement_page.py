@@ -2,7 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from parity.parity_page import FIGURES, by_group, figures_of, page_head, table_line, verdict_of
+from parity.parity_page import (
+    FIGURES,
+    by_group,
+    figures_of,
+    page_head,
+    shown,
+    table_line,
+    verdict_of,
+)
 from parity.placement_cells import PlacementCell
 from parity.results import Result
 
@@ -65,22 +73,16 @@ def _tables(results: Sequence[Result]) -> Iterable[str]:
         sides = ("---:" if each in _NUMBERS else "---" for each in _COLUMNS)
         yield table_line([*sides, *["---:"] * len(FIGURES), "---"])
         for each in mine:
-            shown = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
-            yield table_line([*_columns(_cell(each)), *shown, verdict_of(each)])
+            figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
+            yield table_line([*_columns(_cell(each)), *figures, verdict_of(each)])
         yield ""
 
 
 def _columns(cell: PlacementCell) -> Iterable[str]:
-    yield cell.model
-    yield f"{cell.tp}/{cell.pp}/{cell.dp}"
-    yield ", ".join(cell.own.split("|"))
-    yield from map(str, (cell.ranks, cell.vpp, cell.ep, cell.micro_batch))
-    yield "yes" if cell.sequence_parallel else ""
-    yield cell.recompute
-    yield "yes" if cell.tied else ""
-    yield cell.optimizer
-    yield "yes" if cell.overlap else ""
-    yield from (cell.trained, cell.rows)
+    sizes = (cell.ranks, cell.vpp, cell.ep, cell.micro_batch)
+    options = (cell.sequence_parallel, cell.recompute, cell.tied, cell.optimizer, cell.overlap)
+    yield from (cell.model, f"{cell.tp}/{cell.pp}/{cell.dp}", ", ".join(cell.own.split("|")))
+    yield from map(shown, (*sizes, *options, cell.trained, cell.rows))
 
 
 def _cell(result: Result) -> PlacementCell:

@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from parity.cells import FULL, Cell
 
 # TP/PP/DP of the decoder and of the encoder. The decoder is frozen in A7, and trains in A8.
+_A8 = {
+    "tp4_both": "4/1/1|4/1/1",
+    "tp2_dp2_both": "2/1/2|2/1/2",
+    "tp2_pp2_llm_tp4_vision": "2/2/1|4/1/1",
+    "pp4_llm_tp4_vision": "1/4/1|4/1/1",
+    "pp2_dp2_llm_tp2dp2_vis": "1/2/2|2/1/2",
+    "tp2_pp2_llm_tp2_dp2_vis": "2/2/1|2/1/2",
+    "pp4_llm_tp2dp2_vision": "1/4/1|2/1/2",
+    "tp4_llm_tp2dp2_vision": "4/1/1|2/1/2",
+}
+A8 = tuple(_A8.values())
 A7 = (
     *("4/1/1|4/1/1", "2/1/2|2/1/2", "2/2/1|4/1/1", "1/1/4|1/1/4", "1/4/1|4/1/1", "1/4/1|1/1/4"),
     *("1/2/2|2/1/2", "4/1/1|1/1/4", "2/2/1|2/1/2", "2/1/2|1/1/4"),
-)
-A8 = (
-    *("4/1/1|4/1/1", "2/1/2|2/1/2", "2/2/1|4/1/1", "1/4/1|4/1/1", "1/2/2|2/1/2", "2/2/1|2/1/2"),
-    *("1/4/1|2/1/2", "4/1/1|2/1/2"),
 )
 
 
@@ -43,28 +50,14 @@ class PublishedLayout:
         )
 
 
-def _row(
-    name: str, decoder: tuple[int, int, int], encoder: tuple[int, int, int]
-) -> PublishedLayout:
-    """A row with TP, PP and DP of both modules as the table has them, for four GPUs each."""
-    (tp, pp, dp), (encoder_tp, _, encoder_dp) = decoder, encoder
+def _row(name: str, sizes: str) -> PublishedLayout:
+    """A row with the sizes that the table has, for four GPUs each."""
+    (tp, pp, dp), (encoder_tp, _, encoder_dp) = (
+        map(int, module.split("/")) for module in sizes.split("|")
+    )
     return PublishedLayout(
-        name=name,
-        tp=tp,
-        pp=pp,
-        dp=2 * dp,
-        encoder_tp=encoder_tp,
-        encoder_dp=2 * encoder_dp,
+        name=name, tp=tp, pp=pp, dp=2 * dp, encoder_tp=encoder_tp, encoder_dp=2 * encoder_dp
     )
 
 
-TABLE_A8 = (
-    _row("tp4_both", (4, 1, 1), (4, 1, 1)),
-    _row("tp2_dp2_both", (2, 1, 2), (2, 1, 2)),
-    _row("tp2_pp2_llm_tp4_vision", (2, 2, 1), (4, 1, 1)),
-    _row("tp2_pp2_llm_tp2_dp2_vis", (2, 2, 1), (2, 1, 2)),
-    _row("pp4_llm_tp4_vision", (1, 4, 1), (4, 1, 1)),
-    _row("pp4_llm_tp2dp2_vision", (1, 4, 1), (2, 1, 2)),
-    _row("pp2_dp2_llm_tp2dp2_vis", (1, 2, 2), (2, 1, 2)),
-    _row("tp4_llm_tp2dp2_vision", (4, 1, 1), (2, 1, 2)),
-)
+TABLE_A8 = tuple(_row(*each) for each in _A8.items())

@@ -1,9 +1,8 @@
-"""The matrix's data: balance makes a difference on them, and so does a split of the sequence."""
+"""The matrix's data: balance makes a difference on them."""
 
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from image_units import ENCODER, media_batch
 from ranks import run_ranks
@@ -16,8 +15,8 @@ from loongplug.hetero.modes import balance_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
-from parity.cells import BATCH, Cell, layout_cells
-from parity.matrix import STEPS, Matrix, length_of
+from parity.cells import Cell, layout_cells
+from parity.matrix import STEPS, Matrix
 
 # The third has the encoder of qwen3_vl_tiny.
 MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
@@ -54,29 +53,6 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[tuple[Share, ...], ...]]:
     return planned
 
 
-def parts_with_images(rank: int, *, flags: list[str], part: int) -> list[set[int]]:
-    """Of each sample of a cell: in which parts of so many tokens its images lie."""
-    parsed = parse_arguments(flags)
-    data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
-    texts = padded_texts(
-        data.train,
-        micro_batch_size=1,
-        dp_rank=0,
-        dp_size=1,
-        seed=parsed.args.seed,
-        consumed_samples=0,
-        workers=IN_PROCESS,
-    )
-    processor = data.train.processor
-    ids = (processor.image_token_id, processor.video_token_id)
-    found = []
-    for _ in range(STEPS * BATCH):
-        (sample,) = next(texts)
-        (places,) = np.isin(sample.input_ids, ids).nonzero()
-        found.append(set((places // part).tolist()))
-    return found
-
-
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     return Matrix(tmp_path_factory.mktemp("matrix"))
@@ -100,14 +76,3 @@ def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
         )
         assert len(planned) == STEPS * cell.dp
         assert any(list(each) != in_turn for each in planned), (cell.name, planned)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("parts", [2, 4])
-def test_images_lie_in_several_parts_of_the_sequence(matrix, model, parts):
-    """Else a rank with a part of it would need all features or none."""
-    flags = matrix.base(Cell(model=model))
-    length = length_of(model)
-    assert length % parts == 0
-    (found,) = run_ranks(parts_with_images, 1, flags=flags, part=length // parts)
-    assert any(len(each) > 1 for each in found)

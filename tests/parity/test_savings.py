@@ -25,20 +25,9 @@ def test_every_saving_meets_every_mode_and_option(cells, model):
     assert {(cell.trained, cell.away) for cell in mine} == {
         (trained, away) for trained in TRAINED for away in AWAY
     } - {("all", "nothing")}
+    assert {cell.mode for cell in mine if cell.away != "nothing"} == {FULL}
     met = {pair for cell in mine for pair in pairs(cell)}
     assert met == {pair for cell in possible_cells(model) for pair in pairs(cell)}
-
-
-@pytest.mark.not_quick
-def test_what_is_away_is_so_in_full_separation_only(cells):
-    assert {cell.mode for cell in cells if cell.away != "nothing"} == {FULL}
-
-
-@pytest.mark.not_quick
-def test_they_are_the_same_every_time_and_run_in_a_quarter_of_an_hour(cells):
-    assert cells == saving_cells()
-    assert len({cell.name for cell in cells}) == len(cells) <= 150
-    assert len({cell.reference for cell in cells}) <= len(MODELS) * len(TRAINED) * 2
 
 
 def test_the_single_rank_trains_the_same_and_knows_nothing_of_the_rest():

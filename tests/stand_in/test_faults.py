@@ -233,7 +233,7 @@ PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
     ("method", "wait"),
     [
         pytest.param("leave", "follow", marks=pytest.mark.sweep),
-        ("let_go", "wait"),
+        pytest.param("let_go", "wait", marks=pytest.mark.sweep),
         pytest.param("send_for", "follow", marks=pytest.mark.sweep),
         ("take", "wait"),
     ],
@@ -274,7 +274,11 @@ def on_the_host(target: Tensor, source: Tensor, *args: Any) -> None:
     ("call", "said"),
     [
         (nobody_waits, MISSING),
-        (on_the_host, "No backend type associated with device type cpu|a tensor on the host"),
+        pytest.param(
+            on_the_host,
+            "No backend type associated with device type cpu|a tensor on the host",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: str) -> None:

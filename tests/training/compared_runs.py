@@ -1,4 +1,8 @@
-"""Losses and gradient norms of whole runs on forked ranks."""
+"""Losses and gradient norms of whole runs on forked ranks, and how runs end that are stopped."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -29,6 +33,40 @@ def train(flags: list[str], *more: str, ranks: int = 1, function=steps, **option
     found, *others = run_ranks(function, ranks, flags=[*flags, *more], timeout=180.0, **options)
     assert others == [found] * (ranks - 1)
     return found
+
+
+def losses(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
+    """Of every step, the same on every rank."""
+    return [loss for loss, _ in train(flags, *more, ranks=ranks)]
+
+
+def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
+    """How a run ends that does not run to its end."""
+    try:
+        run(flags)
+    except SystemExit as ended:
+        return ended.code
+    return "ran to the end"
+
+
+def before(owner: type, method: str, act: Callable[[], None], *, at: int) -> None:
+    """Have ``act`` called before the call number ``at`` of a method."""
+    original, calls = getattr(owner, method), 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, called)
+
+
+def first_weights(flags: list[str], folder: Path) -> str:
+    """A Hugging Face folder that runs can start from: drawn, and not trained."""
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder))
+    return str(folder)
 
 
 def same(found: Steps, expected: Steps) -> bool:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from compared_runs import exit_code
 from megatron.core import parallel_state
 from ranks import run_ranks
 from tensor_files import assert_same_weights
@@ -146,14 +147,6 @@ def test_answers_are_those_of_eval_on_the_exported_weights(
     assert any(expected)
     right = [is_match(text, each.answer) for text, each in zip(expected, questions, strict=True)]
     assert metrics["valid_exact_match"] == sum(right) / QUESTIONS
-
-
-def exit_code(rank: int, *, flags: list[str]):
-    """How a run ends that is stopped."""
-    try:
-        run(flags)
-    except SystemExit as ended:
-        return ended.code
 
 
 def test_training_s_numbers_are_those_without(evaluated, tmp_path):

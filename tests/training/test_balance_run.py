@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared_runs import first_weights
 from cut_images import cut
 from image_units import unit_of
 from ranks import run_ranks
@@ -40,10 +41,7 @@ STEP = 8  # units
 @pytest.fixture(scope="module")
 def separated(flags, tmp_path_factory):
     """Flags of runs that start from the same weights, in any layout."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights)]
-    run_ranks(observed, 1, flags=first, timeout=120.0)
-    return [*flags, *SEPARATED, str(weights)]
+    return [*flags, *SEPARATED, first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")]
 
 
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:

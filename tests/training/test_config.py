@@ -1,27 +1,15 @@
-"""Models composed from YAML: sizes, overrides, errors, and what _target_ may not do."""
+"""Models composed from YAML: overrides, errors, and what _target_ may not do."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.training.config import available_models, compose_model
 
 TINY = "qwen3_vl_tiny"
-
-# As published in each model's config.json: depth, hidden, ffn and taps of the encoder; layers,
-# hidden, ffn, heads and tying of the decoder; and the parameters of the published weights.
-PUBLISHED = {
-    "qwen3_vl_2b": (24, 1024, 4096, [5, 11, 17], 28, 2048, 6144, 16, True, 2_127_532_032),
-    "qwen3_vl_4b": (24, 1024, 4096, [5, 11, 17], 36, 2560, 9728, 32, True, 4_437_815_808),
-    "qwen3_vl_8b": (27, 1152, 4304, [8, 16, 24], 36, 4096, 12288, 32, False, 8_767_123_696),
-    "qwen3_vl_32b": (27, 1152, 4304, [8, 16, 24], 64, 5120, 25600, 64, False, 33_357_390_064),
-}
 
 
 def problem(**arguments: Any) -> str:
@@ -37,122 +25,13 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
     return file
 
 
-def parameters(model: Qwen3VLConfig) -> int:
-    """Trainable values of a Qwen3-VL, counted from its config alone."""
-    vit, decoder = model.image_encoder, model.foundation
-    h, f = vit.hidden_size, vit.ffn_hidden_size
-    patch = vit.in_channels * vit.temporal_patch_size * vit.patch_size**2
-    block = 2 * 2 * h + (3 * h * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h)
-    encoder = patch * h + h + vit.num_position_embeddings * h + vit.num_layers * block
-
-    wide = h * vit.spatial_merge_size**2
-    merger = (wide * wide + wide) + (wide * decoder.hidden_size + decoder.hidden_size)
-    taps = len(vit.deepstack_layers)
-    projector = (merger + 2 * h) + taps * (merger + 2 * wide)
-
-    d, ffn, head = decoder.hidden_size, decoder.ffn_hidden_size, decoder.kv_channels
-    attention = 2 * d * decoder.num_attention_heads * head + 2 * d * decoder.num_query_groups * head
-    layer = attention + 2 * head + 3 * d * ffn + 2 * d
-    tables = 1 if decoder.tie_word_embeddings else 2
-    text = decoder.num_layers * layer + d + tables * decoder.vocab_size * d
-    return encoder + projector + text
-
-
-def hf_parameters(name: str) -> int:
-    """The same number from transformers' own modules on the meta device."""
-    from transformers import Qwen3VLConfig as HFConfig
-    from transformers import Qwen3VLForConditionalGeneration
-
-    depth, vit, vit_ffn, taps, layers, hidden, ffn, heads, tied, _ = PUBLISHED[name]
-    config = HFConfig(
-        vision_config={
-            "depth": depth,
-            "hidden_size": vit,
-            "intermediate_size": vit_ffn,
-            "num_heads": 16,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": hidden,
-            "deepstack_visual_indexes": taps,
-        },
-        text_config={
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "intermediate_size": ffn,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": tied,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [24, 20, 20],
-            },
-        },
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(config)
-    model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-# Sizes.
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name: str) -> None:
-    config = compose_model(model_name=name).config
-    depth, vit, vit_ffn, taps, layers, hidden, ffn, heads, tied, total = PUBLISHED[name]
-    encoder, decoder = config.image_encoder, config.foundation
-    assert (encoder.num_layers, encoder.hidden_size, encoder.ffn_hidden_size) == (
-        depth,
-        vit,
-        vit_ffn,
-    )
-    assert encoder.deepstack_layers == tuple(taps)
-    assert (decoder.num_layers, decoder.hidden_size, decoder.ffn_hidden_size) == (
-        layers,
-        hidden,
-        ffn,
-    )
-    assert (decoder.num_attention_heads, decoder.num_query_groups, decoder.kv_channels) == (
-        heads,
-        8,
-        128,
-    )
-    assert decoder.tie_word_embeddings is tied
-    # These change no shape, so no count of parameters would notice.
-    assert encoder.num_attention_heads == 16
-    assert decoder.mrope_section == (24, 20, 20)
-    assert decoder.rotary_base == 5_000_000
-    assert decoder.max_position_embeddings == 262_144
-    assert (encoder.rotary_base, encoder.layernorm_epsilon) == (10_000, 1e-6)
-    assert (config.image_token_id, config.video_token_id) == (151655, 151656)
-    assert (config.vision_start_token_id, config.vision_end_token_id) == (151652, 151653)
-    assert parameters(config) == total
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_of_transformers(name: str) -> None:
-    assert parameters(compose_model(model_name=name).config) == hf_parameters(name)
-
-
-@pytest.mark.quick
-def test_tiny_is_small_and_leaves_its_tokens_to_the_tokenizer() -> None:
-    config = compose_model(model_name=TINY).config
-    assert 1_000_000 < parameters(config) < 1_500_000
-    assert config.image_token_id is None
-    assert not config.foundation.tie_word_embeddings
-
-
 @pytest.mark.quick
 def test_every_model_is_found_by_name_and_fits_its_family() -> None:
-    assert {TINY, *PUBLISHED} <= set(available_models())
+    assert {TINY, "qwen3_vl_8b"} <= set(available_models())
     for name in available_models():
         composed = compose_model(model_name=name)
         assert composed.family == family_of(composed.config)
+    assert compose_model(model_name=TINY).config.image_token_id is None  # the tokenizer's to say
 
 
 # Overrides.
@@ -397,13 +276,6 @@ def test_refused_package_is_not_even_imported(
     ).config
     assert type(config.foundation).__name__ == "Decoder"
     assert os.environ.pop("SIDE_EFFECT") == "1"
-
-
-@pytest.mark.quick
-def test_configs_are_frozen() -> None:
-    config = compose_model(model_name=TINY).config
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.foundation.num_layers = 3
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import Steps, same, train
+from compared_runs import Steps, first_weights, same, train
 from parity.mutations import around
 from ranks import run_ranks
 from torch import Tensor
@@ -22,8 +22,7 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(
     flags: list[str], demo: Path, tmp_path: Path
 ) -> None:
     evaluated = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
-    weights = str(tmp_path / "weights")
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights)
+    weights = first_weights(flags, tmp_path / "weights")
     flags = [*flags, "--seq-length", "84", "--load-hf", weights, *evaluated, *SAVES]
 
     def saving(steps: int, folder: str, *more: str, ranks: int = 1) -> Steps:

@@ -173,20 +173,6 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
         train()
 
 
-def made(rank: int, *, flags: list[str]) -> int:
-    """How many text parts this rank makes in a run."""
-    asked: list[int] = []
-    original = ChatDataset.text_parts
-
-    def text_parts(self: ChatDataset, indices: Sequence[int]):
-        asked.extend(indices)
-        return original(self, indices)
-
-    ChatDataset.text_parts = text_parts
-    run(flags)
-    return len(asked)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("template", ["{{ '<think>' }}", "{{ messages }}"])
 def test_a_note_tells_whether_thoughts_are_trained(template):
@@ -216,12 +202,10 @@ def test_packs_go_on_from_the_checkpoint_s_place(flags, tmp_path):
     assert stream(flags, *save, "--load", str(tmp_path), ranks=1, micro=1) == whole[12:]
     few = ("--packing-look-ahead", "8", "--seq-length", "80", "--save", str(tmp_path / "few"))
     few += ("--micro-batch-size", "1", "--global-batch-size", "8", "--save-interval", "3")
-    (all_of_them,) = run_ranks(made, 1, flags=[*flags, *few], timeout=120.0)
-    (rest,) = run_ranks(
-        made,
-        1,
-        flags=[*flags, *few, "--load", str(tmp_path / "few"), "--ckpt-step", "3"],
-        timeout=120.0,
+    goes_on = ("--load", str(tmp_path / "few"), "--ckpt-step", "3")
+    all_of_them, rest = (
+        run_ranks(seen_and_made, 1, flags=[*flags, *few, *more], timeout=120.0)[0][1]
+        for more in ((), goes_on)
     )
     assert all_of_them > 50
     assert rest < all_of_them // 2

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from compared_runs import same, train
+from compared_runs import first_weights, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -17,16 +17,23 @@ STEPS = 2
 def run_staged(flags, tmp_path_factory):
     """Flags from the same weights on, the steps of three ranks, and their checkpoint half-way."""
     folder = tmp_path_factory.mktemp("staged")
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "weights"))
-    flags = [*flags, "--load-hf", str(folder / "weights"), "--train-iters", str(STEPS)]
+    weights = first_weights(flags, folder / "weights")
+    flags = [*flags, "--load-hf", weights, "--train-iters", str(STEPS)]
     flags += ["--lr-decay-style", "constant", "--clip-grad", "0.5"]
     saving = ("--save", str(folder / "run"), "--save-interval", str(SAVED_AFTER))
-    steps = train(flags, *STAGED, *saving, "--save-hf", str(folder / "export"), ranks=3)
+    # Timers of a kind that only the decoder has, some with a barrier unless told otherwise.
+    more = (*saving, "--save-hf", str(folder / "export"), "--timing-log-level", "2")
+    steps = train(flags, *STAGED, *more, ranks=3)
     shutil.copytree(folder / "run", folder / "end")
     for left in (folder / "run").glob(f"iter_{STEPS:07d}"):
         shutil.rmtree(left)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AFTER))
     return flags, steps, folder
+
+
+def test_steps_are_those_of_one_rank(run_staged):
+    flags, steps, _ = run_staged
+    assert same(steps, train(flags))
 
 
 def test_it_goes_on_bit_by_bit(run_staged, tmp_path):

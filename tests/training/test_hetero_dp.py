@@ -1,4 +1,4 @@
-"""Whole runs with heterogeneous DP and full separation against the single rank.
+"""Whole runs with heterogeneous TP and DP and full separation against the single rank.
 
 Gradients, parameters and optimizer state of many more layouts are compared by the parity
 harness; here are the losses and norms that a user sees, pair by pair of what may meet.
@@ -7,7 +7,7 @@ harness; here are the losses and norms that a user sees, pair by pair of what ma
 from pathlib import Path
 
 import pytest
-from compared_runs import same, train
+from compared_runs import first_weights, same, train
 from sweeps import sweep
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ RECOMPUTE = (
     *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
     *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
 )
-ENCODER2 = "model.image_encoder.tensor_model_parallel_size=2"
+ENCODER1, ENCODER2 = (f"model.image_encoder.tensor_model_parallel_size={n}" for n in (1, 2))
 SINGLES, ALL_IN_ONE = ("--micro-batch-size", "1"), ("--micro-batch-size", "8")
 # What changes the numbers; the single rank has it too.
 MODELS: dict[str, tuple[str, ...]] = {
@@ -32,6 +32,10 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 # Ranks, flags and the model.
 CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "tp2-encoder1": (2, (TP, "2", ENCODER1), "dense"),
+    "tp2-pp2-vpp2-encoder1": (4, (TP, "2", PP, "2", *VPP, SHARDED, ENCODER1), "dense"),
+    "tp4-encoder2-overlap": (4, (TP, "4", SP, ENCODER2, *OVERLAP), "dense"),
+    "tp2-dp2-recompute": (4, (TP, "2", ENCODER1, *OVERLAP, *RECOMPUTE), "dense"),
     "dp-tp2-overlap": (2, (DP, TP, "2", *OVERLAP), "dense"),
     "dp-tp4-encoder2-sp": (4, (DP, TP, "4", ENCODER2, SP, *SINGLES), "dense"),
     "dp-tp2-pp2-recompute": (4, (DP, TP, "2", PP, "2", SHARDED, *RECOMPUTE), "dense"),
@@ -60,9 +64,8 @@ def alone(flags, tmp_path_factory):
     def of(model: str):
         if model not in made:
             kind = tuple(flag for flag in MODELS[model] if not flag.startswith("+"))
-            weights = tmp_path_factory.mktemp("weights") / "hf"
-            train(flags, *kind, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
-            run = [*flags, *MODELS[model], "--load-hf", str(weights), "--train-iters", "3"]
+            weights = first_weights([*flags, *kind], tmp_path_factory.mktemp("weights") / "hf")
+            run = [*flags, *MODELS[model], "--load-hf", weights, "--train-iters", "3"]
             made[model] = run, train(run)
         return made[model]
 
@@ -72,7 +75,7 @@ def alone(flags, tmp_path_factory):
 # What these find the others find, by docs/parity_faults.md; the parity matrix has them all.
 FEW = (
     *("dp-tp4-encoder2-sp", "dp-tp4-more-replicas-than-units", "dp-experts"),
-    *("full-tp2-pp2-sp-overlap", "full-pp2-dp2-encoder2"),
+    *("full-tp2-pp2-sp-overlap", "full-pp2-dp2-encoder2", "tp2-pp2-vpp2-encoder1"),
 )
 
 

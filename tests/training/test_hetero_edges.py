@@ -5,10 +5,9 @@ import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from compared_runs import same, train
+from compared_runs import first_weights, same, train
 from image_units import unit_of
 from PIL import Image
 from ranks import run_ranks
@@ -70,9 +69,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def flags(flags, tmp_path_factory):
     """Two steps from weights that all runs load, one sample a microbatch."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
-    return [*flags, "--load-hf", str(weights), "--train-iters", "2", "--micro-batch-size", "1"]
+    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
+    return [*flags, "--load-hf", weights, "--train-iters", "2", "--micro-batch-size", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -225,27 +223,6 @@ def test_evaluation_takes_each_row_once_and_leaves_training_alone(
     assert capfd.readouterr().out.count(said) == 2
 
 
-def test_groups_of_microbatches_are_let_go(flags):
-    """Heterogeneous DP keeps the groups between their forward and their backward, no longer."""
-    most = run_ranks(groups_kept, 2, flags=[*flags, *DP], timeout=120.0)
-    assert most == [1, 1]
-
-
-def groups_kept(rank: int, *, flags: list[str]) -> int:
-    most = 0
-    features = Executor.features
-
-    def noted(self: Executor, number: int) -> Any:
-        nonlocal most
-        found = features(self, number)
-        most = max(most, len(self._now.own))
-        return found
-
-    Executor.features = noted
-    run(flags)
-    return most
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -267,20 +244,26 @@ def test_packs(flags, layout):
     assert same(train(flags, *layout, *packed, ranks=2), train(flags, *packed))
 
 
-def test_features_of_earlier_steps_are_freed(flags):
+def test_groups_of_microbatches_and_features_of_earlier_steps_are_let_go(flags):
     """Without the help of Python's collector, which does not see through torch's hooks."""
-    for alive in run_ranks(features_alive, 2, flags=[*flags, *DP], timeout=120.0):
+    for most, alive in run_ranks(kept, 2, flags=[*flags, *DP], timeout=120.0):
+        assert most == 1  # groups, between their forward and their backward
         assert len(alive) >= 2
         assert set(alive) == {0}
 
 
-def features_alive(rank: int, *, flags: list[str]) -> list[int]:
-    """After each step, how many units' features of all steps so far are still there."""
-    leaves: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-    gather, end = Executor._gather, Executor.end
+def kept(rank: int, *, flags: list[str]) -> tuple[int, list[int]]:
+    """The most groups at a time; after each step, how many units' features are still there."""
+    most, leaves, alive = 0, [], []
+    features, gather, end = Executor.features, Executor._gather, Executor.end
 
-    def noted(self: Executor, units: range, *, to_host: bool) -> None:
+    def taken(self: Executor, number: int) -> Any:
+        nonlocal most
+        found = features(self, number)
+        most = max(most, len(self._now.own))
+        return found
+
+    def gathered(self: Executor, units: range, *, to_host: bool) -> None:
         gather(self, units, to_host=to_host)
         leaves.extend(weakref.ref(each) for each in self._now.features.values())
 
@@ -288,7 +271,7 @@ def features_alive(rank: int, *, flags: list[str]) -> list[int]:
         end(self)
         alive.append(sum(leaf() is not None for leaf in leaves))
 
-    with patch.object(Executor, "_gather", noted), patch.object(Executor, "end", counted):
-        run(flags)
+    Executor.features, Executor._gather, Executor.end = taken, gathered, counted
+    run(flags)
     assert leaves
-    return alive
+    return most, alive

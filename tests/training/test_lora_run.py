@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared_runs import same, train
+from compared_runs import first_weights, same, train
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -49,7 +49,7 @@ def started(flags, tmp_path_factory):
         if model not in made:
             folder = tmp_path_factory.mktemp(model)
             given = [*flags, "--model-name", model]
-            train(given, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "hf"))
+            first_weights(given, folder / "hf")
             composed = compose_model(model_name=model, overrides=LORA)
             hugging_face = composed.family.load_hugging_face(composed.config)
             table = adapter_table(composed.config, hugging_face)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import same, train
+from compared_runs import first_weights, same, train
 from compared_runs import steps as steps_of
 from cut_images import cut
 from sweeps import sweep
@@ -60,8 +60,7 @@ def evaluated(flags, demo, tmp_path_factory):
     the evaluation's, which goes through it one by one.
     """
     folder = tmp_path_factory.mktemp("data")
-    weights = str(folder / "weights")
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights)
+    weights = first_weights(flags, folder / "weights")
     sees = [row for row in (demo / "train.jsonl").read_text().splitlines() if '"image"' in row]
     first, second = (epoch_permutation(ROWS, seed=SEED, epoch=each) for each in (0, 1))
     bad = [int(first[-1]), int(second[ROWS // 2])]

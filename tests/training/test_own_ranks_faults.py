@@ -3,13 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from compared_runs import train
+from compared_runs import before, exit_code, train
 from ranks import RankError, run_ranks
 from sweeps import sweep
 
@@ -37,20 +35,6 @@ MOMENTS: dict[str, tuple[int, type, str]] = {
     "decoder-last-stage": (1, TextDecoder, "forward"),
 }
 FEW = ("encoder-forward", "decoder-last-stage")
-
-
-def before(owner: type, method: str, act: Callable[[], None], *, at: int) -> None:
-    """Have ``act`` called before the call number ``at`` of a method."""
-    original, calls = getattr(owner, method), 0
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            act()
-        return original(*args, **kwargs)
-
-    setattr(owner, method, called)
 
 
 def goes(rank: int, *, flags: list[str], moment: str, how: str, folder: Path) -> None:
@@ -103,11 +87,7 @@ def ended(rank: int, *, flags: list[str], moment: str) -> int | str | None:
     victim, owner, method = MOMENTS[moment]
     if rank == victim:
         before(owner, method, lambda: os.kill(os.getpid(), signal.SIGTERM), at=5)
-    try:
-        run(flags)
-    except SystemExit as error:
-        return error.code
-    return "ran to the end"
+    return exit_code(rank, flags=flags)
 
 
 @pytest.mark.parametrize("moment", sweep(MOMENTS, but=("encoder-takes-gradients",)))

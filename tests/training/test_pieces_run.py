@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import Steps, same, steps, train
+from compared_runs import Steps, first_weights, same, steps, train
 from cut_images import cut
 from digits.sounds import make_sound_data
 from PIL import Image
@@ -77,10 +77,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(flags, folder) -> list[str]:
     """Flags of two steps from weights that all runs load."""
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "hf"))
+    weights = first_weights(flags, folder / "hf")
     (folder / "rows.jsonl").write_text("\n".join(rows(folder)))
     data = ("--train-data-path", str(folder / "rows.jsonl"), "--media-root", str(folder))
-    return [*flags, "--load-hf", str(folder / "hf"), "--train-iters", "2", *data]
+    return [*flags, "--load-hf", weights, "--train-iters", "2", *data]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import Steps, same, steps, train
+from compared_runs import Steps, first_weights, same, steps, train
 from cut_images import cut
 from ranks import RankError
 from sweeps import sweep
@@ -45,10 +45,9 @@ def some_bad(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def grows(flags, some_bad, demo, tmp_path_factory) -> list[str]:
     """Flags of all runs but for the batch and the layout."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
     return [
-        *(*flags, *some_bad, "--load-hf", str(weights), "--train-iters", "5"),
+        *(*flags, *some_bad, "--load-hf", weights, "--train-iters", "5"),
         *("--lr-decay-style", "linear", "--min-lr", "1e-5", "--lr-warmup-iters", "2"),
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1"),
         *("--eval-interval", "3", "--eval-global-batch-size", "10"),

@@ -140,11 +140,18 @@ def test_expert_rule_fires_alone_and_leaves_its_neighbours(
             assert violated(prepared_experts, **(layout | changes)) == expected, changes
 
 
-@pytest.mark.parametrize("rule", OVERRIDES)
-def test_model_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
-    for cases, expected in zip(OVERRIDES[rule], ([rule], []), strict=True):
+OF_MODELS = {"qwen3": OVERRIDES, "qwen2_5": QWEN2_5_OVERRIDES, "omni": OMNI_OVERRIDES}
+
+
+@pytest.mark.parametrize(("of", "rule"), [(of, name) for of in OF_MODELS for name in OF_MODELS[of]])
+def test_model_rule_fires_alone_and_leaves_its_neighbours(
+    prepared: Run, qwen2_5: Any, omni: Any, of: str, rule: str
+) -> None:
+    run = omni if of == "omni" else prepared
+    model = qwen2_5 if of == "qwen2_5" else run[1]
+    for cases, expected in zip(OF_MODELS[of][rule], ([rule], []), strict=True):
         for tp, overrides in cases:
-            found = violated_by_model(prepared, prepared[1], overrides, tp=tp)
+            found = violated_by_model(run, model, overrides, tp=tp)
             assert found == expected, (tp, overrides)
 
 
@@ -350,23 +357,6 @@ def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> Non
         "however small the budget; give 1, with which each unit is encoded by itself, or more, or "
         "leave it out [joined-rows]"
     )
-
-
-@pytest.mark.parametrize("rule", QWEN2_5_OVERRIDES)
-def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
-    prepared: Run, qwen2_5: Any, rule: str
-) -> None:
-    for cases, expected in zip(QWEN2_5_OVERRIDES[rule], ([rule], []), strict=True):
-        for tp, overrides in cases:
-            found = violated_by_model(prepared, qwen2_5, overrides, tp=tp)
-            assert found == expected, (tp, overrides)
-
-
-@pytest.mark.parametrize("rule", OMNI_OVERRIDES)
-def test_omni_s_rule_fires_alone_and_leaves_its_neighbours(omni: Any, rule: str) -> None:
-    for cases, expected in zip(OMNI_OVERRIDES[rule], ([rule], []), strict=True):
-        for tp, overrides in cases:
-            assert violated_by_model(omni, omni[1], overrides, tp=tp) == expected, (tp, overrides)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from compared_runs import exit_code, first_weights
+from compared_runs import losses as train
 from ranks import RankError, run_ranks
 from transformers import AutoModelForImageTextToText
 
 from loongplug.training.run import run
-
-
-def losses(rank: int, *, flags: list[str]) -> list[float]:
-    return [step.loss for step in run(flags)]
 
 
 def losses_and_tokens(rank: int, *, flags: list[str]) -> tuple[list[float], list[int]]:
@@ -23,16 +21,11 @@ def losses_and_tokens(rank: int, *, flags: list[str]) -> tuple[list[float], list
     return [step.loss for step in steps], [step.tokens for step in steps]
 
 
-def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
-    return run_ranks(losses, ranks, flags=[*flags, *more], timeout=120.0)[0]
-
-
 @pytest.fixture(scope="module")
 def single(flags, tmp_path_factory):
     """Weights and losses of the single-rank run that all layouts are held against."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
-    return weights, train(flags, "--load-hf", str(weights))
+    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
+    return weights, train(flags, "--load-hf", weights)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,7 @@ WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
 )
 def test_losses_do_not_depend_on_the_layout(flags, single, tokens, layout, ranks):
     weights, expected = single
-    flags = [*flags, "--load-hf", str(weights), *layout]
+    flags = [*flags, "--load-hf", weights, *layout]
     every = run_ranks(losses_and_tokens, ranks, flags=flags, timeout=120.0)
     assert [counted for _, counted in every] == [tokens] * ranks
     found = every[0][0]
@@ -96,8 +89,7 @@ def test_losses_do_not_depend_on_the_layout(flags, single, tokens, layout, ranks
 
 def test_tied_weights_load_into_virtual_stages(flags, tmp_path):
     """Building the first and the last chunk waits for each other; loading must not come between."""
-    train(flags, TIED, "--lr", "0", "--train-iters", "1", "--save-hf", str(tmp_path))
-    load = ("--load-hf", str(tmp_path), TIED)
+    load = ("--load-hf", first_weights([*flags, TIED], tmp_path / "hf"), TIED)
     found = train(flags, *load, *VIRTUAL, ranks=2)
     torch.testing.assert_close(found, train(flags, *load), rtol=2e-5, atol=0)
 
@@ -105,39 +97,24 @@ def test_tied_weights_load_into_virtual_stages(flags, tmp_path):
 def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
     weights, expected = single
     layout = (*TP2_PP2, "--sequence-parallel", "--use-distributed-optimizer", "--bf16")
-    found = train(
-        flags, *layout, "--load-hf", str(weights), "--save-hf", str(tmp_path / "hf"), ranks=4
-    )
+    out = ("--save-hf", str(tmp_path / "hf"))
+    found = train(flags, *layout, "--load-hf", weights, *out, ranks=4)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_goes_on_in_another_layout(flags, single, tmp_path):
-    weights, expected = single
-    save = ("--save", str(tmp_path), "--use-distributed-optimizer")
+@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
+def test_a_checkpoint_goes_on_in_another_layout(flags, tmp_path, model):
+    flags = [*flags, "--model-name", model]
+    weights = first_weights(flags, tmp_path / "hf")
+    expected = train(flags, "--load-hf", weights)
+    save = ("--save", str(tmp_path / "run"), "--use-distributed-optimizer")
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
-    stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", str(weights), "--exit-interval", "2"]
+    stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", weights, "--exit-interval", "2"]
     assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
-    found = train(flags, *save, *resharded, "--load", str(tmp_path), ranks=2)
+    found = train(flags, *save, *resharded, "--load", str(tmp_path / "run"), ranks=2)
     torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
-
-
-def test_resumed_losses_are_those_of_the_uninterrupted_run(flags, whole, tmp_path):
-    layout = (*WHOLE, "--save", str(tmp_path / "checkpoints"))
-    stop = [*flags, *layout, "--exit-interval", "2"]
-    assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
-    rest = train(flags, *layout, "--load", str(tmp_path / "checkpoints"), ranks=4)
-    assert rest == whole[0][2:]
-
-
-def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
-    """How a run ends that does not run to its end."""
-    try:
-        run(flags)
-    except SystemExit as ended:
-        return ended.code
-    return "ran to the end"
 
 
 def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
@@ -159,6 +136,7 @@ def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
 
 
 def test_sigterm_on_one_rank_saves_and_ends_all(flags, whole, tmp_path):
+    """The run goes on as if nothing had been, to the last bit."""
     save = ("--save", str(tmp_path))
     codes = run_ranks(stop_in_second_step, 4, flags=[*flags, *WHOLE, *save], timeout=120.0)
     assert codes == [0, 0, 0, 0]
@@ -196,7 +174,7 @@ def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen, stil
     train(
         flags,
         *(*TP2_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
-        *("--overlap-param-gather", "--load-hf", str(weights), "--save-hf", str(tmp_path / "hf")),
+        *("--overlap-param-gather", "--load-hf", weights, "--save-hf", str(tmp_path / "hf")),
         *(f"+model.{module}.freeze=True" for module in frozen),
         ranks=4,
     )

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from compared_runs import exit_code, first_weights, losses
 from ranks import run_ranks
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
@@ -19,28 +20,15 @@ BALANCED = (
 )
 
 
-def losses(rank: int, *, flags: list[str]) -> list[float]:
-    return [step.loss for step in run(flags)]
-
-
-def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
-    try:
-        run(flags)
-    except SystemExit as ended:
-        return ended.code
-    return "ran to the end"
-
-
 def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
-    return run_ranks(losses, ranks, flags=[*flags, *MODEL, *more], timeout=120.0)[0]
+    return losses([*flags, *MODEL], *more, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
 def single(flags, tmp_path_factory):
     """Weights and losses of the single-rank run that all layouts are held against."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
-    return weights, train(flags, "--load-hf", str(weights))
+    weights = first_weights([*flags, *MODEL], tmp_path_factory.mktemp("weights") / "hf")
+    return weights, train(flags, "--load-hf", weights)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def single(flags, tmp_path_factory):
 )
 def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
     weights, expected = single
-    found = train(flags, "--load-hf", str(weights), *layout, ranks=ranks)
+    found = train(flags, "--load-hf", weights, *layout, ranks=ranks)
     assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
 
@@ -77,7 +65,7 @@ def test_experts_at_once_are_experts_one_by_one(flags, single):
     """Weights arrive while experts compute: a product must not begin before its own are there."""
     weights, _ = single
     overlap = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
-    everything = [*flags, *MODEL, *overlap, "--load-hf", str(weights)]
+    everything = [*flags, *MODEL, *overlap, "--load-hf", weights]
     at_once, one_by_one = (
         run_ranks(of_steps, 2, flags=everything, at_once=each, timeout=120.0)[0]
         for each in (True, False)
@@ -89,7 +77,7 @@ def test_experts_at_once_are_experts_one_by_one(flags, single):
 def test_bf16_trains(flags, single):
     weights, expected = single
     layout = (*EP2, *TP2, "--expert-tensor-parallel-size", "1", "--bf16")
-    found = train(flags, *layout, "--load-hf", str(weights), ranks=2)
+    found = train(flags, *layout, "--load-hf", weights, ranks=2)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
 
 
@@ -104,7 +92,7 @@ def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_p
     weights, expected = single
     save = ("--save", str(tmp_path))
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
-    stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", str(weights)]
+    stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", weights]
     codes = run_ranks(exit_code, 2, flags=[*stop, "--exit-interval", "2"], timeout=120.0)
     assert codes == [0, 0]
     found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=2)
@@ -113,7 +101,7 @@ def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_p
 
 def test_balanced_training_is_the_same_in_any_layout_and_exports(flags, single, tmp_path):
     weights, unbalanced = single
-    each = ("--micro-batch-size", "1", "--load-hf", str(weights), *BALANCED)
+    each = ("--micro-batch-size", "1", "--load-hf", weights, *BALANCED)
     expected = train(flags, *each)
     layout = (*TP2, *EP2, "--expert-tensor-parallel-size", "1", "--save-hf", str(tmp_path / "hf"))
     recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")

@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-from typing import Any
 
 import pytest
-from compared_runs import same, train
+from compared_runs import before, exit_code, first_weights, same, train
 from ranks import run_ranks
 from seen_and_heard import flags_of
 
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +27,7 @@ def damaged(tmp_path_factory):
     """Flags of a run from given weights, in which an image and a sound are damaged; its steps."""
     folder = tmp_path_factory.mktemp("damaged")
     flags = [*flags_of(folder / "data", damaged=True), "--bad-sample", "skip"]
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "weights"))
-    flags += ["--load-hf", str(folder / "weights")]
+    flags += ["--load-hf", first_weights(flags, folder / "weights")]
     return flags, train(flags, "--metrics-json", str(folder / "alone.json")), folder
 
 
@@ -51,19 +48,9 @@ def test_damaged_media_of_either_are_left_out(damaged, tmp_path, layout, ranks):
 
 def ended(rank: int, *, flags: list[str]) -> int | str | None:
     """How a run ends in which the rank that hears gets SIGTERM in the first of two steps."""
-    payload = EncoderOfStep.payload
-
-    def signalled(self: EncoderOfStep, *args: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return payload(self, *args, **options)
-
     if rank == HEARS:
-        EncoderOfStep.payload = signalled  # type: ignore[method-assign]
-    try:
-        run(flags)
-    except SystemExit as error:
-        return error.code
-    return "ran to the end"
+        before(EncoderOfStep, "payload", lambda: os.kill(os.getpid(), signal.SIGTERM), at=1)
+    return exit_code(rank, flags=flags)
 
 
 @pytest.mark.sweep

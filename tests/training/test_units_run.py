@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compared_runs import first_weights
+from cut_images import cut
 from PIL import Image
 from ranks import RankError, run_ranks
 
@@ -26,10 +28,7 @@ CP2_SEPARATED = ("--context-parallel-size", "2", "--enable-full-hetero-dp")
 @pytest.fixture(scope="module")
 def flags(flags, tmp_path_factory):
     """With weights, so that runs in several layouts can be compared."""
-    weights = tmp_path_factory.mktemp("weights") / "hf"
-    first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights)]
-    run_ranks(observed, 1, flags=first, timeout=120.0)
-    return [*flags, "--load-hf", str(weights)]
+    return [*flags, "--load-hf", first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")]
 
 
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
@@ -145,15 +144,10 @@ def truncated(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
                 part["image"] = str(demo / part["image"])
     good = folder / "good.jsonl"
     good.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    images = [p for p in rows[number]["messages"][0]["content"] if p["type"] == "image"]
-    Image.effect_noise(Image.open(images[0]["image"]).size, 80).convert("RGB").save(
-        folder / "cut.png"
-    )
-    content = (folder / "cut.png").read_bytes()
-    (folder / "cut.png").write_bytes(content[: len(content) * 2 // 3])
-    images[0]["image"] = "cut.png"
+    lines = good.read_text().splitlines()
+    lines[number] = cut(lines[number], source=demo, folder=folder)
     bad = folder / "bad.jsonl"
-    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bad.write_text("\n".join(lines) + "\n")
     return bad, good, number
 
 
@@ -223,7 +217,8 @@ def test_a_truncated_image_is_one_error_when_fatal(flags, truncated, tmp_path):
         run_ranks(
             behind_board, 4, flags=fatal, store=str(tmp_path / "store"), board=4, timeout=120.0
         )
-    message = rf"bad.jsonl:{number + 1}: image {bad.parent / 'cut.png'} is damaged"
+    (image,) = bad.parent.glob("*-cut.png")
+    message = rf"bad.jsonl:{number + 1}: image {image} is damaged"
     text = str(raised.value)
     assert len(raised.value.errors) == 4
     assert text.count(message) == 1, text

@@ -5,15 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from compared_runs import first_weights, losses
 from PIL import Image
-from ranks import run_ranks
 
-from loongplug.training.run import run
 from loongplug.verify.tiny_processor import write_processor
-
-
-def losses(rank: int, *, flags: list[str]) -> list[float]:
-    return [step.loss for step in run(flags)]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +62,9 @@ def test_videos_train_alike_in_another_layout(videos, tmp_path, model):
         *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
         *("--train-iters", "3", "--log-interval", "1"),
     ]
-    weights = str(tmp_path / "hf")
-    start = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights]
-    run_ranks(losses, 1, flags=start, timeout=120.0)
-    flags += ["--load-hf", weights]
-    alone = run_ranks(losses, 1, flags=flags, timeout=120.0)[0]
-    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    spread = run_ranks(losses, 4, flags=[*flags, *layout], timeout=120.0)[0]
+    flags += ["--load-hf", first_weights(flags, tmp_path / "hf")]
+    alone = losses(flags)
+    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    spread = losses(flags, *layout, ranks=4)
     assert len(alone) == 3
     assert spread == pytest.approx(alone, rel=1e-5)

@@ -8,8 +8,6 @@ from parity.mutations import labels_shifted_after_the_split
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
-from loongplug.verify.report import report
-
 BALANCED = ("--packing", "--cp-balance", "lpt")
 STAGES_AND_EXPERTS = (
     *("--context-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
@@ -22,8 +20,7 @@ def test_stages_and_experts_with_balanced_packs_agree_with_a_single_rank(tmp_pat
     """Each stage comes to the split by itself: labels on one, features on another."""
     plan = made_plan(tmp_path, *STAGES_AND_EXPERTS, *BALANCED, ranks=4, steps=1)
     pair = Pair(plan, tmp_path)
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing()
 
 
 MODES = {
@@ -50,8 +47,7 @@ def test_other_modes_with_balanced_packs_agree_with_a_single_rank(
         tmp_path, "--context-parallel-size", "2", *map(str, flags), *BALANCED, ranks=ranks
     )
     pair = Pair(plan, tmp_path)
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing()
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +58,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_balanced_packs_on_three_ranks_agree_with_a_single_rank(three: Pair) -> None:
-    comparison = three.compared()
-    assert comparison.agrees, report(three.plan, comparison)
+    three.agreeing()
 
 
 def test_features_of_another_part_of_the_row(three: Pair) -> None:

@@ -12,11 +12,10 @@ from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
 from PIL import Image
 from sweeps import sweep
-from verify_cases import Pair, failing, keep_parts, made_plan, write_changed_rows
+from verify_cases import Pair, failing, keep_parts, lies, made_plan, write_changed_rows
 
 from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.engine import over_parts_of_rows
-from loongplug.verify.report import report
 
 CP2 = ("--context-parallel-size", "2")
 CP3 = ("--context-parallel-size", "3")
@@ -41,26 +40,17 @@ FULL = ("--enable-full-hetero-dp",)
 ENCODER_DP = ("--enable-encoder-hetero-dp",)
 
 
-def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
-    """The encoder's own ranks, which begin behind the decoder's."""
-    return (
-        f"{ENCODER}.rank_offset={offset}",
-        f"{ENCODER}.data_parallel_size={dp}",
-        f"{ENCODER}.tensor_model_parallel_size={tp}",
-    )
-
-
-def hears_from(offset: int, *, dp: int = 1) -> tuple[str, ...]:
-    """The same of an encoder of sounds."""
-    return tuple(each.replace(ENCODER, "model.audio_encoder") for each in lies(offset, dp=dp))
-
-
+hears_from = partial(lies, of="audio")
 HEARS = ("--model-name", "qwen2_5_omni_tiny")
 MBS2 = ("--micro-batch-size", "2")
 OFFLOADED = (
     "--full-hetero-dp-cpu-offload",
     "--offload-encoder-activations",
     "--offload-encoder-state",
+)
+TENSORS_AWAY = (
+    *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1024"),
+    *("--offload-tensors", "layer_input", "qkv", "fc1_output", "fc2_input"),
 )
 QWEN2_5 = ("--model-name", "qwen2_5_vl_tiny")
 SEES = {"image_encoder", "image_projector"}
@@ -81,6 +71,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (*CP2, *FULL, *EXPERTS, "aux_loss", OVERLAP, "--packing"),
     ),
     "cp2-text": (2, CP2),
+    "cp2-tensors-away": (2, (*CP2, *TENSORS_AWAY)),
     "cp2-sees-and-hears": (2, (*CP2, *HEARS)),
     "cp3-separated-balanced-packed": (3, (*CP3, *FULL, "--use-vit-dp-balance", "--packing")),
     "cp2-separated-no-deepstack": (2, (*CP2, *FULL, *QWEN2_5)),
@@ -130,8 +121,7 @@ FEW = {name for name in CASES if not any(each in name for each in EXCHANGES)} | 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
     pair = pair_of(tmp_path, name)
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing()
 
 
 def by_the_engine(rank: int, *, folder: Path) -> None:
@@ -169,8 +159,7 @@ BY_THE_ENGINE = {
 def test_padded_rows_by_the_engine_agree(name: str, tmp_path: Path) -> None:
     ranks, flags = BY_THE_ENGINE[name]
     pair = Pair(made_plan(tmp_path, *flags, ranks=ranks, steps=1), tmp_path)
-    comparison = pair.compared(partial(by_the_engine, folder=tmp_path))
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing(partial(by_the_engine, folder=tmp_path))
     for rank in range(ranks):
         assert (tmp_path / f"calls-{rank}").read_text(encoding="utf-8"), "it was asked"
     if name == "cp2":  # an engine that took rows in another order would be seen
@@ -210,8 +199,7 @@ def test_images_over_all_parts_of_a_row_and_ranks_without_any(tmp_path: Path) ->
     write_images_over(tmp_path)
     pair = Pair(made_plan(tmp_path, *CP3, ranks=3, steps=1), tmp_path)
     for more in ((), FULL):
-        comparison = pair.compared(partial(note_features, folder=tmp_path), more=more)
-        assert comparison.agrees, report(pair.plan, comparison)
+        pair.agreeing(partial(note_features, folder=tmp_path), more=more)
         files = [tmp_path / f"features-{rank}" for rank in range(3)]
         counts = [[*map(int, file.read_text(encoding="utf-8").split())] for file in files]
         rows = [*zip(*counts, strict=True)]

@@ -1,5 +1,6 @@
 """Encoders with pipeline stages against a single rank, and what must not go unseen between them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,10 @@ from parity.encoder_faults import (
 )
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
-
-from loongplug.verify.plan import Request
-from loongplug.verify.report import report
-from loongplug.verify.runs import plan_runs
+from verify_cases import lies as placed
 
 SEES, HEARS = {"image_encoder", "image_projector"}, {"audio_encoder", "audio_projector"}
-
-
-def lies(
-    offset: int, *, of: str = "image", pp: int = 2, tp: int = 1, dp: int = 1
-) -> tuple[str, ...]:
-    """An encoder's ranks, which begin behind the decoder's or another encoder's."""
-    encoder = f"model.{of}_encoder"
-    return (
-        f"{encoder}.rank_offset={offset}",
-        f"{encoder}.pipeline_model_parallel_size={pp}",
-        f"{encoder}.data_parallel_size={dp}",
-        f"{encoder}.tensor_model_parallel_size={tp}",
-    )
+lies = partial(placed, pp=2)
 
 
 QWEN3, LLAVA, INTERNVL, OMNI = "qwen3_vl_tiny", "llava_tiny", "internvl_tiny", "qwen2_5_omni_tiny"
@@ -82,18 +68,13 @@ STAGED = (QWEN3, 4, lies(2))
 
 def pair_of(folder: Path, case: tuple[str, int, tuple[str, ...]]) -> Pair:
     model, ranks, flags = case
-    if model == QWEN3:
-        return Pair(made_plan(folder, *flags, ranks=ranks, steps=1), folder)
-    flags = ("--device", "cpu", "--model-name", model, *flags)
-    request = Request(flags=flags, scale="tiny", steps=1, ranks=ranks)
-    return Pair(plan_runs(request, folder=folder), folder)
+    return Pair(made_plan(folder, *flags, model=model, ranks=ranks, steps=1), folder)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
     pair = pair_of(tmp_path, CASES[name])
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    comparison = pair.agreeing()
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
     expected = SEES | (HEARS if CASES[name][0] == OMNI else set())
     frozen = {"image_encoder"} if "frozen-encoder" in name else set()
@@ -108,8 +89,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_they_agree_without_a_fault(staged: Pair) -> None:
-    comparison = staged.compared()
-    assert comparison.agrees, report(staged.plan, comparison)
+    staged.agreeing()
 
 
 @pytest.mark.parametrize("fault", [lose_the_taps_between_stages, take_back_the_unit_before])

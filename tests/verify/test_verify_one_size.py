@@ -6,19 +6,17 @@ What could go wrong there keeps all shapes: units are often of one length, and s
 import pytest
 from parity.encoder_faults import turn_the_patches_of_a_token, turn_the_tiles_of_an_image
 from parity.mutations import swap_two_units
-from verify_cases import Pair, failing
+from verify_cases import Pair, failing, made_plan
 
 from loongplug.verify.plan import Request
-from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
 
 
 def pair_of(model, folder):
     """TP 2 on two ranks, each with the encoder's whole weights."""
-    flags = ("--device", "cpu", "--model-name", model, "--tensor-model-parallel-size", "2")
-    flags += ("--enable-full-hetero-dp", "model.image_encoder.tensor_model_parallel_size=1")
-    request = Request(flags=flags, scale="tiny", steps=1)
-    return Pair(plan_runs(request, folder=folder), folder)
+    flags = ("--tensor-model-parallel-size", "2", "--enable-full-hetero-dp")
+    flags += ("model.image_encoder.tensor_model_parallel_size=1",)
+    return Pair(made_plan(folder, *flags, model=model, steps=1), folder)
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +50,12 @@ def test_an_encoder_of_transformers_agrees(tmp_path):
     flags += ("--pipeline-model-parallel-size", "2")
     request = Request(flags=flags, scale="tiny", steps=2)
     pair = Pair(plan_runs(request, folder=tmp_path / "runs"), tmp_path / "runs")
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing()
 
 
 def test_they_agree_without_a_fault(llava, internvl):
     for pair in (llava, internvl):
-        comparison = pair.compared()
-        assert comparison.agrees, report(pair.plan, comparison)
+        comparison = pair.agreeing()
         assert all(comparison.worst(what).error for what in ("gradients", "parameters"))
 
 

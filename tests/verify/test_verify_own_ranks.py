@@ -4,21 +4,10 @@ from pathlib import Path
 
 import pytest
 from parity.mutations import FAULTS
-from verify_cases import Pair, failing, made_plan
-
-from loongplug.verify.report import report
+from verify_cases import Pair, failing, lies, made_plan
 
 ENCODER = "model.image_encoder"
 SEES = {"image_encoder", "image_projector"}
-
-
-def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
-    """The encoder's ranks, which begin behind the decoder's."""
-    return (
-        f"{ENCODER}.rank_offset={offset}",
-        f"{ENCODER}.data_parallel_size={dp}",
-        f"{ENCODER}.tensor_model_parallel_size={tp}",
-    )
 
 
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -44,8 +33,7 @@ def pair_of(folder: Path, name: str, *more: str, steps: int = 1) -> Pair:
 @pytest.mark.parametrize("name", CASES)
 def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
     pair = pair_of(tmp_path, name)
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    comparison = pair.agreeing()
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
     assert "image_projector" in trained
     assert ("image_encoder" in trained) == ("frozen-encoder" not in name)
@@ -68,8 +56,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_they_agree_without_a_fault(shared: Pair) -> None:
-    comparison = shared.compared()
-    assert comparison.agrees, report(shared.plan, comparison)
+    shared.agreeing()
 
 
 @pytest.mark.parametrize(

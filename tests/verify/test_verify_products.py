@@ -11,7 +11,6 @@ from verify_cases import TINY, Mutation, Pair, failing
 
 from loongplug.models.layers import products
 from loongplug.verify.plan import Request
-from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
 
 # Wide enough, and no width is the number of a microbatch's tokens.
@@ -70,8 +69,7 @@ def test_a_step_agrees_and_all_products_of_its_large_linears_are_onednns(
     pair: Pair, tmp_path: Path
 ) -> None:
     noted = Noted(tmp_path)
-    comparison = pair.compared(noted)
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing(noted)
     first, last = noted.of(0), noted.of(1)
     tokens = {m for m, k, n in last if (k, n) == (128, 256)}
     patches = {m for m, k, n in first if (k, n) == (128, 384)} - tokens - {128}

@@ -3,65 +3,13 @@
 import pytest
 import torch
 
-from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Row, Source
-from loongplug.platform import current_platform
-from loongplug.platform.upstream_seams import setup_table
-from loongplug.training.forward_step import ForwardStep
 from loongplug.verify.record import least_room, module_of
 from loongplug.verify.replicas import digest
 from loongplug.verify.state import single_optimizers
 from loongplug.verify.weights import random_tensor
 
 pytestmark = pytest.mark.quick
-
-
-def test_model_and_optimizer_are_told_once_they_are_set_up():
-    told = []
-    (row,) = setup_table(lambda model, optimizer: told.append((model, optimizer))).rows
-    result = row.wrapper(lambda kind, **more: ([kind], "optimizer", more))("model", key=1)
-    assert result == (["model"], "optimizer", {"key": 1})
-    assert told == [(["model"], "optimizer")]
-
-
-def test_the_setup_is_tapped_where_training_looks_it_up_and_given_back():
-    from megatron.training import training
-
-    table = setup_table(lambda model, optimizer: None)
-    original = training.setup_model_and_optimizer
-    table.apply()
-    try:
-        assert training.setup_model_and_optimizer.__wrapped__ is original
-    finally:
-        table.undo()
-    assert training.setup_model_and_optimizer is original
-
-
-def test_each_loss_comes_with_its_microbatch():
-    told = []
-    step = ForwardStep(
-        current_platform(), on_loss=lambda microbatch, report: told.append((microbatch, report))
-    )
-    microbatch = Microbatch(
-        input_ids=torch.ones(1, 2, dtype=torch.int64),
-        position_ids=torch.zeros(3, 1, 2, dtype=torch.int64),
-        labels=torch.ones(1, 2, dtype=torch.int64),
-        loss_mask=torch.tensor([[1.0, 0.0]]),
-        tokens=2,
-    )
-
-    class Model(torch.nn.Module):
-        pre_process = True
-
-        def forward(self, *args, **kwargs):
-            return torch.tensor([[3.0, 5.0]])
-
-    _, loss = step(iter([microbatch]), Model())
-    total, tokens, _ = loss(torch.tensor([[3.0, 5.0]]))
-    assert (total.item(), tokens.item()) == (3.0, 1)
-    ((seen, report),) = told
-    assert torch.equal(seen.labels, microbatch.labels)
-    assert report[0].item() == 3.0
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,13 @@ import pytest
 import torch
 from free_passes import free_passes
 from parity.built_in import around
-from parity.mutations import (
-    give_a_gradient_to_the_wrong_owner,
-    swap_two_microbatches_gradients,
-)
+from parity.mutations import give_a_gradient_to_the_wrong_owner, swap_two_microbatches_gradients
 from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
-from loongplug.verify.plan import SAMPLES, Request
-from loongplug.verify.report import report
-from loongplug.verify.runs import plan_runs
+from loongplug.verify.plan import SAMPLES
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
@@ -34,7 +29,7 @@ RECOMPUTED = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
 )
-ENCODER = "model.image_encoder"
+ENCODER, OMNI = "model.image_encoder", "qwen2_5_omni_tiny"
 SEES = {"image_encoder", "image_projector"}
 
 # Ranks in all, and flags.
@@ -131,8 +126,7 @@ def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int], 
 def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
     ranks, flags = CASES[name]
     plan = made_plan(tmp_path, *STREAMED, *flags, ranks=ranks, steps=2)
-    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
-    assert comparison.agrees, report(plan, comparison)
+    Pair(plan, tmp_path).agreeing(partial(noting, folder=tmp_path))
     found = streamed(tmp_path, ranks)
     assert any(within for _, within, *_ in found), "nothing was done between passes"
     left = list(tmp_path.glob("left-*"))
@@ -146,11 +140,8 @@ def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
 )
 def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> None:
     ranks, flags = TWO_ENCODERS[name]
-    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *flags)
-    request = Request(flags=command, scale="tiny", steps=2, ranks=ranks)
-    plan = plan_runs(request, folder=tmp_path)
-    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
-    assert comparison.agrees, report(plan, comparison)
+    plan = made_plan(tmp_path, *STREAMED, *flags, model=OMNI, ranks=ranks)
+    Pair(plan, tmp_path).agreeing(partial(noting, folder=tmp_path))
     found = streamed(tmp_path, ranks)
     for encoder in ("image_encoder", "audio_encoder"):
         own = [(pieces, within) for pieces, within, _, name, _ in found if name == encoder]
@@ -164,10 +155,8 @@ def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path)
     write_changed_rows(
         tmp_path, lambda _, row: keep_parts(row, "audio", "text"), media=["image", "audio"]
     )
-    flags = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2, *OVERLAPPED)
-    plan = plan_runs(Request(flags=flags, scale="tiny", steps=2), folder=tmp_path)
-    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
-    assert comparison.agrees, report(plan, comparison)
+    plan = made_plan(tmp_path, *STREAMED, *PP2, *OVERLAPPED, model=OMNI)
+    Pair(plan, tmp_path).agreeing(partial(noting, folder=tmp_path))
     of_images = [sum(pieces) for pieces, *_, name, _ in streamed(tmp_path, 2) if "image" in name]
     assert of_images
     assert not any(of_images)
@@ -190,8 +179,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> None:
-    comparison = pair.compared(partial(noting, folder=tmp_path))
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing(partial(noting, folder=tmp_path))
     found = streamed(tmp_path, 2)
     assert any(within for _, within, *_ in found)
     assert any(0 in pieces and max(pieces) > 1 for pieces, *_ in found)
@@ -199,8 +187,7 @@ def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> Non
 
 def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> None:
     """As plans are where passes count."""
-    comparison = pair.compared(partial(noting, folder=tmp_path, before=None))
-    assert comparison.agrees, report(pair.plan, comparison)
+    pair.agreeing(partial(noting, folder=tmp_path, before=None))
     found = streamed(tmp_path, 2)
     assert any(max(together, default=0) > 1 for _, _, together, *_ in found)
 
@@ -242,9 +229,7 @@ def test_gradients_that_go_astray(pair: Pair, fault: Mutation) -> None:
 
 def test_gradients_that_go_astray_are_of_one_encoder(tmp_path: Path) -> None:
     """Of two that stream; in the first step, before weights differ."""
-    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2)
-    plan = plan_runs(Request(flags=command, scale="tiny", steps=1, ranks=2), folder=tmp_path)
-    both = Pair(plan, tmp_path)
-    assert both.compared().agrees
+    both = Pair(made_plan(tmp_path, *STREAMED, *PP2, model=OMNI, steps=1), tmp_path)
+    both.agreeing()
     comparison = both.compared(partial(turn_gradients_within_passes, of="audio_encoder"))
     assert failing(comparison, "gradients") == {"audio_encoder", "audio_projector"}

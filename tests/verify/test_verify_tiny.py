@@ -14,7 +14,7 @@ from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules
 from loongplug.training.rules import model as model_rules
-from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_stages, up
+from loongplug.verify.tiny import TinyLayout, tiny_sizes, tiny_stages
 
 pytestmark = pytest.mark.quick
 
@@ -125,14 +125,3 @@ def test_uneven_ends_have_fewer_layers_than_the_others():
     assert (stages.layers, stages.first, stages.last) == (12, 2, 2)
     stages = tiny_stages(TinyLayout(pp=2, first=True), taps=3)
     assert (stages.layers, stages.first, stages.last) == (3, 1, None)
-
-
-def test_overrides_have_no_spaces():
-    assert as_overrides({"image_encoder.deepstack_layers": [0, 1]}) == [
-        "model.image_encoder.deepstack_layers=[0,1]"
-    ]
-
-
-@pytest.mark.parametrize(("number", "divisor", "expected"), [(1, 4, 4), (4, 4, 4), (5, 4, 8)])
-def test_up(number, divisor, expected):
-    assert up(number, divisor) == expected

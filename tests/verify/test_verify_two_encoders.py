@@ -1,5 +1,5 @@
-"""A model that sees and hears, its encoders on the decoder's ranks: each as it wants agrees with a
-single rank; what goes wrong with one encoder is found, and it is that one's.
+"""A model that sees and hears: each encoder, where and as it wants, agrees with a single rank; what
+goes wrong with one encoder is found, and it is that one's.
 """
 
 from pathlib import Path
@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 from parity.built_in import around
 from parity.encoder_faults import lose_the_gradient_of_sounds, turn_the_rows_of_sounds
+from ranks import run_ranks
 from sweeps import sweep
 from torch import Tensor
-from verify_cases import Mutation, Pair, failing
+from verify_cases import Mutation, Pair, failing, lies, made_plan
 
-from loongplug.verify.plan import Request
-from loongplug.verify.report import report
-from loongplug.verify.runs import plan_runs
+from loongplug.training.run import run
+from loongplug.verify.plan import Plan
 
+OMNI = "qwen2_5_omni_tiny"
 OF_STEP = "loongplug.hetero.encoder_of_step:EncoderOfStep"
 HEARS, SEES = {"audio_encoder", "audio_projector"}, {"image_encoder", "image_projector"}
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+APART = "images-apart-sounds-separated"
 OFFLOADS = (
     *("--full-hetero-dp-cpu-offload", "--offload-encoder-activations", "--offload-encoder-state"),
 )
 
-# Colocated: ranks, and flags. Each encoder has a mode and a tensor parallel size of its own, or
-# all that can leave the device does, while one encoder is frozen and the other has adapters.
+# Ranks in all, and flags. Each encoder has a mode and a size of its own, or ranks of its own; or
+# all that can leave the device does, while one encoder is frozen and the other adapted.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "images-separated-sounds-in-groups": (
         4,
@@ -49,17 +51,29 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
             "model.audio_encoder.freeze=true",
         ),
     ),
+    "sounds-apart": (2, lies(1, of="audio")),
+    APART: (3, (*PP2, *lies(2), "model.audio_encoder.mode=full_hetero_dp")),
+    "sounds-apart-images-in-groups": (
+        3,
+        (
+            *(*TP2, "--sequence-parallel", *lies(2, of="audio")),
+            "model.image_encoder.mode=encoder_hetero_dp",
+        ),
+    ),
+    "both-apart": (3, (*lies(1, of="audio"), *lies(2))),
 }
-FEW = ("images-separated-sounds-in-groups", "all-away-images-adapted-sounds-frozen")
+FEW = CASES.keys() - {"images-as-the-decoder-sounds-separated"}
+
+
+def planned(name: str, folder: Path) -> Plan:
+    ranks, flags = CASES[name]
+    return made_plan(folder, *flags, model=OMNI, ranks=ranks)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
-    ranks, flags = CASES[name]
-    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *flags)
-    plan = plan_runs(Request(flags=command, scale="tiny", steps=2, ranks=ranks), folder=tmp_path)
-    comparison = Pair(plan, tmp_path).compared()
-    assert comparison.agrees, report(plan, comparison)
+    plan = planned(name, tmp_path)
+    comparison = Pair(plan, tmp_path).agreeing()
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
     frozen = {"audio_encoder"} if "sounds-frozen" in name else set()
     assert trained >= (HEARS | SEES) - frozen
@@ -70,12 +84,9 @@ def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """TP 2 on two ranks, each with both encoders' whole weights."""
     folder = tmp_path_factory.mktemp("omni")
-    flags = (
-        *("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", "--enable-full-hetero-dp"),
-        *("--tensor-model-parallel-size", "2", "model.image_encoder.tensor_model_parallel_size=1"),
-        "model.audio_encoder.tensor_model_parallel_size=1",
-    )
-    return Pair(plan_runs(Request(flags=flags, scale="tiny", steps=1), folder=folder), folder)
+    one = (f"model.{name}_encoder.tensor_model_parallel_size=1" for name in ("image", "audio"))
+    flags = (*TP2, "--enable-full-hetero-dp", *one)
+    return Pair(made_plan(folder, *flags, model=OMNI, steps=1), folder)
 
 
 def double_the_gradient_of_images(rank: int) -> None:
@@ -89,8 +100,7 @@ def double_the_gradient_of_images(rank: int) -> None:
 
 
 def test_they_agree_without_a_fault(pair: Pair) -> None:
-    comparison = pair.compared()
-    assert comparison.agrees, report(pair.plan, comparison)
+    comparison = pair.agreeing()
     assert {each.module for each in comparison.tensors} >= {*HEARS, *SEES}
 
 
@@ -106,3 +116,27 @@ def test_features_in_another_order(pair: Pair) -> None:
     assert failing(pair.compared(turn_the_rows_of_sounds), "gradients") >= {
         *("audio_encoder", "text_decoder layers")
     }
+
+
+def losses_of(rank: int, *, flags: list[str]) -> list[float]:
+    return [step.loss for step in run(flags, verified=True)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_both_lie_with_the_decoder_and_back(tmp_path: Path) -> None:
+    """With samples that may be left out: both encoders tell of theirs."""
+    plan, kept = planned(APART, tmp_path), str(tmp_path / "run")
+    more = ["--lr-decay-style", "constant", "--bad-sample", "skip", "--eval-iters", "0"]
+    layout, alone = [*plan.layout, *more], [*plan.reference, *more]
+
+    def losses(flags: list[str], *own: str, ranks: int) -> list[float]:
+        found: list[float] = run_ranks(losses_of, ranks, flags=[*flags, *own], timeout=120.0)[0]
+        return found
+
+    expected = losses(alone, "--train-iters", "4", ranks=1)
+    saves = ("--save", kept, "--save-interval", "1")
+    goes_on = ("--load", kept, *saves, "--train-iters")
+    found = losses(layout, *saves, "--train-iters", "2", ranks=plan.ranks)
+    found += losses(alone, *goes_on, "3", ranks=1)
+    found += losses(layout, *goes_on, "4", ranks=plan.ranks)
+    assert found == pytest.approx(expected, rel=2e-5)

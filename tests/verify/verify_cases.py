@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from loongplug.verify.compare import Comparison, compare
 from loongplug.verify.plan import SAMPLES, Plan, Request
 from loongplug.verify.recording import read_recording
+from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs, record
 from loongplug.verify.tiny_rows import write_rows
 
@@ -20,10 +20,25 @@ TINY = ("--device", "cpu", "--model-name", "qwen3_vl_tiny")
 TIED = "model.foundation.tie_word_embeddings=true"
 
 
-def made_plan(folder: Path, *flags: str, steps: int = 2, **options: Any) -> Plan:
-    """A plan of a tiny Qwen3-VL; its files lie in ``folder``."""
-    request = Request(flags=(*TINY, *flags), scale="tiny", steps=steps, **options)
-    return plan_runs(request, folder=folder)
+def made_plan(
+    folder: Path, *flags: str, model: str = TINY[-1], steps: int = 2, **options: Any
+) -> Plan:
+    """A plan of a small model; its files lie in ``folder``."""
+    flags = (*TINY[:-1], model, *flags)
+    return plan_runs(Request(flags=flags, scale="tiny", steps=steps, **options), folder=folder)
+
+
+def lies(
+    offset: int, *, of: str = "image", pp: int = 1, tp: int = 1, dp: int = 1
+) -> tuple[str, ...]:
+    """An encoder's own ranks, which begin behind the decoder's or another encoder's."""
+    encoder = f"model.{of}_encoder"
+    return (
+        f"{encoder}.rank_offset={offset}",
+        f"{encoder}.pipeline_model_parallel_size={pp}",
+        f"{encoder}.data_parallel_size={dp}",
+        f"{encoder}.tensor_model_parallel_size={tp}",
+    )
 
 
 def write_changed_rows(
@@ -69,6 +84,14 @@ class Pair:
             )
             return compare(read_recording(found), read_recording(self._reference))
 
+    def agreeing(
+        self, mutation: Mutation | None = None, *, more: tuple[str, ...] = ()
+    ) -> Comparison:
+        """The same, where no number differs."""
+        comparison = self.compared(mutation, more=more)
+        assert comparison.agrees, report(self.plan, comparison)
+        return comparison
+
 
 def mutated(rank: int, tell: Callable[[str], None], *, mutation: Mutation, **kwargs: Any) -> None:
     """A rank of a recorded run after ``mutation`` has changed what it runs."""
@@ -81,8 +104,3 @@ def mutated(rank: int, tell: Callable[[str], None], *, mutation: Mutation, **kwa
 def failing(comparison: Comparison, what: str) -> set[str]:
     """The modules in which some tensor fails by one measure."""
     return {each.module for each in comparison.tensors if each.what == what and each.fails}
-
-
-def with_flags(plan: Plan, *flags: str) -> Plan:
-    """The same plan with more flags for the layout."""
-    return replace(plan, layout=(*plan.layout, *flags))
