@@ -15,33 +15,24 @@ def meet(rank, *, errors):
     return None
 
 
+WRONG, BUG = ValueError("no folder"), KeyError("weight")
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "text"),
+    [
+        ([None, WRONG, None], CommonValueError, "rank 1: no folder"),
+        ([WRONG, WRONG], CommonValueError, "no folder"),  # said once
+        ([WRONG, BUG, None], CommonRuntimeError, "rank 0: no folder\nrank 1: KeyError: 'weight'"),
+    ],
+)
+def test_an_error_on_one_rank_is_everyones(errors, kind, text):
+    results = run_ranks(meet, len(errors), errors=errors)
+    assert results == [(kind, text, type(error)) for error in errors]
+
+
 def test_nothing_is_raised_without_an_error():
     assert run_ranks(meet, 2, errors=[None, None]) == [None, None]
-
-
-def test_a_wrong_value_on_one_rank_is_a_value_error_on_all():
-    results = run_ranks(meet, 3, errors=[None, ValueError("no folder"), None])
-    text = "rank 1: no folder"
-    assert results == [
-        (CommonValueError, text, type(None)),
-        (CommonValueError, text, ValueError),
-        (CommonValueError, text, type(None)),
-    ]
-
-
-def test_the_same_error_on_all_ranks_is_said_once():
-    results = run_ranks(meet, 2, errors=[ValueError("no folder")] * 2)
-    assert results == [(CommonValueError, "no folder", ValueError)] * 2
-
-
-def test_a_bug_on_one_rank_is_a_runtime_error_on_all():
-    results = run_ranks(meet, 3, errors=[ValueError("no folder"), KeyError("weight"), None])
-    text = "rank 0: no folder\nrank 1: KeyError: 'weight'"
-    assert results == [
-        (CommonRuntimeError, text, ValueError),
-        (CommonRuntimeError, text, KeyError),
-        (CommonRuntimeError, text, type(None)),
-    ]
 
 
 @pytest.mark.quick

@@ -53,19 +53,14 @@ def tiny_config(*, tied: bool) -> Qwen3VLConfig:
     )
 
 
-def random_hf_model(*, tied: bool, seed: int = 0) -> Qwen3VLForConditionalGeneration:
-    """In transformers, with norms and biases random as well."""
-    torch.manual_seed(seed)
+def save_random_hf_model(folder: Path, *, tied: bool) -> Path:
+    """As transformers writes it, with norms and biases random as well."""
+    torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(hf_config(hugging_face(tiny_config(tied=tied))))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
-
-
-def save_random_hf_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
-    """The same on disk."""
-    random_hf_model(tied=tied, seed=seed).save_pretrained(folder)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conversions import MODEL, PP2, TP2, convert_on
 from micro.convert_worker import _PeakMemory
 from micro.random_folder import write_random_folder
 from ranks import RankError, run_ranks
@@ -27,9 +28,6 @@ from loongplug.convert.rank import _iteration_folder, convert
 from loongplug.training.run import run
 from loongplug.verify.tiny_processor import write_processor
 
-MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
-TP2 = ("--tensor-model-parallel-size", "2")
-PP2 = ("--pipeline-model-parallel-size", "2")
 CARRIED = ("tokenizer.model", "LICENSE", "README.md", "additional_chat_templates/a.jinja")
 LEFT = ("modeling.py", "original/old.PTH", "model.bin.index.json", ".git/config", "a/b.pickle")
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
@@ -50,40 +48,52 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def converted(rank: int, *, flags: list[str]) -> None:
-    convert(flags)
+def parameters_read(rank: int, *, flags: list[str], old_format: bool = False) -> int:
+    """How many shards of parameters a conversion has read into memory."""
+    counted: list[int] = []
+    read, save = streaming._read, torch.save
+
+    def counting(state: dict[str, Any], folder: Path) -> None:
+        counted.append(len(state))
+        read(state, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "_read", counting)
+        if old_format:
+            patch.setattr(torch, "save", partial(save, _use_new_zipfile_serialization=False))
+        convert(flags)
+    return sum(counted)
 
 
 def through_a_checkpoint(
     folder: Path, where: Path, *, there: tuple[str, ...], ranks: int, back: tuple[str, ...]
 ) -> Path:
-    """``folder`` into a checkpoint by one layout, and out of it by another on two ranks."""
+    """``folder`` into a checkpoint by one layout, and out of it by another on two ranks.
+
+    What it holds goes from its mapped files into the folder, and not into memory.
+    """
     checkpoint, result = str(where / "checkpoint"), where / "result"
-    common = [*MODEL, *there]
-    run_ranks(
-        converted,
-        ranks,
-        flags=[*common, "--load-hf", str(folder), "--save", checkpoint],
-        timeout=120.0,
-    )
-    flags = [*MODEL, *back, "--load", checkpoint, "--save-hf", str(result)]
-    run_ranks(converted, 2, flags=flags, timeout=120.0)
+    convert_on(ranks, *MODEL, *there, "--load-hf", str(folder), "--save", checkpoint)
+    out = ("--load", checkpoint, "--save-hf", str(result))
+    assert convert_on(2, *MODEL, *back, *out, by=parameters_read) == [0, 0]
     return result
+
+
+def assert_same_file(result: Path, folder: Path, name: str = "model.safetensors") -> None:
+    assert (result / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
     ("there", "ranks", "back"),
-    [((), 1, TP2), ((*TP2, *PP2), 4, ()), (VPP2, 4, PP2)],
-    ids=["one-to-tp2", "tp2pp2-to-dp2", "vpp2dp2-to-pp2"],
+    [((), 1, TP2), ((*TP2, *PP2), 4, ()), (VPP2, 4, VPP2)],
+    ids=["one-to-tp2", "tp2pp2-to-dp2", "vpp2dp2-to-vpp2"],
 )
 def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, back):
     result = through_a_checkpoint(folder, tmp_path, there=there, ranks=ranks, back=back)
-    assert (result / "model.safetensors").read_bytes() == (
-        folder / "model.safetensors"
-    ).read_bytes()
+    assert_same_file(result, folder)
     assert '"bos_token_id": 7' in (folder / "config.json").read_text()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        assert (result / name).read_bytes() == (folder / name).read_bytes(), name
+        assert_same_file(result, folder, name)
     for name in CARRIED:
         assert (result / name).read_text() == name
     assert not [name for name in LEFT if (result / name).exists()]
@@ -104,11 +114,10 @@ def test_a_folder_alone_goes_there_and_back(tmp_path, name, processor):
     """Whichever encoders its model has: config.json says so, and the checkpoint's own note."""
     folder, checkpoint = tmp_path / "hf", tmp_path / "checkpoint"
     write_random_folder(folder, model_name=name, processor=processor)
-    there = ["--device", "cpu", "--load-hf", str(folder), "--save", str(checkpoint), *TP2, *PP2]
-    run_ranks(converted, 4, flags=there, timeout=120.0)
+    there = ("--device", "cpu", "--load-hf", str(folder), "--save", str(checkpoint))
+    convert_on(4, *there, *TP2, *PP2)
     result = tmp_path / "result"
-    back = ["--device", "cpu", "--load", str(checkpoint), "--save-hf", str(result)]
-    run_ranks(converted, 2, flags=back, timeout=120.0)
+    convert_on(2, "--device", "cpu", "--load", str(checkpoint), "--save-hf", str(result))
     assert_same_weights(folder, result)
     # Files of a processor, too.
     assert {each.name for each in folder.iterdir()} <= {each.name for each in result.iterdir()}
@@ -118,48 +127,17 @@ def test_a_folder_alone_goes_there_and_back(tmp_path, name, processor):
 def checkpoint(folder, tmp_path_factory) -> Path:
     """``folder`` as a checkpoint that two ranks wrote."""
     checkpoint = tmp_path_factory.mktemp("converted") / "checkpoint"
-    flags = [*MODEL, *TP2, "--load-hf", str(folder), "--save", str(checkpoint)]
-    run_ranks(converted, 2, flags=flags, timeout=120.0)
+    convert_on(2, *MODEL, *TP2, "--load-hf", str(folder), "--save", str(checkpoint))
     return checkpoint
-
-
-def parameters_read(rank: int, *, flags: list[str], old_format: bool = False) -> int:
-    """How many shards of parameters a conversion has read into memory."""
-    counted: list[int] = []
-    read, save = streaming._read, torch.save
-
-    def counting(state: dict[str, Any], folder: Path) -> None:
-        counted.append(len(state))
-        read(state, folder)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "_read", counting)
-        if old_format:
-            patch.setattr(torch, "save", partial(save, _use_new_zipfile_serialization=False))
-        convert(flags)
-    return sum(counted)
-
-
-@pytest.mark.parametrize("layout", [(), TP2, VPP2], ids=["dp2", "tp2", "vpp2"])
-def test_a_checkpoint_is_not_read_into_memory(folder, checkpoint, tmp_path, layout):
-    """What it holds goes from its mapped files into the folder, whoever wrote it."""
-    result = tmp_path / "result"
-    flags = [*MODEL, *layout, "--load", str(checkpoint), "--save-hf", str(result)]
-    assert run_ranks(parameters_read, 2, flags=flags, timeout=120.0) == [0, 0]
-    assert (result / "model.safetensors").read_bytes() == (
-        folder / "model.safetensors"
-    ).read_bytes()
 
 
 def test_a_checkpoint_that_cannot_be_mapped_is_read(folder, tmp_path):
     checkpoint, result = str(tmp_path / "checkpoint"), tmp_path / "result"
-    flags = [*MODEL, "--load-hf", str(folder), "--save", checkpoint]
-    run_ranks(parameters_read, 1, flags=flags, old_format=True, timeout=120.0)
-    flags = [*MODEL, *TP2, "--load", checkpoint, "--save-hf", str(result)]
-    assert min(run_ranks(parameters_read, 2, flags=flags, timeout=120.0)) > 0
-    assert (result / "model.safetensors").read_bytes() == (
-        folder / "model.safetensors"
-    ).read_bytes()
+    there = (*MODEL, "--load-hf", str(folder), "--save", checkpoint)
+    convert_on(1, *there, by=partial(parameters_read, old_format=True))
+    back = (*MODEL, *TP2, "--load", checkpoint, "--save-hf", str(result))
+    assert min(convert_on(2, *back, by=parameters_read)) > 0
+    assert_same_file(result, folder)
 
 
 def cut_off(file: Path) -> None:
@@ -171,26 +149,21 @@ def overwrite(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "message"),
+    ("damage", "message"),
     [
-        ("__1_0.distcp", cut_off, r"__1_0\.distcp ends after \d+ of \d+ bytes: copy it again"),
-        ("__1_0.distcp", Path.unlink, r"release lacks __1_0\.distcp: copy it there"),
+        (cut_off, r"__1_0\.distcp ends after \d+ of \d+ bytes: copy it again"),
         (
-            "__1_0.distcp",
             overwrite,
             r"release/__1_0\.distcp cannot be read \(some of it is not a .+\): copy or save the",
         ),
-        (".metadata", cut_off, r"\.metadata cannot be read \(.+\): copy or save the checkpoint"),
     ],
-    ids=["cut-off", "missing", "overwritten", "metadata"],
 )
-def test_a_damaged_checkpoint_is_refused_on_all_ranks(checkpoint, tmp_path, name, damage, message):
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(checkpoint, tmp_path, damage, message):
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
-    damage(damaged / "release" / name)
-    flags = [*MODEL, *PP2, "--load", str(damaged), "--save-hf", str(tmp_path / "out")]
+    damage(damaged / "release" / "__1_0.distcp")
     with pytest.raises(RankError, match=message) as raised:
-        run_ranks(converted, 2, flags=flags, timeout=120.0)
+        convert_on(2, *MODEL, *PP2, "--load", str(damaged), "--save-hf", str(tmp_path / "out"))
     assert len(raised.value.errors) == 2
     assert not (tmp_path / "out").exists()
 
@@ -208,17 +181,22 @@ def test_the_checkpoint_that_is_converted_is_whole_and_chosen_by_step(tmp_path):
         _iteration_folder(Namespace(load=str(tmp_path / "iter_0000002"), ckpt_step=None))
 
 
+def with_tensors(folder: Path, changed: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A folder with other weights."""
+    shutil.copytree(folder, changed, copy_function=os.link)
+    (changed / "model.safetensors").unlink()
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    return changed
+
+
 def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
-    mixed = tmp_path / "mixed"
-    shutil.copytree(folder, mixed, copy_function=os.link)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if "norm" in name:
             tensors[name] = tensor.float() + 1e-4  # no bf16 number
         elif "pos_embed" in name:
             tensors[name] = tensor.half() * 1.001
-    (mixed / "model.safetensors").unlink()
-    save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+    mixed = with_tensors(folder, tmp_path / "mixed", tensors)
     result = through_a_checkpoint(mixed, tmp_path, there=TP2, ranks=2, back=PP2)
     after = load_file(result / "model.safetensors")
     assert {str(tensor.dtype) for tensor in after.values()} == {
@@ -230,35 +208,24 @@ def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
 
 
 def test_dtypes_that_no_checkpoint_can_hold_are_refused(folder, tmp_path):
-    odd = tmp_path / "odd"
-    shutil.copytree(folder, odd, copy_function=os.link)
     tensors = load_file(folder / "model.safetensors")
     name = "model.language_model.layers.1.self_attn.k_proj.weight"
-    tensors[name] = tensors[name].float()
-    (odd / "model.safetensors").unlink()
-    save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
-    flags = [*MODEL, "--load-hf", str(odd), "--save", str(tmp_path / "out")]
+    odd = with_tensors(folder, tmp_path / "odd", tensors | {name: tensors[name].float()})
     with pytest.raises(RankError, match=r"layers.1.self_attn.k_proj.weight is torch.float32"):
-        run_ranks(converted, 1, flags=flags, timeout=120.0)
+        convert_on(1, *MODEL, "--load-hf", str(odd), "--save", str(tmp_path / "out"))
 
 
-def test_a_checkpoint_of_another_model_is_refused_without_its_note(folder, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_without_its_note(folder, checkpoint, tmp_path):
     """Megatron would fill up or cut off a vocabulary of another size without a word."""
-    checkpoint = tmp_path / "checkpoint"
-    flags = [*MODEL, "--load-hf", str(folder), "--save", str(checkpoint)]
-    run_ranks(converted, 1, flags=flags, timeout=120.0)
     with pytest.raises(RankError, match="has checkpoints that this run does not load"):
-        run_ranks(converted, 1, flags=flags, timeout=120.0)
-    (checkpoint / "loongplug_architecture.json").unlink()
+        convert_on(1, *MODEL, "--load-hf", str(folder), "--save", str(checkpoint))
+    without = tmp_path / "without"
+    shutil.copytree(checkpoint, without)
+    (without / "loongplug_architecture.json").unlink()
+    back = (*MODEL, *TP2, "--load", str(without), "--save-hf", str(tmp_path / "out"))
     for size in ("256", "120"):
-        back = [*MODEL, "--load", str(checkpoint), "--save-hf", str(tmp_path / "out")]
         with pytest.raises(RankError, match="word_embeddings"):
-            run_ranks(
-                converted,
-                2,
-                flags=[*back, *TP2, f"model.foundation.vocab_size={size}"],
-                timeout=120.0,
-            )
+            convert_on(2, *back, f"model.foundation.vocab_size={size}")
     assert not (tmp_path / "out").exists()
 
 
@@ -266,12 +233,8 @@ def test_an_export_in_another_precision_says_so(flags, folder, tmp_path):
     """Carried configs keep all but the dtype."""
     out = tmp_path / "out"
     training = [*flags, "--train-iters", "1", "--tokenizer-model", str(folder)]
-    run_ranks(
-        losses,
-        1,
-        flags=[*training, "--load-hf", str(folder), "--save-hf", str(out)],
-        timeout=120.0,
-    )
+    training += ["--load-hf", str(folder), "--save-hf", str(out)]
+    run_ranks(losses, 1, flags=training, timeout=120.0)
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
     assert (before.pop("dtype"), after.pop("dtype")) == ("bfloat16", "float32")
     for config in (before, after):
@@ -284,24 +247,14 @@ def losses(rank: int, *, flags: list[str]) -> list[float]:
     return [step.loss for step in run(flags)]
 
 
-def test_training_starts_from_a_converted_checkpoint(flags, folder, tmp_path):
-    checkpoint = str(tmp_path / "checkpoint")
-    run_ranks(
-        converted,
-        2,
-        flags=[*MODEL, *TP2, "--load-hf", str(folder), "--save", checkpoint],
-        timeout=120.0,
-    )
+def test_training_starts_from_a_converted_checkpoint(flags, folder, checkpoint, tmp_path):
     training = [*flags, "--train-iters", "2", "--bf16"]
-    from_folder = run_ranks(losses, 1, flags=[*training, "--load-hf", str(folder)], timeout=120.0)[
-        0
-    ]
-    from_checkpoint = run_ranks(
-        losses,
-        1,
-        flags=[*training, "--load", checkpoint, "--save", str(tmp_path / "run")],
-        timeout=120.0,
-    )[0]
+    of_folder = ["--load-hf", str(folder)]
+    of_checkpoint = ["--load", str(checkpoint), "--save", str(tmp_path / "run")]
+    ((from_folder,), (from_checkpoint,)) = (
+        run_ranks(losses, 1, flags=[*training, *source], timeout=120.0)
+        for source in (of_folder, of_checkpoint)
+    )
     assert len(from_checkpoint) == 2  # a release starts at iteration 0
     assert from_checkpoint == from_folder
 
@@ -336,20 +289,14 @@ def bytes_read(rank: int, *, flags: list[str]) -> int:
     return sum(counted)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [((), 1), ((), 4), (TP2, 4), ((*TP2, *PP2), 8), (VPP2, 4)],
-    ids=["one", "dp4", "tp2dp2", "tp2pp2dp2", "vpp2dp2"],
-)
-def test_each_byte_is_read_once(folder, tmp_path, layout, ranks):
+@pytest.mark.parametrize("layout", [(), TP2, VPP2], ids=["dp4", "tp2dp2", "vpp2dp2"])
+def test_each_byte_is_read_once(folder, tmp_path, layout):
     """Over all ranks together, whatever the layout; no rank reads what another has read."""
-    flags = [*MODEL, *layout, "--load-hf", str(folder), "--save-hf", str(tmp_path / "out")]
-    read = run_ranks(bytes_read, ranks, flags=flags, timeout=120.0)
+    ends = ("--load-hf", str(folder), "--save-hf", str(tmp_path / "out"))
+    read = convert_on(4, *MODEL, *layout, *ends, by=bytes_read)
     weights = load_file(folder / "model.safetensors")
     assert sum(read) == sum(tensor.nbytes for tensor in weights.values())
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        folder / "model.safetensors"
-    ).read_bytes()
+    assert_same_file(tmp_path / "out", folder)
 
 
 # Some 400 MB in bf16, so that what a conversion needs anyway is small beside it.

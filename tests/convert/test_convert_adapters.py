@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from conversions import MODEL, PP2, TP2, convert_on
 from micro.random_folder import write_random_folder
 from peft import LoraConfig
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from loongplug.checkpoint.adapter_files import AdapterReader
-from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.models.lora.peft_config import read_peft_config
 from loongplug.training.config import compose_asked_for, compose_model
@@ -25,9 +24,6 @@ LORA = (
     "+model.foundation.lora.target_modules=[linear_qkv,mlp.linear_fc1]",
     "+model.image_encoder.lora.rank=2",
 )
-MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu", *LORA)
-TP2 = ("--tensor-model-parallel-size", "2")
-PP2 = ("--pipeline-model-parallel-size", "2")
 TEXT, VISION = "model.language_model.layers.0.", "model.visual.blocks.0."
 
 
@@ -48,17 +44,13 @@ def folders(table, tmp_path_factory) -> tuple[Path, Path]:
     return folder / "hf", folder / "adapters"
 
 
-def converted(rank: int, *, flags: list[str]) -> None:
-    convert(flags)
-
-
 def test_through_a_checkpoint_adapters_stay_and_weights_are_merged(folders, tmp_path):
     hf, adapters = folders
-    into = ["--device", "cpu", *TP2, "--load-hf", str(hf), "--load-lora", str(adapters)]
-    run_ranks(converted, 2, flags=[*into, "--save", str(tmp_path / "saved")], timeout=120.0)
-    out = ["--device", "cpu", *PP2, "--load", str(tmp_path / "saved")]
-    out += ["--save-hf", str(tmp_path / "merged"), "--save-lora", str(tmp_path / "again")]
-    run_ranks(converted, 2, flags=out, timeout=120.0)
+    into = ("--device", "cpu", *TP2, "--load-hf", str(hf), "--load-lora", str(adapters))
+    convert_on(2, *into, "--save", str(tmp_path / "saved"))
+    out = ("--device", "cpu", *PP2, "--load", str(tmp_path / "saved"))
+    out += ("--save-hf", str(tmp_path / "merged"), "--save-lora", str(tmp_path / "again"))
+    convert_on(2, *out)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (adapters / name).read_bytes()
 
@@ -237,7 +229,6 @@ def test_a_config_that_nests_deeply_is_named(tmp_path):
 def test_projections_with_an_a_of_their_own_are_refused(folders, tmp_path):
     shape = load_file(folders[1] / "adapter_model.safetensors")[A].shape
     folder = changed_folder(folders[1], tmp_path, tensors={A: torch.ones(shape)}, config={})
-    flags = [*MODEL, "--load-hf", str(folders[0]), "--load-lora", str(folder)]
-    flags += ["--save-lora", str(tmp_path / "out")]
+    into = (*MODEL, *LORA, "--load-hf", str(folders[0]), "--load-lora", str(folder))
     with pytest.raises(Exception, match="whose adapter has one A"):
-        run_ranks(converted, 1, flags=flags, timeout=120.0)
+        convert_on(1, *into, "--save-lora", str(tmp_path / "out"))

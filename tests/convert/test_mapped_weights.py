@@ -72,21 +72,14 @@ def in_the_file(tensor: Tensor, folder: Path) -> bool:
     return tensor.untyped_storage().nbytes() == (folder / FILE).stat().st_size
 
 
-def test_a_tensor_in_one_piece_stays_in_the_file(tmp_path):
+@pytest.mark.parametrize(("start", "rows"), [(0, 12), (4, 4)])
+def test_rows_of_a_saved_box_stay_in_the_file(tmp_path, start, rows):
     weights = write(tmp_path, {(0, 0): WHOLE})
-    parameter = empty(12, 6)
-    assert weights.add(parameter, [needed(parameter.data, at=(0, 0), of=(12, 6))])
-    assert torch.equal(weights(parameter), WHOLE)
+    parameter = empty(rows, 6)
+    assert weights.add(parameter, [needed(parameter.data, at=(start, 0), of=(12, 6))])
+    assert torch.equal(weights(parameter), WHOLE[start : start + rows])
     assert in_the_file(weights(parameter), tmp_path)
     assert parameter.isnan().all()  # whose memory is not touched
-
-
-def test_rows_of_a_saved_box_stay_in_the_file(tmp_path):
-    weights = write(tmp_path, {(0, 0): WHOLE})
-    parameter = empty(4, 6)
-    assert weights.add(parameter, [needed(parameter.data, at=(4, 0), of=(12, 6))])
-    assert torch.equal(weights(parameter), WHOLE[4:8])
-    assert in_the_file(weights(parameter), tmp_path)
 
 
 def test_numbers_at_an_odd_address_are_copied(tmp_path):
@@ -153,34 +146,32 @@ def test_a_place_that_stands_the_other_way_round(tmp_path):
     assert torch.equal(weights(parameter), WHOLE.t())
 
 
+def described_as_wider(weights: MappedWeights) -> None:
+    weights._described["weight"].chunks[0].sizes = WHOLE.shape
+
+
+def packed(weights: MappedWeights) -> None:
+    weights._stored[MetadataIndex("weight", (0, 0))].transform_descriptors = ["zstd"]
+
+
 @pytest.mark.parametrize(
-    ("saved", "how"),
+    ("saved", "how", "changed"),
     [
-        (WHOLE.t().contiguous().t(), {}),
-        (WHOLE.float(), {}),
-        (WHOLE, {"_use_new_zipfile_serialization": False}),
+        (WHOLE.t().contiguous().t(), {}, None),
+        (WHOLE.float(), {}, None),
+        (WHOLE, {"_use_new_zipfile_serialization": False}, None),
+        (WHOLE[:, :5].clone(), {}, described_as_wider),
+        (WHOLE, {}, packed),
     ],
-    ids=["turned", "another-dtype", "another-format"],
+    ids=["turned", "another-dtype", "another-format", "another-shape", "packed"],
 )
-def test_what_does_not_lie_there_as_it_is_is_left_to_others(tmp_path, saved, how):
+def test_what_does_not_lie_there_as_it_is_is_left_to_others(tmp_path, saved, how, changed):
     weights = write(tmp_path, {(0, 0): saved}, **how)
+    if changed is not None:
+        changed(weights)
     parameter = empty(12, 6)
     assert not weights.add(parameter, [needed(parameter.data, at=(0, 0), of=(12, 6))])
     assert weights(parameter).data_ptr() == parameter.data_ptr()
-
-
-def test_an_item_of_another_shape_than_described_is_left_to_others(tmp_path):
-    weights = write(tmp_path, {(0, 0): WHOLE[:, :5].clone()})
-    weights._described["weight"].chunks[0].sizes = WHOLE.shape
-    parameter = empty(12, 6)
-    assert not weights.add(parameter, [needed(parameter.data, at=(0, 0), of=(12, 6))])
-
-
-def test_packed_items_are_left_to_others(tmp_path):
-    weights = write(tmp_path, {(0, 0): WHOLE})
-    weights._stored[MetadataIndex("weight", (0, 0))].transform_descriptors = ["zstd"]
-    parameter = empty(12, 6)
-    assert not weights.add(parameter, [needed(parameter.data, at=(0, 0), of=(12, 6))])
 
 
 def test_values_that_nobody_saved_are_refused(tmp_path):

@@ -1,8 +1,9 @@
-"""Loaders of one chunk that read here what they give."""
+"""Loaders of one chunk that read here what they give, and microbatches that are the same."""
 
 from typing import Any
 
-from image_units import ENCODER, image_units
+import torch
+from image_units import ENCODER, image_units, media_of
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
@@ -37,3 +38,13 @@ def local_loader(
         token_ids={ENCODER: dataset.processor.visual_token_ids},
         packed="look_ahead" in options,
     )
+
+
+def require_alike(found: Any, expected: Any, *, media: bool = True) -> None:
+    """Text, segments and, with ``media``, pixels are the same to the bit."""
+    assert (found.tokens, found.segments) == (expected.tokens, expected.segments)
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    if media:
+        assert torch.equal(media_of(found).rows, media_of(expected).rows)
+        assert torch.equal(media_of(found).grids, media_of(expected).grids)

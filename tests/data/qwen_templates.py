@@ -34,7 +34,7 @@ _BEGIN = r"""
 """
 _END = r"""
 {%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\n' -}}
+  {{- '<|im_start|>assistant\nOPENED' -}}
 {%- endif -%}
 """
 # Arguments go through JSON whatever they are: text would be quoted once more.
@@ -62,9 +62,9 @@ QWEN2_5 = (
   {%- endif -%}
 {%- endfor -%}
 """
-    + _END
+    + _END.replace("OPENED", "")
 )
-QWEN3 = (
+_QWEN3 = (
     _BEGIN.replace("DEFAULT", "''")
     + r"""
 {%- set ns = namespace(searching=true, last_query_index=messages|length - 1) -%}
@@ -89,7 +89,7 @@ QWEN3 = (
       {%- set content = content.split('</think>')[-1].lstrip('\n') -%}
     {%- endif -%}
     {{- '<|im_start|>assistant\n' -}}
-    {%- if loop.index0 > ns.last_query_index and (loop.last or thought) -%}
+    {%- if loop.index0 > ns.last_query_index and (KEPT or thought) -%}
       {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') -}}
     {%- else -%}
       {{- content -}}
@@ -109,3 +109,16 @@ QWEN3 = (
 """
     + _END
 )
+
+
+def qwen3(*, opens: bool = False, keeps: bool = False) -> str:
+    """``opens``: the prompt begins a thought.
+
+    Of the answers behind the last question that have no thought, the last one has one of nothing
+    (Qwen3) or, where the template ``keeps`` them, each has (Qwen3.5).
+    """
+    text = _QWEN3.replace("OPENED", "<think>\\n" if opens else "")
+    return text.replace("KEPT", "true" if keeps else "loop.last")
+
+
+QWEN3 = qwen3()

@@ -1,6 +1,7 @@
 """Frames of sounds: those of transformers' extractor, and how many there are."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,13 @@ import torch
 from audio_folders import AUDIO_CONFIG, MEL_BINS, OMNI_CONFIG, SECONDS, extractor, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoder,
+    chunk_and_pad_features,
+    get_audio_cu_seqlens,
+    get_pool_indices,
+)
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.audio_sizes import AudioSizes
@@ -103,12 +111,6 @@ def test_only_what_is_heard_is_computed(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked[1] == 16_000 * SECONDS
 
 
-@pytest.mark.parametrize("samples", [0, 1, 320])
-def test_what_is_too_short_for_a_token_is_refused(samples: int) -> None:
-    with pytest.raises(ValueError, match=f"it lasts {samples / 16_000:.4f} seconds, .* too short"):
-        AudioFrames(EXTRACTOR, QWEN2_AUDIO).grid(samples)
-
-
 def test_what_is_too_long_is_refused() -> None:
     for kind in (QWEN2_AUDIO, OMNI):  # of the latter, by the folder's extractor
         frames = AudioFrames(EXTRACTOR, kind)
@@ -150,3 +152,40 @@ def test_sizes_of_a_models_config() -> None:
     for change in ({"model_type": "whisper"}, {"num_mel_bins": 0}, {"max_source_positions": "9"}):
         with pytest.raises(ValueError, match="expected"):
             AudioSizes.of_config({"audio_config": AUDIO_CONFIG | change})
+
+
+def their_lengths(frames: int, encoder: Any = Qwen2AudioEncoder) -> tuple[int, int]:
+    """States and tokens of a sound."""
+    states, tokens = encoder._get_feat_extract_output_lengths(
+        SimpleNamespace(), torch.tensor([frames])
+    )
+    return states.item(), tokens.item()
+
+
+@given(frames=st.integers(1, 30_000))
+def test_states_and_tokens_are_those_of_transformers(frames: int) -> None:
+    assert their_lengths(frames) == their_lengths(frames, Qwen2_5OmniAudioEncoder)
+    assert their_lengths(frames) == (OMNI.states(frames), OMNI.tokens(frames))
+    assert ALWAYS.tokens(frames) == their_lengths(frames)[0]
+
+
+@given(
+    frames=st.lists(st.integers(3, 900), min_size=1, max_size=4),
+    half=st.integers(1, 150),
+)
+def test_chunks_of_whole_windows_make_as_many_states_as_their_sound(
+    frames: list[int], half: int
+) -> None:
+    lengths = torch.tensor(frames)
+    _, chunks = chunk_and_pad_features(torch.zeros(1, sum(frames)), lengths, half)
+    assert get_audio_cu_seqlens(chunks)[-1].item() == sum(map(OMNI.states, frames))
+    assert len(get_pool_indices(lengths)) == sum(map(OMNI.tokens, frames))
+
+
+@pytest.mark.parametrize("kind", [QWEN2_AUDIO, OMNI, ALWAYS], ids=["qwen2", "omni", "always"])
+def test_the_shortest_sound_is_the_first_with_a_token(kind: AudioSizes) -> None:
+    if kind.always:
+        assert kind.shortest == kind.longest
+        return
+    assert kind.tokens(kind.shortest) == 1
+    assert kind.tokens(kind.shortest - 1) == 0

@@ -21,10 +21,7 @@ from audio_folders import (
     write_qwen2_audio,
     write_wav,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
-from rich.console import Console
 from transformers import Qwen2AudioProcessor, Qwen2VLImageProcessorPil
 
 from loongplug.data.audio_files import decode_audio
@@ -38,7 +35,6 @@ from loongplug.data.fingerprint import processor_digest
 from loongplug.data.index import index
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.lengths import length_table
 from loongplug.data.media import MediaLoader, token_count
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import MediaTokens, Processor, load_processor
@@ -131,17 +127,6 @@ def test_rows_agree_with_transformers(
     # The answer with its end, and nothing else.
     trained = sample.labels[sample.loss_mask > 0]
     assert hearing.tokenizer.decode(trained) == "A cow.<|im_end|>"
-
-
-@given(samples=st.integers(321, 16_000 * SECONDS))
-@settings(max_examples=30)
-def test_as_many_tokens_as_transformers_writes(
-    samples: int, hearing: Processor, theirs: Qwen2AudioProcessor
-) -> None:
-    sound = np.zeros(samples, np.float32)
-    ids = theirs(text=["<|AUDIO|>"], audio=[sound], sampling_rate=16_000)["input_ids"][0]
-    assert hearing.audio is not None
-    assert hearing.audio.tokens(hearing.audio.grid(samples)) == len(ids)
 
 
 def test_folders_as_published_and_as_saved_are_the_same(
@@ -418,13 +403,6 @@ def test_check_inspect_and_index_take_sounds(
     assert ["audio", "tokens", "25", "25", "25", "25"] in [
         line.split() for line in capsys.readouterr().err.splitlines()
     ]
-
-
-def test_a_table_without_sounds_does_not_speak_of_them() -> None:
-    console = Console(width=80)
-    with console.capture() as said:
-        console.print(length_table([3], [1], [0]))
-    assert "audio" not in said.get()
 
 
 def test_a_fault_behind_the_header_is_found_by_check(

@@ -50,7 +50,7 @@ def bad_file(
     turns = [{"from": "human", "value": "<image>\nRead"}, {"from": "gpt", "value": "1"}]
     cases: list[tuple[Any, list[tuple[str, str]]]] = [
         (row("Read", "1", images=("cut.png",)), [("pixels", r"cut\.png is damaged")]),
-        (row("Read", "1", images=("gone.png",)), [("media", r"no image file at .*gone\.png")]),
+        (row("Read", "1", images=("gone.png",)), [("media", r"no image file at .*gone\.png: rel")]),
         (row("Read", "1", images=("text.png",)), [("media", r"text\.png is not an image")]),
         (row("Read", "1", images=("bomb.png",)), [("media", r"bomb\.png has too many pixels")]),
         (row("Read", "1", images=("thin.png",)), [("media", "aspect ratio")]),

@@ -154,9 +154,12 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": []}]}, r"content is \[\], but .* at least 1"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, r"content\[0\] is 'x'"),
         (with_part(type="sound"), r"content\[0\] is {'type': 'sound'}, but .*'image_url'"),
-        (
-            with_part(type="audio"),
-            "part of type audio has no path, and the row has no audios beside",
+        *(
+            (
+                with_part(type=kind),
+                f"part of type {kind} has no path, and the row has no {kind}s beside",
+            )
+            for kind in ("audio", "image", "video")
         ),
         (
             with_part(type="audio", audio_url="a.wav"),
@@ -168,19 +171,11 @@ def with_part(**part: Any) -> dict[str, Any]:
             r"messages\[0\] has the key 'audio' \(LoongPlug knows",
         ),
         (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
-        (
-            with_part(type="image"),
-            "part of type image has no path, and the row has no images beside",
-        ),
         (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
         (with_part(type="image", image=""), "part of type image has no path"),
         (
             with_part(type="image_url", image_url=""),
             "path of an image, a video or a sound is empty",
-        ),
-        (
-            with_part(type="video", fps=2),
-            "part of type video has no path, and the row has no videos beside",
         ),
         (with_part(type="video", video=[], fps=2), "part of type video has no path"),
         (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),

@@ -1,16 +1,20 @@
 """Token counts from headers against the processor's, on images of every strange kind."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageFile, ImageOps
 
-from loongplug.data.conversation import Medium
+from loongplug.data.conversation import Medium, Video
+from loongplug.data.image_patches import QwenPatches
 from loongplug.data.images import decode_image, image_grid
-from loongplug.data.media import placeholder
-from loongplug.data.processor import Processor
+from loongplug.data.media import MediaLoader, placeholder
+from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 WHERE = "rows.jsonl:4"
@@ -182,3 +186,26 @@ def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
         image_grid(path, processor, where=WHERE)
     with pytest.raises(ValueError, match="aspect ratio"):
         reference(path, processor)
+
+
+def test_other_patch_sizes_follow_the_processor(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    path = tmp_path / write_image("a.png", height=84, width=56)
+    transform = copy.deepcopy(processor.images.transform)
+    transform.patch_size = 14
+    other = dataclasses.replace(processor, images=QwenPatches(transform))
+    assert image_grid(path, other, where=WHERE) == (1, 6, 4)
+
+
+def test_transparency_reaches_images_and_frames_of_videos(
+    processor_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGBA", (32, 32), (0, 0, 0, 0)).save(path)
+    for transparency, expected in (("white", 1.0), ("drop", -1.0)):
+        treated = load_processor(processor_folder, transparency=transparency)
+        loader = MediaLoader(treated, videos=VideoProcessor(treated, TIMESTAMPS))
+        for medium in (path, Video((path, path), fps=1.0)):
+            rows = loader.load([medium], where=WHERE).rows
+            assert torch.equal(rows, torch.full_like(rows, expected)), (transparency, medium)

@@ -107,18 +107,6 @@ def test_rows_put_together_are_the_pixels_of_transformers(
     assert inputs["pixel_values"].shape == expected.shape
 
 
-def test_a_convolution_of_the_model_sees_the_rows(tmp_path: Path) -> None:
-    """SigLIP's 384 are 27 patches and six pixels, which the encoder's convolution drops."""
-    images = fixed(llava(tmp_path, SIGLIP))
-    picture = noise(50, 80)
-    ((rows, grid),) = images.patches([picture])
-    frame = images.transform(images=[picture], return_tensors="pt")["pixel_values"]
-    weight = torch.randn(5, 3, 14, 14, generator=torch.Generator().manual_seed(1))
-    expected = torch.nn.functional.conv2d(frame, weight, stride=14).flatten(2)[0].T
-    torch.testing.assert_close(rows @ weight.flatten(1).T, expected, rtol=1e-4, atol=1e-4)
-    assert grid == (1, 27, 27)
-
-
 @pytest.mark.parametrize(
     ("height", "width", "tiles"), [(448, 448, 1), (400, 900, 3), (900, 300, 4)]
 )

@@ -1,13 +1,14 @@
 """Rows for LLaVA's and InternVL's kind of model, against their processors in transformers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conversations import conversation, marked
 from image_units import media_of, unit_of
 from llava_folders import (
     CLIP,
@@ -26,14 +27,13 @@ from transformers.utils import is_torchvision_available
 
 from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.check import RowChecker
-from loongplug.data.conversation import Conversation, ImagePart, Message, Part
+from loongplug.data.conversation import ImagePart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.template import (
     Placeholder,
-    Tokens,
     shortest_sample,
     tokenize_conversation,
     tokenize_prompt,
@@ -70,29 +70,9 @@ def theirs(processor: Processor) -> LlavaProcessor:
     )
 
 
-def conversation(*messages: tuple[str, str | Sequence[Part]], plain: bool = False) -> Conversation:
-    return Conversation(
-        messages=tuple(
-            Message(role, (content,) if isinstance(content, str) else tuple(content))
-            for role, content in messages
-        ),
-        where="rows.jsonl:3",
-        plain=plain,
-    )
-
-
 def images(processor: Processor, *runs: int) -> list[Placeholder]:
     token = processor.tokens.image
     return [Placeholder(token=token, text=token, run=run) for run in runs]
-
-
-def marked(tokens: Tokens, processor: Processor) -> str:
-    """The tokens in one string, those that are trained on in brackets."""
-    names = processor.tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
-    return " ".join(
-        f"[{name}]" if trained else name
-        for name, trained in zip(names, tokens.trained, strict=True)
-    )
 
 
 ASKED = {
@@ -146,17 +126,6 @@ def test_what_is_trained_by_hand(llava: Processor) -> None:
         f"<s> ▁USER: ▁ <image> <image> {space}<0x0A> Wh at ▁is ▁this? ▁ASSISTANT:"
         f" [▁A] [▁cat] [</s>] {space}▁USER: ▁that? ▁ASSISTANT: [▁Two] [▁cat] [s] [</s>] {space}▁"
     )
-
-
-def test_a_sample_is_the_text_with_ends_behind_the_answers(llava: Processor) -> None:
-    tokens = tokenize_conversation(TURNS, llava, phase="sft", placeholders=images(llava, 1))
-    text = "USER: <image>\nWhat is this? ASSISTANT: A cat</s> USER: that? ASSISTANT: Two cats</s> "
-    assert tokens.ids.tolist() == llava.tokenizer(text)["input_ids"]
-    spoken = [
-        llava.tokenizer.decode(part)
-        for part in np.split(tokens.ids, np.flatnonzero(np.diff(tokens.trained)) + 1)
-    ]
-    assert spoken[1::2] == ["A cat</s>", "Two cats</s>"]
 
 
 @pytest.mark.parametrize("turn", [1, 3])

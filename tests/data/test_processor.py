@@ -10,7 +10,7 @@ from digits.tasks import WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
@@ -52,38 +52,6 @@ def test_tokenizer_gives_back_any_text_of_its_alphabet(text: str) -> None:
 TOKENIZER = build_tokenizer(words=WORDS)
 
 
-def test_words_are_one_token_and_foreign_letters_are_unknown() -> None:
-    assert TOKENIZER.tokenize("Read the digits. 31") == [
-        "Read",
-        "▁the",
-        "▁digits",
-        ".",
-        "▁",
-        "3",
-        "1",
-    ]
-    assert TOKENIZER.encode("Ж") == [TOKENIZER.unk_token_id]
-
-
-def test_building_twice_gives_the_same_ids() -> None:
-    assert build_tokenizer(words=WORDS).get_vocab() == TOKENIZER.get_vocab()
-
-
-def test_transformers_loads_the_parts_without_torchvision(
-    processor_folder: Path, processor: Processor
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(processor_folder))
-    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
-    assert tokenizer.chat_template == TOKENIZER.chat_template
-    image = Image.new("RGB", (64, 32), (10, 200, 30))
-    features = AutoImageProcessor.from_pretrained(str(processor_folder))(
-        images=[image], return_tensors="pt"
-    )
-    ours = processor.images.transform(images=[image], return_tensors="pt")
-    assert features["image_grid_thw"].tolist() == [[1, 2, 4]]
-    torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
-
-
 def test_the_export_keeps_loading_next_to_a_models_config(
     processor_folder: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +90,12 @@ def test_auto_processor_agrees(processor_folder: Path, processor: Processor) -> 
     torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
 
 
+@pytest.fixture
+def folder(processor_folder: Path, tmp_path: Path) -> Path:
+    """A copy to be changed."""
+    return Path(shutil.copytree(processor_folder, tmp_path / "folder"))
+
+
 def test_missing_folder_names_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No tokenizer folder at .*gone.*tokenizer\.json"):
         load_processor(tmp_path / "gone")
@@ -135,33 +109,28 @@ def test_missing_folder_names_what_was_looked_for(tmp_path: Path) -> None:
         (("chat_template.jinja",), "has no chat template"),
     ],
 )
-def test_missing_files_are_named(
-    processor_folder: Path, tmp_path: Path, removed: tuple[str, ...], message: str
-) -> None:
-    shutil.copytree(processor_folder, tmp_path / "folder")
+def test_missing_files_are_named(folder: Path, removed: tuple[str, ...], message: str) -> None:
     for name in removed:
-        (tmp_path / "folder" / name).unlink()
+        (folder / name).unlink()
     with pytest.raises(ValueError, match=message):
-        load_processor(tmp_path / "folder")
+        load_processor(folder)
 
 
-def test_tokenizer_of_a_text_model_is_refused(processor_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(processor_folder, tmp_path / "folder")
+def test_tokenizer_of_a_text_model_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        path = tmp_path / "folder" / name
+        path = folder / name
         path.write_text(path.read_text().replace("<|image_pad|>", "<|other|>"))
     with pytest.raises(ValueError, match=r"has no <\|image_pad\|>: the tokenizer of"):
-        load_processor(tmp_path / "folder")
+        load_processor(folder)
 
 
-def test_tokens_of_another_family(processor_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(processor_folder, tmp_path / "folder")
+def test_tokens_of_another_family(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = tmp_path / "folder" / name
+        path = folder / name
         text = path.read_text().replace("<|image_pad|>", "<image>")
         path.write_text(text.replace("<|vision_end|>", "</picture>"))
     tokens = MediaTokens(image="<image>", end="</picture>")
-    processor = load_processor(tmp_path / "folder", tokens=tokens)
+    processor = load_processor(folder, tokens=tokens)
     assert (processor.image_token_id, processor.vision_end_token_id) == (5, 4)
     conversation = Conversation(
         messages=(
@@ -175,14 +144,13 @@ def test_tokens_of_another_family(processor_folder: Path, tmp_path: Path) -> Non
     assert (ids == 5).sum() == 6
 
 
-def test_tokenizer_without_an_end_token_is_refused(processor_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(processor_folder, tmp_path / "folder")
-    path = tmp_path / "folder" / "tokenizer_config.json"
+def test_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     del config["eos_token"]
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="names no eos_token"):
-        load_processor(tmp_path / "folder")
+        load_processor(folder)
 
 
 FITTING = {
@@ -226,13 +194,12 @@ def test_every_number_is_compared(processor: Processor, name: str) -> None:
     ],
 )
 def test_pixels_that_would_not_be_finite_are_refused(
-    setting: str, value: object, said: str, processor: Processor, tmp_path: Path
+    setting: str, value: object, said: str, folder: Path
 ) -> None:
-    shutil.copytree(processor.folder, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "preprocessor_config.json"
+    file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), setting: value}))
-    with pytest.raises(ValueError, match=f"The image processor in {tmp_path} has {said}"):
-        load_processor(tmp_path)
+    with pytest.raises(ValueError, match=f"The image processor in {folder} has {said}"):
+        load_processor(folder)
 
 
 @pytest.mark.parametrize(
@@ -245,22 +212,19 @@ def test_pixels_that_would_not_be_finite_are_refused(
     ],
 )
 def test_a_damaged_file_of_the_folder_is_an_error_of_the_folder(
-    name: str, content: bytes, processor: Processor, tmp_path: Path
+    name: str, content: bytes, folder: Path
 ) -> None:
-    shutil.copytree(processor.folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / name).write_bytes(content)
-    said = rf"\.json in {tmp_path}, or what stands beside it|{tmp_path}/{name} is not JSON"
+    (folder / name).write_bytes(content)
+    said = rf"\.json in {folder}, or what stands beside it|{folder}/{name} is not JSON"
     with pytest.raises(ValueError, match=said):
-        load_processor(tmp_path)
+        load_processor(folder)
 
 
 def test_a_folders_own_code_is_not_run(
-    processor_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is anybody asked for leave to run it, who here would say yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    folder = tmp_path / "folder"
-    shutil.copytree(processor_folder, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "OwnTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

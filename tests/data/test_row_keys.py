@@ -73,6 +73,7 @@ BESIDE = {**FILES, **MASKS, "task": "read", "kind": "scan"}
 PAIRS = {"history": [["Hello", "Hi"]]}
 SYSTEM = {"system": "Be brief.", "tools": [{"name": "zoom"}]}
 ANSWERS = {"reasoning_content": "So.", "tool_calls": [{"name": "zoom"}], "name": "A"}
+PART, RATE = ("messages", 0, "content", 1), {"fps": 3.0}
 PLACES: dict[Any, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     MessagesRow: (
         {"messages": [USER | {"content": MARKERS}, ANSWER]},
@@ -109,32 +110,16 @@ PLACES: dict[Any, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         ("conversations", 1),
         {"from": "human", "value": "no", **MASKS},
     ),
-    TextPart: (message(type="text", text="y"), ("messages", 0, "content", 1), {"text": "no"}),
-    ImagePartRow: (message(type="image", image="i"), ("messages", 0, "content", 1), {"image": "j"}),
-    ImageUrlPart: (
-        message(type="image_url", image_url="i"),
-        ("messages", 0, "content", 1),
-        {"image_url": "j"},
-    ),
-    VideoPartRow: (
-        message(type="video", video="v"),
-        ("messages", 0, "content", 1),
-        {"video": "w", "fps": 3.0},
-    ),
-    VideoUrlPart: (
-        message(type="video_url", video_url="v"),
-        ("messages", 0, "content", 1),
-        {"video_url": "w", "fps": 3.0},
-    ),
-    AudioPartRow: (message(type="audio", audio="a"), ("messages", 0, "content", 1), {"audio": "b"}),
-    AudioUrlPart: (
-        message(type="audio_url", audio_url="a"),
-        ("messages", 0, "content", 1),
-        {"audio_url": "b"},
-    ),
+    TextPart: (message(type="text", text="y"), PART, {"text": "no"}),
+    ImagePartRow: (message(type="image", image="i"), PART, {"image": "j"}),
+    ImageUrlPart: (message(type="image_url", image_url="i"), PART, {"image_url": "j"}),
+    VideoPartRow: (message(type="video", video="v"), PART, {"video": "w", **RATE}),
+    VideoUrlPart: (message(type="video_url", video_url="v"), PART, {"video_url": "w", **RATE}),
+    AudioPartRow: (message(type="audio", audio="a"), PART, {"audio": "b"}),
+    AudioUrlPart: (message(type="audio_url", audio_url="a"), PART, {"audio_url": "b"}),
     Url: (
         message(type="image_url", image_url={"url": "u"}),
-        ("messages", 0, "content", 1, "image_url"),
+        (*PART, "image_url"),
         {"url": "w"},
     ),
 }

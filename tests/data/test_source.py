@@ -38,6 +38,8 @@ from loongplug.training.forward_step import ForwardStep
 
 pytestmark = pytest.mark.quick
 
+# Steps of 8 microbatches of 1.
+EIGHT: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
 GROWS = StepSizes(sizes=((0, 2), (5, 6)))  # steps of 1, 1, 1, 3, 3 microbatches of 2
 
 
@@ -76,6 +78,14 @@ def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLo
     return MicrobatchLoader(source, **defaults | options)
 
 
+def reads_of(dataset: ChatDataset) -> list[int]:
+    """The rows whose text is read from now on."""
+    read: list[int] = []
+    text_parts = dataset.text_parts
+    dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
+    return read
+
+
 def numbers(steps: int, source: LocalSource) -> list[list[int]]:
     return [[planned.number for planned in source.next_step()] for _ in range(steps)]
 
@@ -98,9 +108,7 @@ def test_a_microbatch_has_its_number_in_its_step(dataset: ChatDataset, processes
 
 def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDataset) -> None:
     """Without reading the text of a step before its first microbatch is asked for."""
-    read: list[int] = []
-    text_parts = dataset.text_parts
-    dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
+    read = reads_of(dataset)
     encoders = image_units(assignment=Assignment(replicas=2), loads=(1,))
     steps = source(dataset, encoders=encoders, consumed_samples=6)
     step = steps.next_step()
@@ -145,12 +153,9 @@ def last_to_the_first(media: Sequence[Sequence[Grid]], *, replicas: int) -> list
 
 def test_what_is_left_at_a_step_s_end_is_shared(dataset: ChatDataset) -> None:
     """Its text is read together, and not before the others are taken."""
-    read: list[int] = []
-    text_parts = dataset.text_parts
-    dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
+    read = reads_of(dataset)
     encoders = image_units(assignment=Assignment(replicas=3, by_cost=last_to_the_first))
-    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
-    step = source(dataset, encoders=encoders, **options).next_step()
+    step = source(dataset, encoders=encoders, **EIGHT).next_step()
     assert [owner_of(unit_of(next(step))) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     assert len(read) == 6
     next(step)
@@ -170,13 +175,12 @@ def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
             raise ValueError("rows differ")
 
     encoders = image_units(assignment=Assignment(replicas=3, by_cost=last_to_the_first))
-    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
     steps = source(
         dataset,
         encoders=encoders,
         same=same,
         workers=WorkerSettings(processes=processes),
-        **options,
+        **EIGHT,
     )
     given = []
 
@@ -200,18 +204,17 @@ def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
 def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(
     dataset: ChatDataset,
 ) -> None:
-    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
     assignment = Assignment(replicas=9, by_cost=last_to_the_first)
     found = [
         list(
             source(
-                dataset, encoders=image_units(assignment=assignment, loads=(replica,)), **options
+                dataset, encoders=image_units(assignment=assignment, loads=(replica,)), **EIGHT
             ).next_step()
         )
         for replica in (0, 8)
     ]
     shared = 0
-    for whole, first, last in zip(source(dataset, **options).next_step(), *found, strict=True):
+    for whole, first, last in zip(source(dataset, **EIGHT).next_step(), *found, strict=True):
         expected = loaded_by(unit_of(whole))().rows
         loaded = [
             (share.media, share.load().rows)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from bytes_tokenizer import SPECIAL, with_bytes
+from conversations import conversation
 
-from loongplug.data.conversation import Conversation, ImagePart, Message, Part
+from loongplug.data.conversation import ImagePart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.special_text import SpecialTexts, hide_special
@@ -38,17 +39,6 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def bytes_processor(processor: Processor) -> Processor:
     return with_bytes(processor)
-
-
-def conversation(*messages: tuple[str, str | list[Part]], plain: bool = False) -> Conversation:
-    return Conversation(
-        messages=tuple(
-            Message(role, (content,) if isinstance(content, str) else tuple(content))
-            for role, content in messages
-        ),
-        where="rows.jsonl:3",
-        plain=plain,
-    )
 
 
 def as_text(text: str, processor: Processor) -> list[int]:

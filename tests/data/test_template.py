@@ -4,8 +4,9 @@ import copy
 import dataclasses
 
 import pytest
+from conversations import conversation, marked
 
-from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
+from loongplug.data.conversation import Conversation, ImagePart, VideoPart
 from loongplug.data.processor import QWEN_TOKENS, Processor
 from loongplug.data.template import (
     Placeholder,
@@ -17,26 +18,6 @@ from loongplug.data.template import (
 )
 
 pytestmark = pytest.mark.quick
-
-
-def conversation(*messages: tuple[str, str | list[Part]]) -> Conversation:
-    return Conversation(
-        messages=tuple(
-            Message(role, (content,) if isinstance(content, str) else tuple(content))
-            for role, content in messages
-        ),
-        where="rows.jsonl:3",
-    )
-
-
-def marked(tokens: Tokens, processor: Processor) -> str:
-    """The tokens in one string, those that are trained on in brackets."""
-    names = processor.tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
-    assert len(names) == len(tokens.trained)
-    return " ".join(
-        (f"[{name}]" if trained else name).replace("\n", "NL")
-        for name, trained in zip(names, tokens.trained, strict=True)
-    )
 
 
 def images(runs: list[int]) -> list[Placeholder]:

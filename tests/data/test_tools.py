@@ -13,7 +13,6 @@ from qwen_templates import QWEN2_5, QWEN3
 from loongplug.data.blend import open_source
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.formats import parse_conversation
-from loongplug.data.inspect import describe
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW
 from loongplug.data.template import (
@@ -327,29 +326,6 @@ def test_null_keys_that_tables_add_are_not_there(processor: Processor, tmp_path:
         training_phase="sft",
     )
     assert dataset[0].input_ids.tolist() == expected
-
-
-def test_inspect_shows_which_of_it_is_trained(
-    processor: Processor, write_rows: Callable[..., Path]
-) -> None:
-    taken = with_bytes(processor, QWEN3)
-    answers = [
-        {"role": "assistant", "reasoning_content": "look", "tool_calls": [call({"x": 1})]},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "reasoning_content": "so", "content": "4"},
-    ]
-    path = write_rows({"messages": [BARE[0], *answers], "tools": [TOOL]})
-    dataset = ChatDataset(path, processor=taken, seq_length=2000, training_phase="sft")
-    runs = [
-        line[0] + line.split("]", 1)[1].rsplit("[", 1)[0] for line in describe(dataset[0], taken)
-    ][1:]
-    assert runs[1::2] == [
-        "+<think>\\nlook\\n</think>\\n\\n"
-        '<tool_call>\\n{"name": "zoom", "arguments": {"x": 1}}\\n</tool_call><|im_end|>',
-        "+<think>\\nso\\n</think>\\n\\n4<|im_end|>",
-    ]
-    assert [run[0] for run in runs] == [" ", "+", " ", "+", " "]
-    assert "<tool_response>\\n4\\n</tool_response>" in runs[2]
 
 
 def test_evaluation_asks_with_tools_and_what_was_called(

@@ -16,7 +16,7 @@ from loongplug.data.conversation import Video
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.video import TIMESTAMPS, VideoProcessor, patch_times
+from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 WHERE = "rows.jsonl:4"
 
@@ -57,18 +57,6 @@ def test_the_grid_from_the_headers_is_transformers_grid(
     assert torch.equal(pixels, theirs["pixel_values_videos"])
 
 
-def test_limits_that_depend_on_the_number_of_frames_are_met(
-    processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
-) -> None:
-    names = write_frames("f", 12, height=320, width=320)
-    videos = VideoProcessor(processor, TIMESTAMPS)
-    transform = videos._loaded(where=WHERE)
-    transform.size = type(transform.size)(shortest_edge=2048, longest_edge=4 * 320 * 320)
-    frames = tuple(tmp_path / name for name in names)
-    grids = [videos.grid(Video(frames[:n], fps=1.0), where=WHERE) for n in (2, 4, 6, 12)]
-    assert grids == [(1, 20, 20), (2, 20, 20), (3, 16, 16), (6, 10, 10)]
-
-
 def test_frames_are_turned_upright(
     family: Family, tmp_path: Path, write_frames: Callable[..., list[str]]
 ) -> None:
@@ -86,15 +74,6 @@ def test_frames_are_turned_upright(
     pixels, grid = videos.patches(one, where=WHERE)
     assert grid == (2, 2, 6)
     assert torch.equal(pixels, videos.patches(straight, where=WHERE)[0])
-
-
-def test_times_are_in_the_middle_of_a_patch() -> None:
-    def times(frames: int, fps: float) -> tuple[float, ...]:
-        return Video(tuple(Path(f"{i}.png") for i in range(frames)), fps=fps).times
-
-    assert patch_times(times(5, 2.5), temporal_patch_size=2) == pytest.approx([0.2, 1.0, 1.6])
-    assert patch_times(times(1, 2.0), temporal_patch_size=2) == [0.0]
-    assert patch_times(times(4, 1.0), temporal_patch_size=3) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])

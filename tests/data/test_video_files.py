@@ -16,7 +16,7 @@ from video_reference import Family, row_of
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.check import RowChecker
-from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.conversation import VideoClip, VideoFile
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import MediaLoader
@@ -379,13 +379,6 @@ def test_files_that_cannot_be_used(
     monkeypatch.setattr(video_files, "_MOST_PIXELS", 160 * 160 - 1)
     with pytest.raises(ValueError, match=r"frames of 25600 pixels are above the limit"):
         video_header(tmp_path / "whole.avi", where=WHERE)
-
-
-def test_times_of_clips_and_frames(tmp_path: Path) -> None:
-    clip = VideoClip(tmp_path, (0, 5), total_frames=10, file_fps=5.0, height=1, width=1)
-    frames = Video((tmp_path, tmp_path), fps=1.0)
-    assert (clip.fps, clip.times) == (1.0, (0.0, 1.0))
-    assert frames.times == (0.0, 1.0)
 
 
 def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,25 @@
 """Global batches for the agreement tests of models that hear, some of which see as well."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from hf_batches import IMAGE, SEQ_LENGTH, VIDEO, VISION_END, VISION_START, VOCABULARY, Batch, Medium
+from hf_batches import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
+    Batch,
+    Medium,
+    drawn_unit,
+    sample_of,
+)
 
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.data.positions import Grid
 
 AUDIO, AUDIO_START, AUDIO_END = 7, 8, 9
 HEARS, SEES = "audio_encoder", "image_encoder"
@@ -40,41 +50,11 @@ class Senses:
 class HeardBatch(Batch):
     """A global batch whose samples have units for each of their encoders."""
 
-    def microbatch(self, first: int, size: int) -> Microbatch:
-        chosen = self.samples[first : first + size]
-        return Microbatch(
-            input_ids=torch.cat([sample.input_ids for sample in chosen]),
-            position_ids=torch.cat([sample.position_ids for sample in chosen], dim=1),
-            labels=torch.cat([sample.labels for sample in chosen]),
-            loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
-            tokens=sum(sample.tokens for sample in chosen),
-            units={
-                name: _joined([sample.units[name] for sample in chosen]) for name in chosen[0].units
-            },
-        )
-
     def unit(self, name: str) -> MediaInput:
         """All media of an encoder."""
         media = self.microbatch(0, len(self.samples)).units[name].media
         assert media is not None
         return media
-
-
-def _joined(units: Sequence[Unit]) -> Unit:
-    media = [unit.media for unit in units if unit.media is not None]
-    return _unit(
-        rows=torch.cat([each.rows for each in media]),
-        grids=torch.cat([each.grids for each in media]),
-        places=sum((unit.places for unit in units), ()),
-    )
-
-
-def _unit(*, rows: torch.Tensor, grids: torch.Tensor, places: tuple[np.ndarray, ...]) -> Unit:
-    return Unit(
-        grids=tuple((time, height, width) for time, height, width in grids.tolist()),
-        places=places,
-        media=MediaInput(rows=rows, grids=grids),
-    )
 
 
 def heard(
@@ -111,41 +91,29 @@ def _sample(
     senses: Senses,
     generator: torch.Generator,
 ) -> Microbatch:
-    tokens, length = torch.tensor(ids), len(ids)
-    seen = [each for each in media if isinstance(each, Medium)]
-    padded = torch.full((SEQ_LENGTH,), 1)
-    padded[:length] = tokens
-    positions = torch.zeros(3, SEQ_LENGTH, dtype=torch.int64)
-    positions[:, :length] = torch.from_numpy(senses.positions(tokens.numpy(), seen))
-    mask = torch.zeros(SEQ_LENGTH)
-    mask[length - 1 - answer : length - 1] = 1
-
-    def unit(grids: Sequence[tuple[int, int, int]], *, values: int, ids: tuple[int, ...]) -> Unit:
-        rows = sum(time * height * width for time, height, width in grids)
-        return _unit(
-            rows=torch.randn(rows, values, generator=generator),
-            grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
-            places=(np.isin(padded.numpy(), ids).nonzero()[0],),
-        )
-
     sizes = senses.sizes
+    seen = [each for each in media if isinstance(each, Medium)]
     sounds = [sizes.grid(each.frames) for each in media if isinstance(each, Sound)]
-    units: Mapping[str, Unit] = {HEARS: unit(sounds, values=sizes.mel_bins, ids=(AUDIO,))}
-    heard_here = units[HEARS].media
-    assert heard_here is not None
-    for part in heard_here.rows.split([grid[2] for grid in sounds]):
-        part[sizes.longest :] = 0  # as loaded: the model's window ends there
-    if senses.patch_values is not None:
+
+    def units(padded: torch.Tensor) -> dict[str, Unit]:
+        def drawn(grids: Sequence[Grid], *, values: int, ids: tuple[int, ...]) -> Unit:
+            places = (np.isin(padded.numpy(), ids).nonzero()[0],)
+            return drawn_unit(grids, values=values, places=places, generator=generator)
+
+        heard_here = drawn(sounds, values=sizes.mel_bins, ids=(AUDIO,))
+        assert heard_here.media is not None
+        for part in heard_here.media.rows.split([grid[2] for grid in sounds]):
+            part[sizes.longest :] = 0  # as loaded: the model's window ends there
+        if senses.patch_values is None:
+            return {HEARS: heard_here}
         grids = [each.grid for each in seen]
-        units = {SEES: unit(grids, values=senses.patch_values, ids=(IMAGE, VIDEO)), **units}
-    return Microbatch(
-        input_ids=padded[None],
-        position_ids=positions[:, None],
-        labels=F.pad(padded[1:], (0, 1), value=1)[None],
-        loss_mask=mask[None],
-        tokens=length,
-        units=units,
-    )
+        return {
+            SEES: drawn(grids, values=senses.patch_values, ids=(IMAGE, VIDEO)),
+            HEARS: heard_here,
+        }
+
+    positions = senses.positions(np.array(ids), seen)
+    return sample_of(ids, positions=positions, answer=answer, units=units)
 
 
 def feature_arguments(data: HeardBatch, sizes: AudioSizes) -> dict[str, torch.Tensor]:

@@ -1,15 +1,17 @@
 """Global batches for the agreement tests: text, images and videos in one sample."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from image_units import ENCODER, media_of, unit_of
+from image_units import ENCODER, unit_of
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.data.positions import Grid, mrope_position_ids
+from loongplug.data.video import VideoStyle
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
 TOKEN_IDS = {
@@ -64,6 +66,30 @@ def qwen3_positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
     )
 
 
+def timed_positions(
+    style: VideoStyle, *, after_times: bool = False
+) -> Callable[[np.ndarray, Sequence[Medium]], np.ndarray]:
+    """Ours where a video's frames are as far apart as the seconds between them."""
+    assert not style.timestamps
+
+    def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+        return mrope_position_ids(
+            ids,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            image_grids=[medium.grid for medium in media if not medium.is_video],
+            video_grids=[medium.grid for medium in media if medium.is_video],
+            video_times=[
+                style.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
+                for medium in media
+                if medium.seconds is not None
+            ],
+            after_times=after_times,
+        )
+
+    return positions
+
+
 QWEN3 = Style(patch_values=3 * 2 * 16 * 16, frames_apart=True, positions=qwen3_positions)
 
 MEDIA: tuple[tuple[Medium, ...], ...] = (  # none to three, of different sizes
@@ -98,7 +124,7 @@ class Batch:
             labels=torch.cat([sample.labels for sample in chosen]),
             loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
             tokens=sum(sample.tokens for sample in chosen),
-            units=_units(chosen, places=sum((unit_of(each).places for each in chosen), ())),
+            units={name: joined([each.units[name] for each in chosen]) for name in chosen[0].units},
         )
 
 
@@ -128,46 +154,58 @@ def visual_places(input_ids: torch.Tensor) -> tuple[np.ndarray, ...]:
     return tuple(np.isin(row, (IMAGE, VIDEO)).nonzero()[0] for row in input_ids.numpy())
 
 
-def _units(
-    microbatches: Sequence[Microbatch], *, places: tuple[np.ndarray, ...]
-) -> dict[str, Unit]:
+def joined(units: Sequence[Unit]) -> Unit:
     """One that has the media of all of these, one after the other."""
-    media = [media_of(each) for each in microbatches]
+    media = [unit.media for unit in units if unit.media is not None]
     return _unit(
         rows=torch.cat([each.rows for each in media]),
         grids=torch.cat([each.grids for each in media]),
+        places=sum((unit.places for unit in units), ()),
+    )
+
+
+def drawn_unit(
+    grids: Sequence[Grid],
+    *,
+    values: int,
+    places: tuple[np.ndarray, ...],
+    generator: torch.Generator,
+) -> Unit:
+    """Media of these sizes, whose rows have so many random values."""
+    return _unit(
+        rows=torch.randn(sum(map(prod, grids)), values, generator=generator),
+        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
         places=places,
     )
 
 
-def _unit(
-    *, rows: torch.Tensor, grids: torch.Tensor, places: tuple[np.ndarray, ...]
-) -> dict[str, Unit]:
-    unit = Unit(
+def _unit(*, rows: torch.Tensor, grids: torch.Tensor, places: tuple[np.ndarray, ...]) -> Unit:
+    return Unit(
         grids=tuple((time, height, width) for time, height, width in grids.tolist()),
         places=places,
         media=MediaInput(rows=rows, grids=grids),
     )
-    return {ENCODER: unit}
 
 
 def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
     lengths = [sample.tokens for sample in samples]
 
-    def joined(name: str, *, value: int) -> torch.Tensor:
+    def behind(name: str, *, value: int) -> torch.Tensor:
         pieces = [
             getattr(sample, name)[..., :length]
             for sample, length in zip(samples, lengths, strict=True)
         ]
         return F.pad(torch.cat(pieces, dim=-1), (0, seq_length - sum(lengths)), value=value)
 
+    input_ids = behind("input_ids", value=1)
+    unit = joined([unit_of(sample) for sample in samples])
     return Microbatch(
-        input_ids=joined("input_ids", value=1),
-        position_ids=joined("position_ids", value=0),
-        labels=joined("labels", value=1),
-        loss_mask=joined("loss_mask", value=0),
+        input_ids=input_ids,
+        position_ids=behind("position_ids", value=0),
+        labels=behind("labels", value=1),
+        loss_mask=behind("loss_mask", value=0),
         tokens=sum(lengths),
-        units=_units(samples, places=visual_places(joined("input_ids", value=1))),
+        units={ENCODER: replace(unit, places=visual_places(input_ids))},
         segments=tuple(lengths),
     )
 
@@ -196,36 +234,44 @@ def batch(
                 visual = [token] * (time * height * width // style.merge**2 // frames)
                 ids += [VISION_START, *visual, VISION_END] if style.marks else visual
         ids += words(7 + number)
-        samples.append(_sample(ids, mine, answer=3 + number, style=style, generator=generator))
+        samples.append(
+            sample_of(
+                ids,
+                positions=style.positions(np.array(ids), mine),
+                answer=3 + number,
+                units=lambda padded, mine=mine: {
+                    ENCODER: drawn_unit(
+                        [medium.grid for medium in mine],
+                        values=style.patch_values,
+                        places=visual_places(padded[None]),
+                        generator=generator,
+                    )
+                },
+            )
+        )
     return Batch(samples=tuple(samples), media=tuple(media))
 
 
-def _sample(
-    ids: list[int],
-    media: Sequence[Medium],
+def sample_of(
+    ids: Sequence[int],
     *,
+    positions: np.ndarray,
     answer: int,
-    style: Style,
-    generator: torch.Generator,
+    units: Callable[[torch.Tensor], Mapping[str, Unit]],
 ) -> Microbatch:
-    tokens = torch.tensor(ids)
+    """A padded sample whose last tokens are its answer; ``units`` are made for its tokens."""
     length = len(ids)
     padded = torch.full((SEQ_LENGTH,), 1)
-    padded[:length] = tokens
-    positions = torch.zeros(3, SEQ_LENGTH, dtype=torch.int64)
-    positions[:, :length] = torch.from_numpy(style.positions(tokens.numpy(), media))
+    padded[:length] = torch.tensor(ids)
+    position_ids = torch.zeros(3, SEQ_LENGTH, dtype=torch.int64)
+    position_ids[:, :length] = torch.from_numpy(positions)
     mask = torch.zeros(SEQ_LENGTH)
     mask[length - 1 - answer : length - 1] = 1
-    patches = sum(medium.patches for medium in media)
     return Microbatch(
         input_ids=padded[None],
-        position_ids=positions[:, None],
+        position_ids=position_ids[:, None],
         labels=F.pad(padded[1:], (0, 1), value=1)[None],
         loss_mask=mask[None],
         tokens=length,
-        units=_unit(
-            rows=torch.randn(patches, style.patch_values, generator=generator),
-            grids=torch.tensor([medium.grid for medium in media], dtype=torch.int64).reshape(-1, 3),
-            places=visual_places(padded[None]),
-        ),
+        units=units(padded),
     )

@@ -4,12 +4,15 @@ The families' tests bring their tiny architectures; the batches come from ``hf_b
 """
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -40,6 +43,18 @@ from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep, packed_segments
 
 LIMIT = 1e-4
+
+
+@contextmanager
+def trusted(package: str) -> Iterator[None]:
+    """The package of the folder ``outside`` on the path, and trusted by the comparison."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "outside"))
+        trusting = partial(family_of, trusted_packages=[package])
+        patch.setattr(sys.modules[__name__], "family_of", trusting)
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +101,18 @@ class Layout:
         return "-".join(parts)
 
 
+# What most families are held against transformers in.
+LAYOUTS = [
+    pytest.param(Layout(), marks=pytest.mark.quick),
+    Layout(micro_batch_size=4),
+    Layout(tp=2),
+    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
+    Layout(pp=2, dp=2, overlap_grad_reduce=True),
+]
+
+
 def reference_model(model: VisionLanguageArchitecture, *, seed: int = 0) -> Any:
     """The same architecture in transformers, randomly initialised, norms and biases too."""
     hugging_face = family_of(model).load_hugging_face(model)
@@ -111,7 +138,7 @@ class Step:
 def qwen_arguments(data: Batch, input_ids: torch.Tensor) -> dict[str, Any]:
     """What Qwen's models in transformers take besides text."""
     kinds = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
-    return {"mm_token_type_ids": kinds, **_media_arguments(data)}
+    return {"mm_token_type_ids": kinds, **media_arguments(data)}
 
 
 def reference_step(
@@ -157,7 +184,18 @@ def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
     return (gradient.transpose(1, 2) if experts else gradient).clone()
 
 
-def _media_arguments(data: Batch) -> dict[str, Any]:
+def by_file_names(step: Step) -> Step:
+    """Gradients by the names that transformers gives the tensors in files of before Qwen3-VL."""
+
+    def in_file(name: str) -> str:
+        return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+    return dataclasses.replace(
+        step, gradients={in_file(name): tensor for name, tensor in step.gradients.items()}
+    )
+
+
+def media_arguments(data: Batch) -> dict[str, Any]:
     """transformers takes images and videos apart, each in the order of the text."""
     pixels = media_of(data.microbatch(0, len(data.samples))).rows
     media = [medium for sample in data.media for medium in sample]
@@ -384,15 +422,20 @@ def assert_agreement(
 ) -> None:
     """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
 
+    Encoders are recomputed where the decoder is.
     ``measured`` makes what is compared of the gradients, one error each.
     ``options`` are settings of the decoder's Megatron config, ``adapters`` is as in
     :func:`our_step`.
     """
+    encoders = {
+        model.keys[name]: dataclasses.replace(model.encoder(name), recompute=layout.recompute)
+        for name in model.encoders
+    }
     step = run_ranks(
         our_step,
         layout.world_size,
         folder=folder,
-        model=model,
+        model=dataclasses.replace(model, **encoders),
         layout=layout,
         data=data,
         options=options,

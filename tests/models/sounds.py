@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from lone_parts import lone_encoder, part_of
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.audio_transformer import LOONGPLUG_PARTS
 from loongplug.models.audio_transformer.config import (
     AudioTransformerConfig,
     OmniAudioConfig,
@@ -21,7 +19,7 @@ from loongplug.models.audio_transformer.config import (
 )
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.parts import Part, load
+from loongplug.models.parts import load
 
 NAME = "audio_encoder"
 SILENCE = -0.7  # what a log-mel of silence could be; not what convolutions pad with
@@ -82,12 +80,6 @@ def tower_of(config: AudioTransformerConfig) -> Tower:
     return next(each for each in TOWERS.values() if each.config_class is type(config))
 
 
-def part_of(config: AudioTransformerConfig) -> Part:
-    """The registered part of a config's class."""
-    (part,) = (each for each in LOONGPLUG_PARTS if each.config_class is type(config))
-    return part
-
-
 def described(config: AudioTransformerConfig) -> HuggingFacePart:
     root = tower_of(config).root
     return load(part_of(config).hugging_face)(config, ours=NAME, theirs=root)
@@ -140,18 +132,7 @@ def encoder_within(model: Any) -> Any:
 
 
 def our_model(config: AudioTransformerConfig, *, tp: int = 1) -> Any:
-    """Built by the part over Megatron's current groups, named as in a whole model."""
-    decoder = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    encoder = load(part_of(config).build)(config, decoder=decoder, groups=groups, backend="local")
-    encoder.pg_collection = groups
-    return torch.nn.ModuleDict({NAME: encoder})
+    return lone_encoder(config, name=NAME, tp=tp)
 
 
 def frames_of(config: AudioTransformerConfig, number: int, length: int) -> torch.Tensor:

@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import Layout, build_chunks, decoder_config, reference_model
+from hf_reference import Layout, reference_model
 from peft import PeftModel
-from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
-from tensor_files import assert_same_weights
 from test_qwen2_5_omni_agreement import MODEL as OMNI
 from test_qwen2_audio_agreement import MODEL as QWEN2_AUDIO
+from there_and_back import assert_there_and_back
 from transformers import (
     AutoModelForMultimodalLM,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
 )
 
-from loongplug.checkpoint.hf_export import save_hf_folder
-from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.lora.settings import LoraSettings
@@ -48,37 +45,10 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return config, folder / "hf", folder / "processor"
 
 
-def in_and_out(
-    rank: int, *, config: Any, layout: Layout, source: Path, target: Path, processor: Path
-) -> None:
-    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
-        chunks = build_chunks(config, decoder_config(config, layout), layout)
-        load_hf_weights(chunks, source, model=hugging_face(config))
-        save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_there_and_back_to_the_same_bits(original: Any, tmp_path: Path, layout: Layout) -> None:
     config, source, processor = original
-    run_ranks(
-        in_and_out,
-        layout.world_size,
-        config=config,
-        layout=layout,
-        source=source,
-        target=tmp_path / "out",
-        processor=processor,
-    )
-    assert_same_weights(source, tmp_path / "out")
-    model, report = AutoModelForMultimodalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert type(model).__name__ == hugging_face(config).in_transformers.architecture
-    assert not any(report.values()), report
-    ours, theirs = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source)
-    )
-    assert ours == theirs
+    assert_there_and_back(config, source, tmp_path / "out", layout=layout, processor=processor)
 
 
 def whole_folder(folder: Path, source: Path) -> Path:
@@ -97,23 +67,12 @@ def whole_folder(folder: Path, source: Path) -> Path:
 
 def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
     """Into the thinker's own folder, also where the processor's files are the whole's."""
-    reference_model(OMNI).save_pretrained(tmp_path / "hf")
-    whole = whole_folder(tmp_path / "whole", tmp_path / "hf")
+    thinker = tmp_path / "hf"
+    reference_model(OMNI).save_pretrained(thinker)
+    whole = whole_folder(tmp_path / "whole", thinker)
     write_processor(whole, "qwen2_5_omni")
-    run_ranks(
-        in_and_out,
-        1,
-        config=OMNI,
-        layout=Layout(),
-        source=whole,
-        target=tmp_path / "out",
-        processor=whole,
-    )
-    assert_same_weights(tmp_path / "hf", tmp_path / "out")
-    ours, theirs = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "hf")
-    )
-    assert ours == theirs
+    options = {"layout": Layout(), "processor": whole, "original": thinker}
+    assert_there_and_back(OMNI, whole, tmp_path / "out", **options)
 
 
 def test_adapters_have_the_names_of_peft(original: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from loongplug.models.patch_grids import frame_lengths, patch_coordinates
+from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.qwen3_vl import grids as grids_module
 from loongplug.models.qwen3_vl.grids import PackedGeometry
 
@@ -59,20 +59,6 @@ def test_rotary_angles_are_those_of_transformers(grid):
     angles = torch.cat([angles, angles], dim=1)
     torch.testing.assert_close(angles.cos(), cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(angles.sin(), sin, rtol=0, atol=1e-6)
-
-
-def test_patches_of_one_token_stand_together():
-    row, column = patch_coordinates(4, 4, merge=2)
-    assert list(zip(row.tolist(), column.tolist(), strict=True))[:8] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-        (0, 2),
-        (0, 3),
-        (1, 2),
-        (1, 3),
-    ]
 
 
 def test_attention_stays_within_a_frame():

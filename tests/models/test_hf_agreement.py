@@ -7,11 +7,11 @@ value of the reference. It stays below 1e-4 in fp32.
 import pytest
 from hf_batches import TOKEN_IDS, batch
 from hf_reference import Layout, assert_agreement, reference_model, reference_step
+from tiny_qwen3_vl_moe import TEXT, VISION
 
 from loongplug.models.qwen3_vl.config import (
     Qwen3DecoderConfig,
     Qwen3ProjectorConfig,
-    Qwen3VisionConfig,
     Qwen3VLConfig,
 )
 
@@ -33,26 +33,9 @@ LAYOUTS = [
 def architecture(*, tied: bool) -> Qwen3VLConfig:
     """Small, but with every feature: GQA, deepstack over three layers, an uneven mRoPE."""
     return Qwen3VLConfig(
-        image_encoder=Qwen3VisionConfig(
-            num_layers=3,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_attention_heads=4,
-            num_position_embeddings=64,
-            deepstack_layers=(0, 1, 2),
-        ),
+        image_encoder=VISION,
         image_projector=Qwen3ProjectorConfig(),
-        foundation=Qwen3DecoderConfig(
-            num_layers=4,
-            hidden_size=64,
-            ffn_hidden_size=160,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=32,
-            vocab_size=128,
-            mrope_section=(6, 5, 5),
-            tie_word_embeddings=tied,
-        ),
+        foundation=Qwen3DecoderConfig(**TEXT, tie_word_embeddings=tied),
         **TOKEN_IDS,
     )
 

@@ -150,7 +150,7 @@ def test_a_model_that_transformers_lacks_has_no_config_json(tmp_path, monkeypatc
     assert hf_config_differences(tmp_path, other) == ["its words are lost"]
     # Nor does it stand in the way of models that transformers has.
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "outside"))
-    found = compose_model(hf_folder=tmp_path, trusted_packages=["paired_vl"])
+    found = compose_model(hf_folder=tmp_path, trusted_packages=["composed_vl"])
     assert found.family.name == "qwen3_vl"
 
 

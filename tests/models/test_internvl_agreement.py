@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from fixed_images import PATCH, Reference, assert_agrees, pictures_of, reference
-from hf_batches import IMAGE, VOCABULARY, Batch, Medium
-from hf_reference import Layout
+from fixed_images import PATCH, TEXT, Reference, assert_agrees, pictures_of, reference
+from hf_batches import IMAGE, Batch, Medium
+from hf_reference import LAYOUTS, Layout
 
 from loongplug.models.internvl.config import InternVLConfig
 from loongplug.models.patch_transformer.config import InternVisionConfig
@@ -19,14 +19,6 @@ from loongplug.models.text_decoders.config import Qwen2TextConfig
 SIDE, MERGE = 4, 2
 TILE, TILES = Medium((1, SIDE, SIDE)), Medium((2, SIDE, SIDE))
 MEDIA = ((TILES, TILE), (), (), (TILE,), (TILE, TILE), (), (TILES,), ())
-LAYOUTS = [
-    pytest.param(Layout(), marks=pytest.mark.quick),
-    Layout(micro_batch_size=4),
-    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
-    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
-    Layout(pp=2, dp=2, overlap_grad_reduce=True),
-]
 MODEL = InternVLConfig(
     image_encoder=InternVisionConfig(
         num_layers=3,
@@ -38,17 +30,7 @@ MODEL = InternVLConfig(
         spatial_merge_size=MERGE,
     ),
     image_projector=PixelShuffleConfig(),
-    foundation=Qwen2TextConfig(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=112,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=16,
-        vocab_size=VOCABULARY,
-        rotary_base=10_000.0,
-        max_position_embeddings=512,
-    ),
+    foundation=Qwen2TextConfig(**TEXT),
     image_token_id=IMAGE,
 )
 

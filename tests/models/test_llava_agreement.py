@@ -6,9 +6,9 @@ Errors are measured as for Qwen3-VL. Images are of 5 x 5 patches.
 from pathlib import Path
 
 import pytest
-from fixed_images import PATCH, Reference, assert_agrees, pictures_of, reference
-from hf_batches import IMAGE, VOCABULARY, Batch, Medium
-from hf_reference import Layout
+from fixed_images import PATCH, TEXT, Reference, assert_agrees, pictures_of, reference
+from hf_batches import IMAGE, Batch, Medium
+from hf_reference import LAYOUTS, Layout
 
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.llava.config import LlavaConfig
@@ -31,15 +31,6 @@ from loongplug.models.text_decoders.config import (
 SIDE = 5
 PICTURE = Medium((1, SIDE, SIDE))
 MEDIA = ((PICTURE,), (), (), (PICTURE,), (PICTURE,), (), (PICTURE,), ())
-LAYOUTS = [
-    pytest.param(Layout(), marks=pytest.mark.quick),
-    Layout(micro_batch_size=4),
-    Layout(tp=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
-    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
-    Layout(pp=2, dp=2, overlap_grad_reduce=True),
-]
 VISION = {
     "num_layers": 3,
     "hidden_size": 24,
@@ -48,17 +39,6 @@ VISION = {
     "patch_size": PATCH,
     "image_size": SIDE * PATCH,
     "feature_layer": -2,
-}
-TEXT = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 112,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "vocab_size": VOCABULARY,
-    "rotary_base": 10_000.0,
-    "max_position_embeddings": 512,
 }
 SCALING = Llama3Scaling(
     factor=8.0,

@@ -28,43 +28,42 @@ pytestmark = pytest.mark.quick
 SCALED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-@pytest.mark.parametrize(
-    ("kv_channels", "section"), [(32, (6, 5, 5)), (128, (24, 20, 20)), (16, (8, 0, 0))]
-)
-def test_rotation_is_that_of_transformers(kv_channels, section):
-    text = HfConfig().text_config
-    text.head_dim = kv_channels
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 5e6,
-        "mrope_section": list(section),
-        "mrope_interleaved": True,
-    }
-    reference = Qwen3VLTextRotaryEmbedding(text)
-    position_ids = torch.randint(0, 3000, (3, 2, 7))
-    query = torch.randn(2, 4, 7, kv_channels)  # [b, heads, s, dim]
-    cos, sin = reference(query, position_ids)
+def assert_turned_alike(reference, rope, position_ids, *, their_positions, section):
+    """Heads turned by our table and by that of a model of transformers."""
+    query = torch.randn(2, 4, 7, rope.channels)  # [b, heads, s, dim]
+    cos, sin = reference(query, their_positions)
     expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
-    rotary = MultimodalRotary(
-        RopeSettings(channels=kv_channels, base=5e6, axes=interleaved_axes(section)),
-        dtype=torch.float32,
-    )
+    rotary = MultimodalRotary(rope, dtype=torch.float32)
     turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, list(section)))
     torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_axes_are_told_apart():
-    rotary = MultimodalRotary(
-        RopeSettings(channels=32, base=1e4, axes=interleaved_axes((6, 5, 5))), dtype=torch.float32
+INTERLEAVED = (Qwen3VLTextRotaryEmbedding, interleaved_axes, {"mrope_interleaved": True})
+IN_SECTIONS = (Qwen2_5_VLRotaryEmbedding, sectioned_axes, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "kv_channels", "section"),
+    [
+        (HfConfig().text_config, INTERLEAVED, 32, (6, 5, 5)),
+        (HfConfig().text_config, INTERLEAVED, 128, (24, 20, 20)),
+        (HfConfig().text_config, INTERLEAVED, 16, (8, 0, 0)),
+        (HfConfig25().text_config, IN_SECTIONS, 32, (4, 6, 6)),
+        (HfConfig25().text_config, IN_SECTIONS, 128, (16, 24, 24)),
+        (HfConfig25().text_config, IN_SECTIONS, 16, (1, 4, 3)),
+    ],
+)
+def test_rotation_is_that_of_transformers(text, kind, kv_channels, section):
+    reference, axes, more = kind
+    text.head_dim = kv_channels
+    text.hidden_size = kv_channels * text.num_attention_heads
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(section)}
+    text.rope_parameters = rope | more
+    settings = RopeSettings(channels=kv_channels, base=5e6, axes=axes(section))
+    position_ids = torch.randint(0, 3000, (3, 2, 7))
+    assert_turned_alike(
+        reference(text), settings, position_ids, their_positions=position_ids, section=section
     )
-    base = torch.zeros(3, 1, 1, dtype=torch.int64)
-    tables = []
-    for axis in range(3):
-        position_ids = base.clone()
-        position_ids[axis] = 3
-        tables.append(rotary(position_ids, [6, 5, 5]))
-    turned = [(table != rotary(base, [6, 5, 5]))[..., :16].sum().item() for table in tables]
-    assert turned == [6, 5, 5]
 
 
 def test_sections_that_do_not_fit_are_refused():
@@ -73,30 +72,6 @@ def test_sections_that_do_not_fit_are_refused():
             RopeSettings(channels=32, base=1e4, axes=interleaved_axes((5, 5, 5))),
             dtype=torch.float32,
         )
-
-
-@pytest.mark.parametrize(
-    ("kv_channels", "section"), [(32, (4, 6, 6)), (128, (16, 24, 24)), (16, (1, 4, 3))]
-)
-def test_rotation_in_sections_is_that_of_transformers(kv_channels, section):
-    text = HfConfig25().text_config
-    text.hidden_size = kv_channels * text.num_attention_heads
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": list(section),
-    }
-    reference = Qwen2_5_VLRotaryEmbedding(text)
-    position_ids = torch.randint(0, 3000, (3, 2, 7))
-    query = torch.randn(2, 4, 7, kv_channels)  # [b, heads, s, dim]
-    cos, sin = reference(query, position_ids)
-    expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
-    rotary = MultimodalRotary(
-        RopeSettings(channels=kv_channels, base=1e6, axes=sectioned_axes(section)),
-        dtype=torch.float32,
-    )
-    turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, list(section)))
-    torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +108,4 @@ def test_plain_rope_is_llama_s(channels, base, numbers):
         assert divided.any()
         assert ((ratio != 1) & ~divided).any()  # and some are between the two
     position_ids = torch.randint(0, 100_000, (3, 2, 7))  # of which the first row counts
-    query = torch.randn(2, 4, 7, channels)  # [b, heads, s, dim]
-    cos, sin = reference(query, position_ids[0])
-    expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
-    rotary = MultimodalRotary(rope, dtype=torch.float32)
-    turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, []))
-    torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)
+    assert_turned_alike(reference, rope, position_ids, their_positions=position_ids[0], section=())

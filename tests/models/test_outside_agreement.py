@@ -3,21 +3,23 @@
 The package is ``outside/qwen2_vl``; nothing else knows of it.
 """
 
-import dataclasses
 import importlib
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import hf_reference
 import pytest
 from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
-from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
+from hf_reference import (
+    Layout,
+    Step,
+    assert_agreement,
+    by_file_names,
+    reference_model,
+    reference_step,
+    trusted,
+)
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionLanguageArchitecture
-from loongplug.models.hf_config import hf_config
-from loongplug.models.registry import families, family_of
 
 PACKAGE = "qwen2_vl"
 LAYOUTS = [
@@ -38,14 +40,8 @@ MEDIA = (  # images only: their positions are the same in all families
 
 @pytest.fixture(scope="module", autouse=True)
 def _trusted() -> Iterator[None]:
-    """The package on the path, and trusted by the comparison."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent / "outside"))
-        trusting = partial(family_of, trusted_packages=[PACKAGE])
-        patch.setattr(hf_reference, "family_of", trusting)
+    with trusted(PACKAGE):
         yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
 
 
 def architecture(*, tied: bool) -> VisionLanguageArchitecture:
@@ -90,36 +86,9 @@ def reference(
     return model, folder, by_file_names(expected)
 
 
-def by_file_names(step: Step) -> Step:
-    """Gradients by the names that transformers gives the tensors in a file."""
-
-    def in_file(name: str) -> str:
-        return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-
-    return dataclasses.replace(
-        step, gradients={in_file(name): tensor for name, tensor in step.gradients.items()}
-    )
-
-
-def test_family_is_known_only_where_its_package_is_trusted() -> None:
-    assert PACKAGE not in families()
-    assert PACKAGE in families([PACKAGE])
-
-
-def test_config_class_may_come_from_outside_transformers() -> None:
-    model = architecture(tied=False)
-    found = hf_reference.family_of(model).load_hugging_face(model)
-    elsewhere = "transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLConfig"
-    theirs = dataclasses.replace(found.in_transformers, config_class=elsewhere)
-    moved = dataclasses.replace(found, in_transformers=theirs)
-    assert hf_config(moved).to_dict() == hf_config(found).to_dict()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_outside_step_agrees_with_transformers(
     reference: tuple[VisionLanguageArchitecture, Path, Step], data: Batch, layout: Layout
 ) -> None:
     model, folder, expected = reference
-    encoder = dataclasses.replace(model.image_encoder, recompute=layout.recompute)
-    model = dataclasses.replace(model, image_encoder=encoder)
     assert_agreement(model, folder, layout=layout, data=data, expected=expected)

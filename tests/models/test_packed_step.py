@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import test_hf_agreement
-import test_qwen2_5_agreement
 import tiny_qwen2_5_vl
 import tiny_qwen3_vl_moe
 import torch
-from hf_batches import QWEN3, Batch, Packs, Style, batch, packed
+from hf_batches import QWEN3, Batch, Packs, batch, packed
 from hf_reference import Layout, Step, assert_agreement, our_step, reference_model
 from ranks import run_ranks
 
@@ -59,18 +58,9 @@ class Family:
         return packed(self.data, numbers, seq_length=self.seq_length)
 
 
-def qwen2_5_batch() -> Batch:
-    style = Style(
-        patch_values=3 * 2 * 14 * 14,
-        frames_apart=False,
-        positions=test_qwen2_5_agreement.positions,
-    )
-    return batch(style, media=test_qwen2_5_agreement.MEDIA)
-
-
 FAMILIES = {
     "qwen3_vl": (lambda: test_hf_agreement.architecture(tied=False), lambda: batch(QWEN3)),
-    "qwen2_5_vl": (lambda: tiny_qwen2_5_vl.tiny_config(tied=True), qwen2_5_batch),
+    "qwen2_5_vl": (lambda: tiny_qwen2_5_vl.tiny_config(tied=True), tiny_qwen2_5_vl.tiny_batch),
     "qwen3_vl_moe": (tiny_qwen3_vl_moe.architecture, lambda: batch(QWEN3)),
 }
 

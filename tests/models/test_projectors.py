@@ -8,6 +8,7 @@ import pytest
 import torch
 from gathered import gather_full_tensors, replica_differences
 from hf_reference import LIMIT, relative_error
+from lone_parts import as_whole, assert_all_near, part_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import model_parallel, run_ranks
@@ -37,7 +38,7 @@ from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.parts import Part, load
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.models.projectors import LOONGPLUG_PARTS, modules
+from loongplug.models.projectors import modules
 from loongplug.models.projectors.config import (
     AveragePoolConfig,
     LinearConfig,
@@ -45,13 +46,9 @@ from loongplug.models.projectors.config import (
     PixelShuffleConfig,
 )
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
-from loongplug.models.registry import InTransformers
 
 NAME, ROOT = "image_projector", "multi_modal_projector"
 OUT, IMAGES = 20, 2
-
-
-NOWHERE = InTransformers(config_class="", architecture="", roots={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +65,7 @@ class Case:
 
     @property
     def part(self) -> Part:
-        (part,) = (each for each in LOONGPLUG_PARTS if each.config_class is type(self.projector))
-        return part
+        return part_of(self.projector)
 
     def described(self) -> Any:
         return load(self.part.hugging_face)(
@@ -82,8 +78,7 @@ class Case:
 
     def hugging_face(self) -> HuggingFaceModel:
         """The projector as if it were a whole model."""
-        mapping = Mapping(self.described().rows, twins={})
-        return HuggingFaceModel(mapping=mapping, in_transformers=NOWHERE, sections={}, top={})
+        return as_whole(Mapping(self.described().rows, twins={}))
 
     def build(self, *, tp: int) -> Any:
         """Over Megatron's current groups."""
@@ -218,10 +213,7 @@ def ours(rank: int, *, case: Case, folder: Path, tp: int) -> Result:
 def assert_same(found: Result, wanted: Result) -> None:
     assert relative_error(found.features, wanted.features) < LIMIT
     assert relative_error(found.of_states, wanted.of_states) < LIMIT
-    assert found.gradients.keys() == wanted.gradients.keys()
-    errors = {k: relative_error(found.gradients[k], each) for k, each in wanted.gradients.items()}
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] < LIMIT, (worst, errors[worst])
+    assert_all_near(found.gradients, wanted.gradients)
     assert found.apart < 1e-6
 
 
@@ -276,9 +268,7 @@ def test_adapters_stand_beside_a_linear(tmp_path: Path, tp: int) -> None:
         f"{ROOT}.linear.lora_A.weight": a.grad,
         f"{ROOT}.linear.lora_B.weight": b.grad,
     }
-    found = run_ranks(adapted, tp, folder=tmp_path, tp=tp)[0]
-    assert found.keys() == wanted.keys()
-    assert all(relative_error(found[name], each) < LIMIT for name, each in wanted.items())
+    assert_all_near(run_ranks(adapted, tp, folder=tmp_path, tp=tp)[0], wanted)
 
 
 def test_another_order_within_a_block_is_seen(tmp_path: Path, monkeypatch: Any) -> None:

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_reference import Layout, build_chunks, decoder_config, reference_model
-from ranks import model_parallel, run_ranks
-from safetensors.torch import load_file
-from tensor_files import assert_same_weights
+from hf_reference import Layout, reference_model
+from there_and_back import assert_there_and_back
 from tiny_qwen2_5_vl import tiny_config
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from loongplug.checkpoint.hf_export import save_hf_folder
-from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.qwen2_5_vl.config import Qwen25VLConfig
 from loongplug.models.registry import families
@@ -137,26 +132,6 @@ def original(request, tmp_path_factory) -> tuple[Qwen25VLConfig, Path]:
     return config, folder
 
 
-def test_mapping_covers_what_transformers_saves_of_qwen2_5(original):
-    config, folder = original
-    saved = load_file(folder / "model.safetensors")
-    mapping = hugging_face(config).mapping
-    assert mapping.sources() == {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    for each in mapping.entries():
-        assert mapping.find(each.name) == each
-    fused = mapping.find("image_encoder.blocks.layers.1.mlp.linear_fc1.layer_norm_weight")
-    assert fused.sources[0].name == "visual.blocks.1.norm2.weight"
-    tied = config.foundation.tie_word_embeddings
-    assert mapping.twins == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
-
-
-def in_and_out(rank, *, config, layout, source, target, processor):
-    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
-        chunks = build_chunks(config, decoder_config(config, layout), layout)
-        load_hf_weights(chunks, source, model=hugging_face(config))
-        save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
-
-
 @pytest.mark.parametrize(
     "layout",
     [Layout(), Layout(tp=2), Layout(pp=2, vpp=2), Layout(tp=2, pp=2, vpp=2), Layout(pp=2, dp=2)],
@@ -164,20 +139,6 @@ def in_and_out(rank, *, config, layout, source, target, processor):
 )
 def test_qwen2_5_there_and_back_to_the_same_bits(original, tmp_path, layout):
     config, source = original
-    target, processor = tmp_path / "out", tmp_path / "processor"
+    processor = tmp_path / "processor"
     write_processor(processor)
-    run_ranks(
-        in_and_out,
-        layout.world_size,
-        config=config,
-        layout=layout,
-        source=source,
-        target=target,
-        processor=processor,
-    )
-    assert_same_weights(source, target)
-    model, report = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
-    assert isinstance(model, Qwen2_5_VLForConditionalGeneration)
-    assert not any(report.values()), report
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (target, source))
-    assert ours == theirs
+    assert_there_and_back(config, source, tmp_path / "out", layout=layout, processor=processor)

@@ -7,7 +7,6 @@ Errors are measured as for Qwen3-VL. Sounds are cut into chunks of 8 frames.
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fixed_images import Reference, as_saved
@@ -15,17 +14,22 @@ from heard_batches import (
     AUDIO,
     AUDIO_END,
     AUDIO_START,
-    SEES,
     HeardBatch,
     Senses,
     Sound,
     feature_arguments,
     heard,
 )
-from hf_batches import TOKEN_IDS, VOCABULARY, Batch, Medium
-from hf_reference import Layout, assert_agreement, reference_model, reference_step
+from hf_batches import TOKEN_IDS, VOCABULARY, Batch, Medium, timed_positions
+from hf_reference import (
+    LAYOUTS,
+    Layout,
+    assert_agreement,
+    media_arguments,
+    reference_model,
+    reference_step,
+)
 
-from loongplug.data.positions import mrope_position_ids
 from loongplug.models.audio_transformer.config import OmniAudioConfig
 from loongplug.models.projectors.config import LinearConfig
 from loongplug.models.qwen2_5_omni.config import OmniVisionConfig, Qwen25OmniConfig
@@ -43,15 +47,6 @@ MEDIA = (
     (Sound(13), Medium((2, 2, 2), 0.12)),
     (),
 )
-LAYOUTS = [
-    pytest.param(Layout(), marks=pytest.mark.quick),
-    Layout(micro_batch_size=4),
-    Layout(tp=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
-    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
-    Layout(pp=2, dp=2, overlap_grad_reduce=True),
-]
 HIDDEN = 64
 MODEL = Qwen25OmniConfig(
     image_encoder=OmniVisionConfig(
@@ -91,24 +86,6 @@ MODEL = Qwen25OmniConfig(
     audio_start_token_id=AUDIO_START,
     audio_end_token_id=AUDIO_END,
 )
-STYLE = MODEL.video_style()
-
-
-def positions(ids: np.ndarray, media: Any) -> np.ndarray:
-    return mrope_position_ids(
-        ids,
-        image_token_id=TOKEN_IDS["image_token_id"],
-        video_token_id=TOKEN_IDS["video_token_id"],
-        image_grids=[medium.grid for medium in media if not medium.is_video],
-        video_grids=[medium.grid for medium in media if medium.is_video],
-        video_times=[
-            STYLE.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
-            for medium in media
-            if medium.seconds is not None
-        ],
-        after_times=True,
-        spatial_merge_size=2,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -117,22 +94,16 @@ def data() -> HeardBatch:
         sizes=MODEL.audio_encoder.sizes,
         patch_values=MODEL.image_encoder.row_values,
         marks=True,
-        positions=positions,
+        positions=timed_positions(MODEL.video_style(), after_times=True),
     )
     return heard(MEDIA, senses)
 
 
 def arguments(data: Batch, ids: torch.Tensor) -> dict[str, Any]:
     assert isinstance(data, HeardBatch)
-    media = [medium for sample in data.media for medium in sample]
-    rows = data.unit(SEES).rows.split([medium.patches for medium in media])
-    found: dict[str, Any] = feature_arguments(data, MODEL.audio_encoder.sizes)
-    for is_video, kind, suffix in ((False, "image", ""), (True, "video", "_videos")):
-        chosen = [number for number, medium in enumerate(media) if medium.is_video == is_video]
-        found[f"pixel_values{suffix}"] = torch.cat([rows[number] for number in chosen])
-        found[f"{kind}_grid_thw"] = torch.tensor([media[number].grid for number in chosen])
-    seconds = [medium.seconds for medium in media if medium.is_video]
-    return found | {"video_second_per_grid": torch.tensor(seconds)}
+    seen = media_arguments(data)
+    seen["video_second_per_grid"] = seen.pop("second_per_grid_ts")
+    return seen | feature_arguments(data, MODEL.audio_encoder.sizes)
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +120,4 @@ def test_thinker_step_agrees_with_transformers(
     reference: Reference, data: HeardBatch, layout: Layout
 ) -> None:
     model, folder, expected = reference
-    recompute = {
-        name: dataclasses.replace(getattr(model, name), recompute=layout.recompute)
-        for name in ("image_encoder", "audio_encoder")
-    }
-    assert_agreement(
-        dataclasses.replace(model, **recompute),
-        folder,
-        layout=layout,
-        data=data,
-        expected=expected,
-    )
+    assert_agreement(model, folder, layout=layout, data=data, expected=expected)

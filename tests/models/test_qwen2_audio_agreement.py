@@ -5,13 +5,11 @@ Errors are measured as for Qwen3-VL. Sounds are of up to 24 frames.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fixed_images import Reference, as_saved, plain
+from fixed_images import TEXT, Reference, as_saved, plain
 from heard_batches import AUDIO, HeardBatch, Senses, Sound, feature_arguments, heard
-from hf_batches import VOCABULARY
-from hf_reference import Layout, assert_agreement, reference_model, reference_step
+from hf_reference import LAYOUTS, Layout, assert_agreement, reference_model, reference_step
 
 from loongplug.models.audio_transformer.config import Qwen2AudioEncoderConfig
 from loongplug.models.projectors.config import LinearConfig
@@ -30,15 +28,6 @@ MEDIA = (
     (Sound(23),),
     (),
 )
-LAYOUTS = [
-    pytest.param(Layout(), marks=pytest.mark.quick),
-    Layout(micro_batch_size=4),
-    Layout(tp=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
-    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
-    Layout(pp=2, dp=2, overlap_grad_reduce=True),
-]
 ENCODER = Qwen2AudioEncoderConfig(
     num_layers=2,
     hidden_size=24,
@@ -47,17 +36,6 @@ ENCODER = Qwen2AudioEncoderConfig(
     mel_bins=MEL,
     max_positions=POSITIONS,
 )
-TEXT: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 112,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "vocab_size": VOCABULARY,
-    "rotary_base": 10_000.0,
-    "max_position_embeddings": 512,
-}
 MODEL = Qwen2AudioConfig(
     audio_encoder=ENCODER,
     audio_projector=LinearConfig(),
@@ -84,25 +62,15 @@ def reference(data: HeardBatch, tmp_path_factory: pytest.TempPathFactory) -> Ref
     return made(tmp_path_factory.mktemp("hf"), MODEL, data)
 
 
-def check(reference: Reference, data: HeardBatch, layout: Layout) -> None:
-    model, folder, expected = reference
-    encoder = dataclasses.replace(model.audio_encoder, recompute=layout.recompute)
-    assert_agreement(
-        dataclasses.replace(model, audio_encoder=encoder),
-        folder,
-        layout=layout,
-        data=data,
-        expected=expected,
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_qwen2_audio_step_agrees_with_transformers(
     reference: Reference, data: HeardBatch, layout: Layout
 ) -> None:
-    check(reference, data, layout)
+    model, folder, expected = reference
+    assert_agreement(model, folder, layout=layout, data=data, expected=expected)
 
 
 def test_another_decoder_agrees_with_transformers(data: HeardBatch, tmp_path: Path) -> None:
     model = dataclasses.replace(MODEL, foundation=LlamaTextConfig(**TEXT))
-    check(made(tmp_path, model, data), data, Layout(tp=2, pp=2))
+    _, folder, expected = made(tmp_path, model, data)
+    assert_agreement(model, folder, layout=Layout(tp=2, pp=2), data=data, expected=expected)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lone_parts import part_of
+from towers import TOWERS
 
-from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.entries import Entry, Role, checked
 from loongplug.models.parts import Part, load
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig
 from loongplug.models.registry import families, family_of
@@ -65,14 +66,6 @@ def test_names_in_the_registry_lead_somewhere() -> None:
         for part in (part for parts in family.joined.values() for part in parts):
             assert callable(load(part.build))
             assert callable(load(part.hugging_face))
-
-
-def test_families_share_parts() -> None:
-    dense, experts = families()["qwen3_vl"].joined, families()["qwen3_vl_moe"].joined
-    assert [name for name in dense if dense[name] == experts[name]] == [
-        "image_encoder",
-        "image_projector",
-    ]
 
 
 def test_class_of_no_family_is_refused() -> None:
@@ -163,20 +156,6 @@ def test_what_transformers_calls_it_names_the_modules(
                 families(packages)
 
 
-def test_two_entries_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Twice(VisionLanguageArchitecture):
-        @classmethod
-        def entries(cls) -> tuple[Entry, ...]:
-            text = Entry(name="text_decoder", role=Role.DECODER)
-            eyes = Entry(name="eyes", role=Role.ENCODER, into="text_decoder")
-            return checked((eyes, eyes, text))
-
-    module = outside_package(tmp_path, monkeypatch, name="twice")
-    families([module])
-    with pytest.raises(ValueError, match=r"^two modules of the model are called 'eyes': rename on"):
-        families(changed(monkeypatch, module, config_class=Twice))
-
-
 def test_name_that_is_taken_and_package_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,72 +170,23 @@ def test_name_that_is_taken_and_package_that_is_not_there(
         families(["not_there"])
 
 
-ANY_ENCODER = """
-from dataclasses import dataclass, replace
-
-from loongplug.models.architecture import VisionArchitecture
-from loongplug.models.parts import Part
-from loongplug.models.qwen3_vl import LOONGPLUG_FAMILIES as QWEN3
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
-from loongplug.training.config import compose_model
-from loongplug.models.registry import ANY
-
-@dataclass(frozen=True, kw_only=True)
-class Round(VisionArchitecture):
-    radius: int = 1
-
-@dataclass(frozen=True, kw_only=True)
-class Square(VisionArchitecture):
-    side: int = 1
-
-@dataclass(frozen=True, kw_only=True)
-class Config(Qwen3VLConfig):
-    image_encoder: VisionArchitecture
-
-def part(name, config_class, model_type):
-    return Part(name=name, config_class=config_class, build="nowhere:build",
-                hugging_face="nowhere:names", config_json={"num_layers": "depth"},
-                model_type=model_type)
-
-LOONGPLUG_PARTS = (part("round", Round, "round"), part("square", Square, "square"))
-LOONGPLUG_FAMILIES = (
-    replace(QWEN3[0], name="many", config_class=Config,
-            parts={**QWEN3[0].parts, "image_encoder": ANY},
-            in_transformers=replace(
-                QWEN3[0].in_transformers, whole={"image_encoder": {"num_layers": "layers"}})),
-)
-"""
-
-
-def test_a_family_takes_any_part_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outside_many.py").write_text(ANY_ENCODER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    family = families(["outside_many"])["many"]
-    taken = [part.name for part in family.joined["image_encoder"]]
-    assert {"round", "square"} <= set(taken)
-    assert "qwen3_vit" not in taken  # no section of config.json names it by a kind
-    outside = sys.modules["outside_many"]
+def test_a_family_takes_any_part_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = part_of(TOWERS["clip"].config())
+    outside = types.ModuleType("outside_oval")
+    outside.LOONGPLUG_PARTS = (dataclasses.replace(clip, name="nameless", model_type=None),)
+    monkeypatch.setitem(sys.modules, "outside_oval", outside)
+    family = families(["outside_oval"])["llava"]
+    taken = {part.name for part in family.joined["image_encoder"]}
+    assert {"clip_vit", "siglip_vit"} <= taken
+    assert "qwen3_vit" not in taken  # whose images are not of one size
+    assert "nameless" not in taken  # no section of config.json names it by a kind
+    llava = compose_model(model_name="llava_tiny").config
+    for kind in ("clip", "siglip"):
+        model = dataclasses.replace(llava, image_encoder=TOWERS[kind].config())
+        assert family.parts_of(model)["image_encoder"].name == f"{kind}_vit"
+    outside.LOONGPLUG_PARTS = (dataclasses.replace(clip, name="oval"),)
+    with pytest.raises(ValueError, match=r"'clip_vit' and 'oval' both have the model_type 'clip_v"):
+        families(["outside_oval"])
     qwen3 = compose_model(model_name="qwen3_vl_tiny").config
-    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
-    for kind, name in ((outside.Round, "round"), (outside.Square, "square")):
-        model = outside.Config(
-            image_encoder=kind(patch_size=2, **sizes),
-            image_projector=qwen3.image_projector,
-            foundation=qwen3.foundation,
-        )
-        parts = family.parts_of(model)
-        assert parts["image_encoder"].name == name
-        assert parts["text_decoder"].name == "qwen3"
-    twice = (*outside.LOONGPLUG_PARTS, outside.part("oval", outside.Square, "round"))
-    with monkeypatch.context() as patch:
-        patch.setattr(outside, "LOONGPLUG_PARTS", twice)
-        with pytest.raises(ValueError, match=r"'round' and 'oval' both have the model_type 'round"):
-            families(["outside_many"])
     with pytest.raises(ValueError, match=r"has a .*Qwen3VisionConfig as its image_encoder, of whi"):
-        family.parts_of(
-            outside.Config(
-                image_encoder=qwen3.image_encoder,
-                image_projector=qwen3.image_projector,
-                foundation=qwen3.foundation,
-            )
-        )
+        family.parts_of(dataclasses.replace(llava, image_encoder=qwen3.image_encoder))

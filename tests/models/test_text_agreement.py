@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import Layout, Step, assert_agreement, build_chunks, decoder_config
+from hf_reference import Layout, Step, assert_agreement, trusted
 from peft import PeftModel
-from ranks import model_parallel, run_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_peft_agreement import adapted, with_our_gradients
+from there_and_back import in_and_out
 from tiny_text import (
     DECODERS,
+    PACKAGE,
     data,
     described,
     reference_step,
-    trusted,
     with_decoder,
     write_reference,
 )
 
-from loongplug.checkpoint.hf_export import save_hf_folder
-from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models import decoder, mrope
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.mapping import adapter_table
@@ -46,7 +45,7 @@ SPLIT = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _trusted() -> Iterator[None]:
-    with trusted():
+    with trusted(PACKAGE):
         yield
 
 
@@ -80,25 +79,6 @@ def test_layouts_agree_with_transformers(references: Any, name: str, layout: Lay
     assert_agreement(model, folder, layout=layout, data=data(), expected=expected)
 
 
-def export_again(
-    rank: int,
-    *,
-    folder: Path,
-    target: Path,
-    processor: Path,
-    model: VisionLanguageArchitecture,
-    layout: Layout,
-) -> None:
-    """Import the folder and export what the model has of it, to many small files."""
-    with model_parallel(tp=layout.tp, pp=layout.pp, ep=layout.ep):
-        chunks = build_chunks(model, decoder_config(model, layout), layout)
-        ours = described(model)
-        load_hf_weights(chunks, folder, model=ours)
-        save_hf_folder(
-            chunks, target, model=ours, processor_folder=processor, max_file_bytes=50_000
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -117,8 +97,9 @@ def test_every_tensor_comes_back_bit_by_bit(
     target, processor = tmp_path / "again", tmp_path / "processor"
     processor.mkdir()
     write_processor(processor)
-    folders = {"folder": folder, "target": target, "processor": processor}
-    run_ranks(export_again, layout.world_size, model=model, layout=layout, **folders)
+    folders = {"source": folder, "target": target, "processor": processor}
+    small = {"max_file_bytes": 50_000}
+    run_ranks(in_and_out, layout.world_size, model=model, layout=layout, **folders, **small)
     files = sorted(target.glob("*.safetensors"))
     back = {key: tensor for file in files for key, tensor in load_file(file).items()}
     assert len(files) > 1

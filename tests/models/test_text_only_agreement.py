@@ -5,8 +5,13 @@ import test_hf_agreement
 import tiny_qwen2_5_vl
 import tiny_qwen3_vl_moe
 from hf_batches import batch
-from hf_reference import Layout, assert_agreement, reference_model, reference_step
-from test_qwen2_5_agreement import by_file_names
+from hf_reference import (
+    Layout,
+    assert_agreement,
+    by_file_names,
+    reference_model,
+    reference_step,
+)
 
 ARCHITECTURES = {
     "qwen3_vl": lambda: test_hf_agreement.architecture(tied=False),

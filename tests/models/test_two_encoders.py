@@ -205,15 +205,6 @@ def without_deepstack(rank: int) -> None:
             assert stream.count_nonzero() == values.count_nonzero()
 
 
-def a_stage_without_the_first(rank: int) -> None:
-    """Behind the first stage nothing is placed, and no source is asked."""
-    with model_parallel():
-        _, both = models(Layout())
-        both.pre_process = False
-        microbatch = split(batch(), 2)
-        assert both.placed(microbatch.input_ids, microbatch.units, number=0) == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_encoders_train_as_one_that_has_the_media_of_both(layout: Layout) -> None:
     run_ranks(two_for_one, layout.world_size, layout=layout)
@@ -227,8 +218,3 @@ def test_either_may_have_a_source_of_its_own(layout: Layout) -> None:
 @pytest.mark.quick
 def test_an_encoder_without_deepstack_leaves_the_other_s_alone() -> None:
     run_ranks(without_deepstack, 1)
-
-
-@pytest.mark.quick
-def test_later_stages_place_nothing() -> None:
-    run_ranks(a_stage_without_the_first, 1)

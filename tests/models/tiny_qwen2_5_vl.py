@@ -1,12 +1,23 @@
 """A tiny Qwen2.5-VL for the tests of the family."""
 
-from hf_batches import TOKEN_IDS
+from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, timed_positions
 
 from loongplug.models.qwen2_5_vl.config import (
     Qwen25DecoderConfig,
     Qwen25ProjectorConfig,
     Qwen25VisionConfig,
     Qwen25VLConfig,
+)
+
+MEDIA = (  # a window is 4 x 4 patches
+    (Medium((1, 6, 10)), Medium((1, 2, 2))),
+    (),
+    (Medium((2, 6, 6), 1.5), Medium((1, 2, 6))),
+    (Medium((1, 4, 2)), Medium((1, 8, 4)), Medium((1, 2, 4))),
+    (),
+    (Medium((3, 4, 6), 0.4),),
+    (Medium((1, 6, 6)),),
+    (Medium((1, 2, 2)), Medium((2, 6, 4), 2.0)),
 )
 
 
@@ -38,3 +49,10 @@ def tiny_config(*, tied: bool) -> Qwen25VLConfig:
         ),
         **TOKEN_IDS,
     )
+
+
+def tiny_batch() -> Batch:
+    """Images and videos whose windows have ragged edges."""
+    positions = timed_positions(tiny_config(tied=False).video_style())
+    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=positions)
+    return batch(style, media=MEDIA)

@@ -2,15 +2,9 @@
 
 import dataclasses
 import importlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hf_reference
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -66,18 +60,6 @@ DECODERS: dict[str, config.PlainTextConfig] = {
         expert_ffn_hidden_size=28,
     ),
 }
-
-
-@contextmanager
-def trusted() -> Iterator[None]:
-    """The package on the path, and trusted by the comparison."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent / "outside"))
-        trusting = partial(family_of, trusted_packages=[PACKAGE])
-        patch.setattr(hf_reference, "family_of", trusting)
-        yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
 
 
 def with_decoder(text: config.PlainTextConfig) -> VisionLanguageArchitecture:

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from lone_parts import lone_encoder, part_of
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.parts import Part, load
+from loongplug.models.parts import load
 from loongplug.models.patch_grids import patch_coordinates
-from loongplug.models.patch_transformer import LOONGPLUG_PARTS
 from loongplug.models.patch_transformer.config import (
     ClipVisionConfig,
     Dinov2VisionConfig,
@@ -63,12 +61,6 @@ TOWERS = {
 }
 
 
-def part_of(config: PatchTransformerConfig) -> Part:
-    """The registered part of a config's class."""
-    (part,) = (each for each in LOONGPLUG_PARTS if each.config_class is type(config))
-    return part
-
-
 def described(config: PatchTransformerConfig) -> HuggingFacePart:
     return load(part_of(config).hugging_face)(config, ours=NAME, theirs=ROOT)
 
@@ -79,9 +71,8 @@ def mapping_of(config: PatchTransformerConfig) -> Mapping:
 
 def their_config(config: PatchTransformerConfig) -> Any:
     """The same in transformers, as an export would say it."""
-    part = part_of(config)
     values = dict(described(config).values)
-    for name, key in part.config_json.items():
+    for name, key in part_of(config).config_json.items():
         values.setdefault(key, getattr(config, name))
     return getattr(transformers, _kind(config).theirs)(**values)
 
@@ -100,20 +91,8 @@ def their_model(config: PatchTransformerConfig, *, seed: int = 0) -> Any:
     return model.float()
 
 
-def our_model(config: PatchTransformerConfig, *, tp: int = 1, **options: Any) -> Any:
-    """Built by the part over Megatron's current groups, named as in a whole model."""
-    decoder = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
-        **options,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    encoder = load(part_of(config).build)(config, decoder=decoder, groups=groups, backend="local")
-    encoder.pg_collection = groups
-    return torch.nn.ModuleDict({NAME: encoder})
+def our_model(config: PatchTransformerConfig, *, tp: int = 1) -> Any:
+    return lone_encoder(config, name=NAME, tp=tp)
 
 
 def images(config: PatchTransformerConfig, *, count: int = 3) -> torch.Tensor:

@@ -108,18 +108,6 @@ def inside(trace_, phase: str, outer: str, *, but=None) -> int:
     return len(own)
 
 
-def test_ranks_line_up(pipeline):
-    """No rank gets before its neighbour has begun to send."""
-    first, last = (
-        [each for each in one.events if each.phase == "p2p" and each.step == 2]
-        for one in read_folder(pipeline[0])
-    )
-    sends = [each.start for each in first if each.details["sent_next"]]
-    receives = [each.end for each in last if each.details["received_previous"]]
-    assert len(sends) == len(receives) == 4
-    assert all(sent < received for sent, received in zip(sends, receives, strict=True))
-
-
 def test_the_merged_trace_is_whole(pipeline, capsys):
     folder = pipeline[0]
     trace(folder, step=None)

@@ -42,11 +42,7 @@ def test_reduce_scatter(sizes):
         assert torch.equal(output, piece(rank, sizes[rank]) * 6)
 
 
-REDUCTIONS = {
-    "sum": (dist.ReduceOp.SUM, 0),
-    "max": (dist.ReduceOp.MAX, 0),
-    "min": (dist.ReduceOp.MIN, 0),
-}
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8]
 
 
@@ -57,7 +53,7 @@ def every_collective(rank, *, elements):
     group = dist.new_group([0, 1, 2])  # of four
     found, expected = {}, {}
     for dtype in DTYPES:
-        for name, (op, _) in REDUCTIONS.items():
+        for name, op in REDUCTIONS.items():
             for results, calls in ((found, dist), (expected, gloos)):
                 whole = (torch.arange(3 * elements) % 7 + 2 * rank).view(3, -1).to(dtype)
                 key = (name, dtype)
@@ -157,7 +153,7 @@ def _alone(rank: int) -> None:
         patch.setattr(
             dist.distributed_c10d, "_check_single_tensor", lambda *_: pytest.fail("asked")
         )
-        for op, _ in REDUCTIONS.values():
+        for op in REDUCTIONS.values():
             assert dist.all_reduce(tensor, op) is None
     assert tensor.tolist() == [3.0, -1.0]
 

@@ -16,8 +16,6 @@ from ranks import model_parallel, run_ranks
 from loongplug.context.token_split import zigzag
 from loongplug.models.layers import specs
 from loongplug.models.layers.context.row import context_row
-from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
-from loongplug.models.layers.mlp import ExpertLayer, LocalExperts
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.router import BalancedRouter, balances, of_whole_rows, token_kinds
 from loongplug.models.layers.specs import decoder_layer_spec
@@ -35,16 +33,6 @@ def experts_config(**overrides):
 
 def mlp_of(backend, **overrides):
     return decoder_layer_spec(experts_config(**overrides), backend=backend).submodules.mlp
-
-
-@pytest.mark.quick
-def test_local_experts_are_of_local_linears():
-    spec = mlp_of("local")
-    assert spec.func is ExpertLayer
-    experts = spec.keywords["submodules"].experts
-    assert experts.func is LocalExperts
-    assert experts.keywords["submodules"].linear_fc1 is LocalColumnParallelLinear
-    assert experts.keywords["submodules"].linear_fc2 is LocalRowParallelLinear
 
 
 @pytest.mark.quick
@@ -88,22 +76,6 @@ def test_no_two_experts_start_alike_and_replicas_do(ep):
         assert not any(torch.equal(weight, other) for other in experts[:number])
     for rank in range(4):
         assert all(map(torch.equal, ranks[rank], ranks[rank % ep]))
-
-
-def route(rank, *, logits):
-    with model_parallel():
-        router = layer_of(experts_config()).router
-        return router.routing(logits[:, None])
-
-
-def test_the_k_most_probable_experts_are_weighted_by_their_share():
-    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-    ((weights, chosen),) = run_ranks(route, 1, logits=logits)
-    probabilities = logits.softmax(-1)
-    top, experts = probabilities.topk(2)
-    expected = torch.zeros(50, 4).scatter(1, experts, top / top.sum(-1, keepdim=True))
-    torch.testing.assert_close(weights, expected)
-    assert torch.equal(chosen, expected > 0)
 
 
 def with_shared_experts(*, tp, **more):

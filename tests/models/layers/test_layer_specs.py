@@ -28,10 +28,8 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor
 
 from loongplug.models.layers import specs
-from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.engine import over_parts_of_rows
-from loongplug.models.layers.norm import LayerNorm, RMSNorm
+from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import RotarySelfAttention, rope_table
 from loongplug.models.layers.specs import (
@@ -177,46 +175,6 @@ def test_a_block_gives_the_same_numbers_when_it_recomputes() -> None:
         assert torch.equal(value, recomputed[name]), name
 
 
-def _names(rank: int, *, kind: str) -> set[str]:
-    with model_parallel():
-        _, layer = build(kind)
-        return {name for name, _ in layer.named_parameters()}
-
-
-@pytest.mark.parametrize("kind", ["decoder", "vision"])
-def test_parameter_names(kind: str) -> None:
-    linears = {"self_attention.linear_qkv", "self_attention.linear_proj"}
-    linears |= {"mlp.linear_fc1", "mlp.linear_fc2"}
-    norms = {"input_layernorm", "pre_mlp_layernorm"}
-    if kind == "decoder":
-        norms |= {"self_attention.q_layernorm", "self_attention.k_layernorm"}
-    expected = {f"{module}.weight" for module in linears | norms}
-    if kind == "vision":
-        expected |= {f"{module}.bias" for module in linears | norms}
-    assert run_ranks(_names, 1, kind=kind) == [expected]
-
-
-@pytest.mark.quick
-def test_the_local_spec_masks_the_future_for_decoders_only() -> None:
-    decoder = decoder_layer_spec(decoder_config(), backend="local").submodules.self_attention
-    vision = vision_layer_spec(vision_config(), backend="local").submodules.self_attention
-    assert decoder.params == {"attn_mask_type": AttnMaskType.causal}
-    assert vision.params == {"attn_mask_type": AttnMaskType.no_mask}
-    for attention in (decoder, vision):
-        assert attention.module is RotarySelfAttention
-        assert attention.submodules.core_attention is SDPAttention
-
-
-@pytest.mark.quick
-def test_only_decoders_whose_rows_are_split_attend_over_ranks() -> None:
-    split = decoder_config(context_parallel_size=2)
-    for spec, which in (
-        (decoder_layer_spec(split, backend="local"), ContextAttention),
-        (decoder_layer_spec(decoder_config(), backend="local"), SDPAttention),
-    ):
-        assert spec.submodules.self_attention.submodules.core_attention is which
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("build_spec", [decoder_layer_spec, vision_layer_spec])
 def test_the_layer_class_is_the_callers(build_spec: Any) -> None:
@@ -315,12 +273,6 @@ def test_a_mixture_under_te_keeps_its_norm_before_the_router() -> None:
     mixture = decoder_layer_spec(decoder_config(num_moe_experts=4), backend="te").submodules
     upstream = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=4).submodules
     assert mixture.pre_mlp_layernorm is upstream.pre_mlp_layernorm is not IdentityOp
-
-
-@pytest.mark.quick
-def test_final_norms() -> None:
-    assert final_norm(decoder_config(), "local") is RMSNorm
-    assert final_norm(vision_config(), "local") is LayerNorm
 
 
 @pytest.mark.quick

@@ -79,22 +79,6 @@ def test_linears_agree_with_upstreams(tp: int) -> None:
     run_ranks(_linears, tp, tp=tp)
 
 
-def _other_weight(rank: int) -> None:
-    with model_parallel():
-        config = decoder_config()
-        linear = column(
-            LocalColumnParallelLinear, config, bias=False, skip_weight_param_allocation=True
-        )
-        tied, x = torch.randn(12, 24), torch.randn(3, 2, 24)
-        output, bias = linear(x, tied)
-        assert bias is None
-        torch.testing.assert_close(output, x @ tied.T)
-
-
-def test_a_column_linear_takes_the_weight_of_another() -> None:
-    run_ranks(_other_weight, 1)
-
-
 def _mlps(rank: int) -> None:
     upstream = (ColumnParallelLinear, RowParallelLinear)
     local = (LocalColumnParallelLinear, LocalRowParallelLinear)

@@ -52,7 +52,7 @@ def rows(ranks: int, rank: int) -> tuple[Tensor, Tensor]:
     return hidden[:, mine], torch.cat([padding, ~padding])[:, mine]
 
 
-def passed(rank: int, *, ep: int, told: bool = True, **settings: Any) -> dict[str, Any]:
+def passed(rank: int, *, ep: int, **settings: Any) -> dict[str, Any]:
     """Tokens that came to the experts; outputs and gradients of real tokens, and of padding."""
     with model_parallel(ep=ep):
         layer = layer_of(ep=ep, **settings)
@@ -61,7 +61,7 @@ def passed(rank: int, *, ep: int, told: bool = True, **settings: Any) -> dict[st
         hidden = hidden.clone().requires_grad_()
         came: list[int] = []
         layer.experts.register_forward_pre_hook(lambda _, inputs: came.append(len(inputs[0])))
-        output, _ = layer(hidden, padding_mask=kinds.T if told else None)
+        output, _ = layer(hidden, padding_mask=kinds.T)
         output[real].square().sum().backward()
         assert hidden.grad is not None
         return {
@@ -141,12 +141,6 @@ def of_real_tokens(_: int, *, ranks: int, of: int, settings: dict[str, Any]) -> 
             "output": output.detach(),
             "input": hidden.grad,
         }
-
-
-def test_without_word_of_padding_it_is_sent_and_costs() -> None:
-    """What the count above is held against."""
-    (found,) = run_ranks(passed, 1, ep=1, told=False)
-    assert found["came"] == TOP * max(LENGTHS) * len(LENGTHS)
 
 
 def capacities(rank: int, *, factor: float) -> tuple[Tensor, Tensor, Tensor]:

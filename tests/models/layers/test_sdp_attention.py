@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_configs import ALONE, decoder_config
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from ranks import model_parallel, run_ranks
 from torch import Tensor
@@ -115,35 +114,6 @@ def test_one_causal_query_sees_every_key() -> None:
     _, key, value = inputs(5, 2, seed=1)
     result = attention()(query, key, value, None)
     assert_same(result, by_formula(query, key, value, causal=False), (query, key, value))
-
-
-def _against_megatron(rank: int, *, scale: float | None, layer_scaling: bool) -> None:
-    config = decoder_config(
-        apply_query_key_layer_scaling=layer_scaling, attention_softmax_in_fp32=layer_scaling
-    )
-    for groups in (1, 2, 4):
-        config.num_query_groups = groups
-        with model_parallel():
-            ours, theirs = (
-                module(
-                    config=config,
-                    layer_number=3,
-                    attn_mask_type=AttnMaskType.causal,
-                    attention_type="self",
-                    softmax_scale=scale,
-                )
-                for module in (SDPAttention, DotProductAttention)
-            )
-            tensors = inputs(9, 2, groups=groups)
-            # without Megatron's CUDA softmax kernels, causality comes as a mask
-            future = torch.ones(1, 1, 9, 9, dtype=torch.bool).triu(1)
-            assert_same(ours(*tensors, None), theirs(*tensors, future), tensors)
-
-
-@pytest.mark.parametrize("layer_scaling", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.4])
-def test_agrees_with_megatrons_own_attention(scale: float | None, layer_scaling: bool) -> None:
-    run_ranks(_against_megatron, 1, scale=scale, layer_scaling=layer_scaling)
 
 
 @pytest.mark.quick

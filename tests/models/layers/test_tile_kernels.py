@@ -63,6 +63,20 @@ def assert_close(ours: Tensor, theirs: Tensor, *, tolerance: float) -> None:
     assert difference <= tolerance * theirs.abs().max().clamp(min=1), difference
 
 
+def assert_tile_agrees(tensors: list[Tensor], *, causal: bool, scale: float | None) -> None:
+    """Output, logsumexp and gradients of one tile are the formula's."""
+    q, k, v, grad = tensors
+    out, lse = attend(q, k, v, causal=causal, scale=scale)
+    theirs = by_formula(q, k, v, causal=causal, scale=scale)
+    for ours, expected in zip((out, lse), theirs, strict=True):
+        assert_close(ours, expected, tolerance=TOLERANCE[q.dtype])
+    found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
+    for ours, expected in zip(found, expected_grads, strict=True):
+        assert ours.dtype == q.dtype
+        assert_close(ours, expected, tolerance=TOLERANCE[q.dtype])
+
+
 @pytest.mark.quick
 @SCALES
 @GROUPS
@@ -73,15 +87,7 @@ def assert_close(ours: Tensor, theirs: Tensor, *, tolerance: float) -> None:
 def test_a_tile_agrees_with_autograd(
     size_q: int, size_k: int, causal: bool, groups: int, scale: float | None
 ) -> None:
-    q, k, v, grad = drawn(size_q, size_k, groups=groups)
-    out, lse = attend(q, k, v, causal=causal, scale=scale)
-    theirs = by_formula(q, k, v, causal=causal, scale=scale)
-    for ours, expected in zip((out, lse), theirs, strict=True):
-        assert_close(ours, expected, tolerance=TOLERANCE[torch.float64])
-    found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
-    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
-    for ours, expected in zip(found, expected_grads, strict=True):
-        assert_close(ours, expected, tolerance=TOLERANCE[torch.float64])
+    assert_tile_agrees(drawn(size_q, size_k, groups=groups), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,16 +103,18 @@ def test_a_tile_agrees_within_the_rounding_of_its_dtype(dtype: torch.dtype) -> N
 
 
 @GROUPS
-def test_tiles_of_a_query_give_parts_of_its_gradients(groups: int) -> None:
+@pytest.mark.parametrize("by_cpu", [True, False])  # without it, float64 is written out
+def test_tiles_of_a_query_give_parts_of_its_gradients(by_cpu: bool, groups: int) -> None:
     """With the output and the logsumexp over all keys; with a tile's own they are wrong."""
     q, k, v, grad = drawn(5, 9, groups=groups)
-    out, lse = attend(q, k, v, causal=False, scale=None)
     of_tiles, of_own = [], []
-    for cut in (slice(0, 2), slice(2, 9)):
-        tile = (q, k[:, :, cut], v[:, :, cut])
-        own = attend(*tile, causal=False, scale=None)
-        of_tiles.append(attend_backward(grad, *tile, out, lse, causal=False, scale=None))
-        of_own.append(attend_backward(grad, *tile, *own, causal=False, scale=None))
+    with patch.object(kernels, "_by_cpu", return_value=by_cpu):
+        out, lse = attend(q, k, v, causal=False, scale=None)
+        for cut in (slice(0, 2), slice(2, 9)):
+            tile = (q, k[:, :, cut], v[:, :, cut])
+            own = attend(*tile, causal=False, scale=None)
+            of_tiles.append(attend_backward(grad, *tile, out, lse, causal=False, scale=None))
+            of_own.append(attend_backward(grad, *tile, *own, causal=False, scale=None))
     expected = gradients_by_formula(q, k, v, grad, causal=False, scale=None)
     for parts, is_right in ((of_tiles, True), (of_own, False)):
         dq = parts[0][0] + parts[1][0]
@@ -201,36 +209,12 @@ def test_heads_of_any_size_and_float64_are_right_without_the_cpus_kernel(
     scale: float | None,
 ) -> None:
     """Channels that are added change neither scale nor numbers; in float64 no kernel is asked."""
-    q, k, v, grad = drawn(size_q, size_k, groups=groups, dtype=dtype, channels=channels)
+    tensors = drawn(size_q, size_k, groups=groups, dtype=dtype, channels=channels)
     stand_ins = {"_flash": like_flash, "_efficient": like_flash}
     stand_ins |= {f"{name}_backward": like_flash_backward for name in stand_ins}
     asked = {} if dtype == torch.float64 else stand_ins
     with patch.multiple(kernels, _by_cpu=lambda q: False, **asked):
-        out, lse = attend(q, k, v, causal=causal, scale=scale)
-        theirs = by_formula(q, k, v, causal=causal, scale=scale)
-        found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
-    for ours, expected in zip((out, lse), theirs, strict=True):
-        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
-    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
-    for ours, expected in zip(found, expected_grads, strict=True):
-        assert ours.dtype == dtype
-        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
-
-
-def test_parts_of_gradients_in_float64_are_of_all_keys() -> None:
-    """Written out, too, a tile's part takes the output and the logsumexp over all keys."""
-    q, k, v, grad = drawn(5, 9, groups=2)
-    with patch.object(kernels, "_by_cpu", return_value=False):
-        out, lse = attend(q, k, v, causal=False, scale=None)
-        parts = [
-            attend_backward(grad, q, k[:, :, cut], v[:, :, cut], out, lse, causal=False, scale=None)
-            for cut in (slice(0, 2), slice(2, 9))
-        ]
-    dq = parts[0][0] + parts[1][0]
-    dk, dv = (torch.cat((parts[0][i], parts[1][i]), dim=2) for i in (1, 2))
-    expected = gradients_by_formula(q, k, v, grad, causal=False, scale=None)
-    for ours, theirs in zip((dq, dk, dv), expected, strict=True):
-        assert_close(ours, theirs, tolerance=TOLERANCE[torch.float64] * 10)
+        assert_tile_agrees(tensors, causal=causal, scale=scale)
 
 
 @pytest.mark.gpu
@@ -249,12 +233,4 @@ def test_a_gpus_kernels_agree_with_the_formula(
     groups: int,
 ) -> None:
     drawn_here = drawn(size_q, size_k, groups=groups, dtype=dtype, channels=channels)
-    q, k, v, grad = (x.to("cuda") for x in drawn_here)
-    out, lse = attend(q, k, v, causal=causal, scale=scale)
-    theirs = by_formula(q, k, v, causal=causal, scale=scale)
-    for ours, expected in zip((out, lse), theirs, strict=True):
-        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
-    found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
-    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
-    for ours, expected in zip(found, expected_grads, strict=True):
-        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
+    assert_tile_agrees([x.to("cuda") for x in drawn_here], causal=causal, scale=scale)

@@ -1,8 +1,8 @@
 """What the YAML of these families may say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
-from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
 from loongplug.models.qwen2_5_vl.config import Qwen25ProjectorConfig, Qwen25VisionConfig
 from loongplug.models.text_decoders.config import (
     LlamaTextConfig,
@@ -19,36 +19,19 @@ class _ComposedConfig(VisionLanguageArchitecture):
     image_projector: Qwen25ProjectorConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComposedLlamaConfig(_ComposedConfig):
-    """With Llama's decoder."""
-
-    foundation: LlamaTextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComposedMistralConfig(_ComposedConfig):
-    """With Mistral's."""
-
-    foundation: MistralTextConfig
+def _with(name: str, decoder: type[TextArchitecture]) -> type[_ComposedConfig]:
+    return make_dataclass(
+        f"Composed{name}Config",
+        [("foundation", decoder)],
+        bases=(_ComposedConfig,),
+        frozen=True,
+        kw_only=True,
+        module=__name__,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComposedQwen2Config(_ComposedConfig):
-    """With Qwen2's."""
-
-    foundation: Qwen2TextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComposedQwen3Config(_ComposedConfig):
-    """With Qwen3's."""
-
-    foundation: Qwen3TextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComposedQwen3MoeConfig(_ComposedConfig):
-    """With Qwen3's and experts."""
-
-    foundation: Qwen3MoeTextConfig
+ComposedLlamaConfig = _with("Llama", LlamaTextConfig)
+ComposedMistralConfig = _with("Mistral", MistralTextConfig)
+ComposedQwen2Config = _with("Qwen2", Qwen2TextConfig)
+ComposedQwen3Config = _with("Qwen3", Qwen3TextConfig)
+ComposedQwen3MoeConfig = _with("Qwen3Moe", Qwen3MoeTextConfig)

@@ -13,41 +13,17 @@ from transformers import (
 from transformers.configuration_utils import SubConfigSpec
 
 
-class WithLlama(PreTrainedConfig):
-    """With Llama's decoder."""
+def _with(kind: str, decoder: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    class With(PreTrainedConfig):
+        model_type = f"composed_{kind}"
+        sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=decoder)}
+        text_config: dict | PreTrainedConfig | None = None
 
-    model_type = "composed_llama"
-    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=LlamaConfig)}
-    text_config: dict | PreTrainedConfig | None = None
-
-
-class WithMistral(PreTrainedConfig):
-    """With Mistral's."""
-
-    model_type = "composed_mistral"
-    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=MistralConfig)}
-    text_config: dict | PreTrainedConfig | None = None
+    return With
 
 
-class WithQwen2(PreTrainedConfig):
-    """With Qwen2's."""
-
-    model_type = "composed_qwen2"
-    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=Qwen2Config)}
-    text_config: dict | PreTrainedConfig | None = None
-
-
-class WithQwen3(PreTrainedConfig):
-    """With Qwen3's."""
-
-    model_type = "composed_qwen3"
-    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=Qwen3Config)}
-    text_config: dict | PreTrainedConfig | None = None
-
-
-class WithQwen3Moe(PreTrainedConfig):
-    """With Qwen3's and experts."""
-
-    model_type = "composed_qwen3_moe"
-    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(config_class=Qwen3MoeConfig)}
-    text_config: dict | PreTrainedConfig | None = None
+WithLlama = _with("llama", LlamaConfig)
+WithMistral = _with("mistral", MistralConfig)
+WithQwen2 = _with("qwen2", Qwen2Config)
+WithQwen3 = _with("qwen3", Qwen3Config)
+WithQwen3Moe = _with("qwen3_moe", Qwen3MoeConfig)

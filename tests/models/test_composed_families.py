@@ -1,0 +1,115 @@
+"""Parts of some families in others, which are data alone: built, loaded and trained in layouts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
+from hf_reference import Layout, Step, assert_agreement, our_step, trusted
+from ranks import run_ranks
+from safetensors.torch import save_file
+from tiny_qwen2_5_vl import tiny_config
+from tiny_qwen3_vl_moe import architecture as tiny_moe
+from towers import TOWERS
+
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.projectors.config import PixelShuffleConfig
+from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig
+from loongplug.models.registry import families, family_of
+from loongplug.verify.weights import random_tensor
+
+PACKAGE = "composed_vl"
+TILE = Medium((1, 4, 4))
+# Values of a patch, media of the samples, and layers behind the one that features come from.
+DATA: dict[str, tuple[int, tuple[tuple[Medium, ...], ...], str]] = {
+    "composed_vl": (
+        3 * 2 * 14 * 14,
+        (
+            (Medium((1, 6, 10)), Medium((1, 2, 2))),
+            (),
+            (Medium((1, 4, 6)), Medium((1, 2, 6))),
+            (Medium((1, 4, 2)), Medium((1, 8, 4)), Medium((1, 2, 4))),
+        ),
+        "none",
+    ),
+    "paired_vl": (
+        3 * 4 * 4,
+        ((TILE, TILE), (), (TILE,), (TILE, TILE, TILE)),
+        "vision_tower.encoder.layer.2.",
+    ),
+}
+CASES = [
+    ("composed_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("composed_vl", Layout(dp=2, ep=2, micro_batch_size=2)),
+    ("paired_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("paired_vl", Layout(dp=2, overlap_grad_reduce=True)),
+    ("paired_vl", Layout(tp=2, recompute=True)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trusted() -> Iterator[None]:
+    with trusted(PACKAGE):
+        yield
+
+
+def parts_of(name: str) -> dict[str, Any]:
+    if name == "composed_vl":
+        vision = tiny_config(tied=False)
+        return {
+            "image_encoder": vision.image_encoder,
+            "image_projector": vision.image_projector,
+            "foundation": tiny_moe().foundation,
+        }
+    text = Qwen3DecoderConfig(
+        num_layers=2,
+        hidden_size=40,
+        ffn_hidden_size=80,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=12,
+        vocab_size=128,
+        mrope_section=(2, 2, 2),
+    )
+    return {
+        "image_encoder": TOWERS["intern"].config(side=4, feature_layer=-2),
+        "image_projector": PixelShuffleConfig(),
+        "foundation": text,
+    }
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a family a model, its weights, its data and its step on one rank, made once."""
+    made: dict[str, tuple[VisionLanguageArchitecture, Path, Batch, Step]] = {}
+
+    def of(name: str) -> tuple[VisionLanguageArchitecture, Path, Batch, Step]:
+        if name not in made:
+            values, media, behind = DATA[name]
+            style = Style(patch_values=values, frames_apart=False, positions=qwen3_positions)
+            data = batch(style, media=media)
+            family = families([PACKAGE])[name]
+            model = family.config_class(**parts_of(name), **TOKEN_IDS)
+            folder = tmp_path_factory.mktemp("weights")
+            described = family_of(model, trusted_packages=[PACKAGE]).load_hugging_face(model)
+            sources = [each for bundle in described.mapping.bundles() for each in bundle.sources]
+            tensors = {each.name: random_tensor(each, seed=0) for each in sources}
+            save_file(tensors, folder / "model.safetensors")
+            (step,) = run_ranks(
+                our_step, 1, folder=folder, model=model, layout=Layout(), data=data, options={}
+            )
+            # All others have a gradient: none is left out of the composition.
+            without = set(tensors) - set(step.gradients)
+            assert without == {each for each in tensors if each.startswith(behind)}
+            assert bool(without) == (name == "paired_vl")
+            made[name] = model, folder, data, step
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_step_is_that_of_a_single_rank(single: Any, name: str, layout: Layout) -> None:
+    model, folder, data, expected = single(name)
+    assert_agreement(model, folder, layout=layout, data=data, expected=expected)
