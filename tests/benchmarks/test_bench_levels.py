@@ -9,6 +9,8 @@ from modes.levels_figures import phases
 from modes.levels_work import (
     APART,
     FULL,
+    HETERO_DP,
+    HETERO_TP,
     SEQ_LENGTH,
     STREAMED,
     TUNED,

@@ -7,8 +7,9 @@ once, or, where it waits, when somebody receives it.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, turns
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, End, Post, Wait
 
@@ -200,3 +201,69 @@ def _acts(build: Build, program: Sequence[Exchange]) -> Iterator[Act]:
                 waits.append((build.message(move.message, before, eager=False), move.sends))
         yield Post(tuple(posts))
         yield Wait(tuple(waits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    """Another rank, and the names of the messages from and to it."""
+
+    other: Rank
+    forward: str
+    backward: str
+
+    def end(self, rank: Rank, *, forward: bool, sends: bool) -> Move:
+        """``rank``'s own of a message."""
+        return Move(
+            sends=sends,
+            source=rank if sends else self.other,
+            target=self.other if sends else rank,
+            what=self.forward if forward else self.backward,
+        )
+
+
+def decoder_programs(
+    name: str,
+    *,
+    pipeline: Pipeline,
+    microbatches: int,
+    sources: Sequence[Rank],
+) -> dict[Rank, list[Exchange]]:
+    """A decoder's ranks under any schedule of Megatron's, interleaved ones too; no send waits.
+
+    ``pipeline`` is that of any of its stages. ``sources`` are the last stages of the modules that
+    lead into it.
+    """
+    stages, end = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+
+    def links(stage: int, each: Pass) -> tuple[list[_Link], list[_Link]]:
+        """Before and behind one of the rank's chunks."""
+        place = each.chunk * stages + stage  # on the whole way
+        before = [_Link(other=source, forward="", backward="") for source in sources]
+        if place:
+            other = (name, (place - 1) % stages)
+            before = [_Link(other=other, forward=f"F{place}", backward=f"B{place - 1}")]
+        other = (name, (place + 1) % stages)
+        behind = [_Link(other=other, forward=f"F{place + 1}", backward=f"B{place}")]
+        return before, behind if place < end else []
+
+    def work(stage: int, turn: Turn) -> tuple[Exchange, Exchange]:
+        """What it needs is there before any of it starts, and leaves when all is done."""
+        rank = (name, stage)
+        takes: list[Move] = []
+        gives: list[Move] = []
+        for each, forward in ((turn.forward, True), (turn.backward, False)):
+            if each is not None:
+                before, behind = links(stage, each)
+                first, then = (before, behind) if forward else (behind, before)
+                takes += [link.end(rank, forward=forward, sends=False) for link in first]
+                gives += [link.end(rank, forward=forward, sends=True) for link in then]
+        return tuple(takes), tuple(gives)
+
+    return {
+        (name, stage): [
+            exchange
+            for turn in turns(replace(pipeline, stage=stage), microbatches)
+            for exchange in work(stage, turn)
+        ]
+        for stage in range(stages)
+    }
