@@ -14,7 +14,7 @@ import torch
 from placed import ENCODER
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero import edge, stage_links
+from loongplug.hetero import edge, sends
 from loongplug.hetero.edge import WINDOW, Edges, Transport
 from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import ExchangeSpec
@@ -163,7 +163,7 @@ class Ranks:
 
     def _queue(self, rank: int) -> Queue:
         queue = Queue(rank, self._build)
-        for module in (edge, stage_links):
+        for module in (edge, sends):
             self._patch.setattr(module, "dist", queue)
         return queue
 
