@@ -141,6 +141,30 @@ def _until(terminal: int, pattern: str | None) -> Iterator[str]:
         yield part
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "answer"), [("estimate", "stage 1"), ("partition", "flags: ")])
+def test_commands_that_plan_are_as_clean(command, answer):
+    """Nothing that libraries tell comes between a user and the answer."""
+    flags = [
+        *("--ranks", "2", "--model-name", "qwen3_vl_tiny", "--training-phase", "sft"),
+        *("--pipeline-model-parallel-size", "2", "--device", "cpu", "--visual-tokens", "4"),
+        *("--seq-length", "48", "--micro-batch-size", "1", "--global-batch-size", "4"),
+        *("--train-iters", "1", "--lr", "1e-3"),
+    ]
+    told = {"OMP_NUM_THREADS": "1", "CUDA_HOME": str(ROOT)}  # torch would note the latter
+    ended = subprocess.run(
+        [sys.executable, "-m", "loongplug", command, *flags],
+        cwd=ROOT,
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    assert answer in ended.stdout
+
+
 @pytest.mark.quick
 def test_what_libraries_tell_those_who_write_code_is_left_out():
     with warnings.catch_warnings(record=True) as caught:
