@@ -1,7 +1,7 @@
 """The data of a rank that encodes and does not decode: pieces of the decoder's microbatches."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 
@@ -16,7 +16,7 @@ from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
-from loongplug.training.rank_data import Microbatches, RankData, SourceOf
+from loongplug.training.rank_data import Microbatches, RankData, SourceOf, StreamSettings
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
@@ -37,32 +37,21 @@ class EncoderData(RankData):
         """See :meth:`RankData.pieces`."""
         return len(self._pieces(training=training))
 
-    def stream(
-        self,
-        source_of: SourceOf,
-        *,
-        channel: int,
-        training: bool = False,
-        tells: bool = True,
-        seq_length: int | None = None,
-        packed: bool | None = None,
-        on_made: Callable[[StepSource], None] | None = None,
-    ) -> Microbatches:
+    def stream(self, settings: StreamSettings) -> Microbatches:
         """See :meth:`RankData.stream`."""
 
         def loader(piece: ApartPiece) -> MicrobatchLoader:
             samples = samples_of(piece, packed=self.args.packing)
             return self._loader(
-                self._source(source_of, piece, samples),
-                deliveries={self._entry.name: self._delivery(piece, channel=channel, tells=tells)},
+                self._source(settings.source_of, piece, samples),
+                settings,
+                deliveries={self._entry.name: self._delivery(piece, settings)},
                 needs=(_NO_TEXT,),
-                seq_length=seq_length,
-                packed=packed,
                 only=samples,
                 parts=any_part(self.args),
             )
 
-        return _InTurn([loader(each) for each in self._pieces(training=training)])
+        return _InTurn([loader(each) for each in self._pieces(training=settings.training)])
 
     @property
     def _loading(self) -> tuple[int, ...]:
@@ -81,16 +70,15 @@ class EncoderData(RankData):
         )
         return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
 
-    def _delivery(self, piece: ApartPiece, *, channel: int, tells: bool) -> ReplicaDelivery:
+    def _delivery(self, piece: ApartPiece, settings: StreamSettings) -> ReplicaDelivery:
         name = self._entry.name
-        hearer = piece.edge.decoder_ranks[0]
         return ReplicaDelivery(
             [self._loading],
             self.engine.encoders[name].place.replica_group,
             row_values=self.model.encoder(name).row_values,
             coded=self.coded,
             device=current_platform().device,
-            news=self._news(name, hearer=hearer, channel=channel) if tells else None,
+            news=self._news(name, settings, hearer=piece.edge.decoder_ranks[0]),
         )
 
 

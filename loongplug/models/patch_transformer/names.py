@@ -1,6 +1,6 @@
 """What the files of each kind of tower call its tensors, behind the tower's root."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,12 @@ CLIP = TowerNames(
     proj="self_attn.out_proj",
     mlp=("mlp.fc1", "mlp.fc2"),
 )
-SIGLIP = TowerNames(
-    patches="embeddings.patch_embedding",
-    positions="embeddings.position_embedding.weight",
-    final_norm="post_layernorm",
-    layer="encoder.layers.{}.",
-    norms=("layer_norm1", "layer_norm2"),
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    proj="self_attn.out_proj",
-    mlp=("mlp.fc1", "mlp.fc2"),
+SIGLIP = replace(
+    CLIP,
+    patches_bias=True,
+    class_token=None,
+    pre_norm=None,
+    features_have_norm=True,
 )
 DINOV2 = TowerNames(
     patches="embeddings.patch_embeddings.projection",
@@ -66,16 +63,10 @@ DINOV2 = TowerNames(
     mlp=("mlp.fc1", "mlp.fc2"),
     layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-INTERN = TowerNames(
-    patches="embeddings.patch_embeddings.projection",
-    positions="embeddings.position_embeddings",
-    class_token="embeddings.cls_token",
-    batched=True,
-    final_norm="layernorm",
-    layer="encoder.layer.{}.",
+INTERN = replace(
+    DINOV2,
     norms=("layernorm_before", "layernorm_after"),
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     proj="attention.projection_layer",
-    mlp=("mlp.fc1", "mlp.fc2"),
     layer_scales=("lambda_1", "lambda_2"),
 )
