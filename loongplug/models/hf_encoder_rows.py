@@ -4,35 +4,12 @@
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.carried import leading_axes, parameter_name
 from loongplug.models.hf_mapping import CARRIED, Row, Shape, Source, Split
 from loongplug.models.hf_rows import encoder_layer, linear, norms, qkv
-
-
-class LayerNames(Protocol):
-    """What the files call the tensors of one layer, without ``.weight`` and ``.bias``.
-
-    ``layer`` is how the names begin, with ``{}`` for the layer's number; the others are behind it.
-    ``norms`` are those before attention and before the MLP.
-    """
-
-    @property
-    def layer(self) -> str: ...
-
-    @property
-    def norms(self) -> tuple[str, str]: ...
-
-    @property
-    def qkv(self) -> tuple[str, str, str]: ...
-
-    @property
-    def proj(self) -> str: ...
-
-    @property
-    def mlp(self) -> tuple[str, str]: ...
+from loongplug.models.layer_names import LayerNames
 
 
 def layer_rows(
@@ -50,13 +27,15 @@ def layer_rows(
     own, layer = encoder_layer(ours), f"{theirs}.{names.layer}"
     hidden, ffn, count = encoder.hidden_size, encoder.ffn_hidden_size, encoder.computed_layers
     before_attention, before_mlp = (f"{layer}{each}" for each in names.norms)
+    parts = 3 // len(names.qkv)  # of each tensor
     rows: list[Row] = []
     for kind, width in (("weight", (hidden,)), ("bias", ())):
         apart = tuple(
             Source(
                 f"{layer}{each}.{kind}",
-                (hidden, *width),
-                absent=kind == "bias" and each == names.qkv[1] and not key_bias,
+                (parts * hidden, *width),
+                parts=parts,
+                absent=kind == "bias" and not key_bias and each == names.qkv[1],
             )
             for each in names.qkv
         )

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
-from loongplug.data.source import EncoderUnits, StepSource
+from loongplug.data.source import EncoderUnits
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
-from loongplug.training.rank_data import Microbatches, RankData, SourceOf, StreamSettings
+from loongplug.training.rank_data import Microbatches, RankData, StreamSettings
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
@@ -42,8 +42,13 @@ class EncoderData(RankData):
 
         def loader(piece: ApartPiece) -> MicrobatchLoader:
             samples = samples_of(piece, packed=self.args.packing)
+            units = EncoderUnits(
+                kinds=self._entry.media,
+                loads=loaded_replicas([self._loading], rank=dist.get_rank()),
+                samples=samples,
+            )
             return self._loader(
-                self._source(settings.source_of, piece, samples),
+                settings.source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units}),
                 settings,
                 deliveries={self._entry.name: self._delivery(piece, settings)},
                 needs=(_NO_TEXT,),
@@ -61,14 +66,6 @@ class EncoderData(RankData):
     def _pieces(self, *, training: bool) -> tuple[ApartPiece, ...]:
         place = self.engine.encoders[self._entry.name].place
         return place.made_by(dist.get_rank(), training=training)
-
-    def _source(self, source_of: SourceOf, piece: ApartPiece, samples: range | None) -> StepSource:
-        units = EncoderUnits(
-            kinds=self._entry.media,
-            loads=loaded_replicas([self._loading], rank=dist.get_rank()),
-            samples=samples,
-        )
-        return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
 
     def _delivery(self, piece: ApartPiece, settings: StreamSettings) -> ReplicaDelivery:
         name = self._entry.name

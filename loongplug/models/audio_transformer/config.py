@@ -7,6 +7,7 @@ from typing import ClassVar
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.positions import Grid
 from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.layer_names import LayerNames
 
 Shape = tuple[int, ...]
 
@@ -14,13 +15,12 @@ _BEHIND = 2  # frames of silence that the convolutions read behind a sound in a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class AudioNames:
+class AudioNames(LayerNames):
     """What the files of one kind of tower call its tensors, behind the tower's root.
 
     None stands for what it does not have.
 
-    To names without it ``.weight`` and ``.bias`` are added. The fields from ``layer`` on are those
-    of :class:`loongplug.models.hf_encoder_rows.LayerNames`; the keys have no bias in any kind.
+    To names without it ``.weight`` and ``.bias`` are added. The keys have no bias in any kind.
     """
 
     positions: str | None = None  # whole; without it, positions are computed

@@ -21,7 +21,7 @@ LOONGPLUG_FAMILIES = (
             config_class="InternVLConfig",
             architecture="InternVLForConditionalGeneration",
             **LLAVA_FILES,
-            derived="loongplug.models.internvl.hf:fields",
+            derived="loongplug.models.llava.hf:side_of_blocks",
         ),
         special_tokens=MappingProxyType({"image_token_id": "<IMG_CONTEXT>"}),
     ),

@@ -2,7 +2,6 @@
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.carried import Carried
 from loongplug.models.encoder import encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
@@ -25,14 +24,11 @@ from loongplug.models.patch_transformer.config import PatchTransformerConfig
 from loongplug.platform.transfers import to_device
 
 
-class PatchTransformer(MegatronModule):
+class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
     """ViT over packed images of one size; attention stays within an image.
 
     An image's class token, where the kind has one, stands before its patches within the layers and
-    is left out of what comes out. The transformer layers are Megatron's, sharded over the tensor
-    parallel group of ``pg_collection``; all else is replicated. Every rank of that group enters
-    every forward. Megatron's attention cannot shape zero tokens: an empty unit is computed as
-    :meth:`blank_unit`, of which the caller keeps nothing.
+    is left out of what comes out. The blank unit has the positions of the table's first corner.
     """
 
     def __init__(
@@ -43,10 +39,8 @@ class PatchTransformer(MegatronModule):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
-        self.architecture = architecture
+        super().__init__(config, architecture, pg_collection=pg_collection)
         self.tp_group = pg_collection.tp
-        self.stage = stage_of(architecture, pg_collection)
         self._places_on: dict[tuple[int, torch.device], Tensor] = {}
         if self.stage.first:
             self._build_embeddings()
@@ -85,10 +79,6 @@ class PatchTransformer(MegatronModule):
     def _norm(self) -> LayerNorm:
         size, eps = self.architecture.hidden_size, self.architecture.layernorm_epsilon
         return LayerNorm(self.config, size, eps=eps)
-
-    def blank_unit(self) -> EncoderInput:
-        """What an empty unit is computed as; it has the positions of the table's first corner."""
-        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
     def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit, or go on from where the stage before has come.

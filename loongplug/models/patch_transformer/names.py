@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, replace
 
+from loongplug.models.layer_names import LayerNames
+
 
 @dataclass(frozen=True, kw_only=True)
-class TowerNames:
+class TowerNames(LayerNames):
     """One kind's names; None and False stand for what it does not have.
 
     Names that end in a tensor are whole; to the others ``.weight`` and ``.bias`` are added.
-    ``layer`` is how the names within a layer begin, with ``{}`` for its number; those that follow
-    are behind it. ``batched``: class token and positions have axes of length one in front, so that
-    they are [1, tokens, hidden].
+    ``batched``: class token and positions have axes of length one in front, so that they are
+    [1, tokens, hidden].
     """
 
     patches: str
@@ -21,11 +22,6 @@ class TowerNames:
     pre_norm: str | None = None
     final_norm: str
     features_have_norm: bool = True  # False: transformers norms the pooled class token alone
-    layer: str
-    norms: tuple[str, str]  # before attention, before the MLP
-    qkv: tuple[str, str, str]
-    proj: str
-    mlp: tuple[str, str]
     layer_scales: tuple[str, str] | None = None  # whole; of attention, of the MLP
 
 

@@ -3,7 +3,7 @@
 from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Split
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import fixed_epsilon, linear, row
+from loongplug.models.hf_rows import fixed_epsilon, linear, row, two_linears
 from loongplug.models.projectors.config import (
     AveragePoolConfig,
     LinearConfig,
@@ -61,21 +61,5 @@ def average_pool(
 
 
 def _linears(ours: str, theirs: str, *, width: int, out: int, bias: bool) -> list[Row]:
-    return [
-        *linear(
-            f"{ours}.linear_fc1",
-            f"{theirs}.linear_1",
-            shape=(out, width),
-            split=Split.COLUMN,
-            count=None,
-            bias=bias,
-        ),
-        *linear(
-            f"{ours}.linear_fc2",
-            f"{theirs}.linear_2",
-            shape=(out, out),
-            split=Split.ROW,
-            count=None,
-            bias=bias,
-        ),
-    ]
+    names = (f"{theirs}.linear_1", f"{theirs}.linear_2")
+    return two_linears(ours, names, sizes=(width, out, out), bias=bias)
