@@ -73,10 +73,8 @@ class WholeTensors:
         """
         with together():
             owned = owned_parameters(model_chunks, mapping)
-        if what == "weight":
-            self._value_of = weight_of
-        else:
-            self._value_of = what if callable(what) else _gradient
+        self._value_of = weight_of if what == "weight" else _reader(what)
+        if what != "weight":
             owned = [own for own in owned if self._value_of(own.parameter) is not None]
         self._parameters = {own.piece: own.parameter for own in owned}
         self._device = next(model_chunks[0].parameters()).device
@@ -224,6 +222,10 @@ def _require_whole(mapping: Mapping, holders: Holders) -> None:
     ]
     if missing:
         raise ValueError(f"No rank has the whole of {', '.join(missing)}.")
+
+
+def _reader(what: What) -> Callable[[nn.Parameter], Tensor | None]:
+    return what if callable(what) else _gradient
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -27,21 +27,12 @@ def layer_rows(
     own, layer = encoder_layer(ours), f"{theirs}.{names.layer}"
     hidden, ffn, count = encoder.hidden_size, encoder.ffn_hidden_size, encoder.computed_layers
     before_attention, before_mlp = (f"{layer}{each}" for each in names.norms)
-    parts = 3 // len(names.qkv)  # of each tensor
     rows: list[Row] = []
-    for kind, width in (("weight", (hidden,)), ("bias", ())):
-        apart = tuple(
-            Source(
-                f"{layer}{each}.{kind}",
-                (parts * hidden, *width),
-                parts=parts,
-                absent=kind == "bias" and not key_bias and each == names.qkv[1],
-            )
-            for each in names.qkv
-        )
+    for kind in ("weight", "bias"):
+        sources = qkv_sources(layer, names.qkv, kind=kind, hidden=hidden, key_bias=key_bias)
         rows += [
             *norms(own, (before_attention, before_mlp), kind=kind, width=hidden, count=count),
-            qkv(own, apart, kind=kind, groups=encoder.num_attention_heads, count=count),
+            qkv(own, sources, kind=kind, groups=encoder.num_attention_heads, count=count),
         ]
     for name, other, split, shape in (
         ("self_attention.linear_proj", names.proj, Split.ROW, (hidden, hidden)),
@@ -50,6 +41,26 @@ def layer_rows(
     ):
         rows += linear(f"{own}{name}", f"{layer}{other}", shape=shape, split=split, count=count)
     return rows
+
+
+def qkv_sources(
+    layer: str, names: tuple[str, ...], *, kind: str, hidden: int, key_bias: bool = True
+) -> tuple[Source, ...]:
+    """What queries, keys and values are made of: three tensors, or one; ``kind`` of each.
+
+    ``layer`` and ``names`` are as in :class:`LayerNames`, ``key_bias`` as in :func:`layer_rows`.
+    """
+    parts = 3 // len(names)  # of each tensor
+    rows = parts * hidden
+    return tuple(
+        Source(
+            f"{layer}{each}.{kind}",
+            (rows, hidden) if kind == "weight" else (rows,),
+            parts=parts,
+            absent=kind == "bias" and not key_bias and each == names[1],
+        )
+        for each in names
+    )
 
 
 def carried_rows(tensors: Mapping[str, Shape], *, ours: str, theirs: str) -> list[Row]:

@@ -73,12 +73,20 @@ def merger_rows(
     """
     merged = vision.hidden_size * vision.spatial_merge_size**2
     width = merged if norm_blocks else vision.hidden_size
-    rows = [
-        row(f"{ours}.norm.{kind}", f"{theirs}.{norm}.{kind}", shape=(width,), count=count)
-        for kind in ("weight", *(["bias"] if norm_bias else []))
-    ]
+    own_norm = f"{ours}.norm", f"{theirs}.{norm}"
+    rows = norm_rows(*own_norm, width=width, bias=norm_bias, count=count)
     names = (f"{theirs}.{linears[0]}", f"{theirs}.{linears[1]}")
     return rows + two_linears(ours, names, sizes=(merged, merged, out), count=count)
+
+
+def norm_rows(
+    ours: str, theirs: str, *, width: int, bias: bool = True, count: int | None = None
+) -> list[Row]:
+    """A norm's weight, and its bias if it has one."""
+    return [
+        row(f"{ours}.{kind}", f"{theirs}.{kind}", shape=(width,), count=count)
+        for kind in ("weight", *(["bias"] if bias else []))
+    ]
 
 
 def two_linears(

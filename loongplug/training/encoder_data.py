@@ -39,18 +39,29 @@ class EncoderData(RankData):
 
     def stream(self, settings: StreamSettings) -> Microbatches:
         """See :meth:`RankData.stream`."""
+        name = self._entry.name
+        place = self.engine.encoders[name].place
+        loading = [place.given_media(dist.get_rank())]  # the first stage alone needs media
 
         def loader(piece: ApartPiece) -> MicrobatchLoader:
             samples = samples_of(piece, packed=self.args.packing)
             units = EncoderUnits(
                 kinds=self._entry.media,
-                loads=loaded_replicas([self._loading], rank=dist.get_rank()),
+                loads=loaded_replicas(loading, rank=dist.get_rank()),
                 samples=samples,
             )
+            delivery = ReplicaDelivery(
+                loading,
+                place.replica_group,
+                row_values=self.model.encoder(name).row_values,
+                coded=self.coded,
+                device=current_platform().device,
+                news=self._news(name, settings, hearer=piece.edge.decoder_ranks[0]),
+            )
             return self._loader(
-                settings.source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units}),
+                settings.source_of(dp_rank=piece.edge.decoder, encoders={name: units}),
                 settings,
-                deliveries={self._entry.name: self._delivery(piece, settings)},
+                deliveries={name: delivery},
                 needs=(_NO_TEXT,),
                 only=samples,
                 parts=any_part(self.args),
@@ -58,25 +69,9 @@ class EncoderData(RankData):
 
         return _InTurn([loader(each) for each in self._pieces(training=settings.training)])
 
-    @property
-    def _loading(self) -> tuple[int, ...]:
-        """The ranks of this replica's first stage, which alone needs media."""
-        return self.engine.encoders[self._entry.name].place.given_media(dist.get_rank())
-
     def _pieces(self, *, training: bool) -> tuple[ApartPiece, ...]:
         place = self.engine.encoders[self._entry.name].place
         return place.made_by(dist.get_rank(), training=training)
-
-    def _delivery(self, piece: ApartPiece, settings: StreamSettings) -> ReplicaDelivery:
-        name = self._entry.name
-        return ReplicaDelivery(
-            [self._loading],
-            self.engine.encoders[name].place.replica_group,
-            row_values=self.model.encoder(name).row_values,
-            coded=self.coded,
-            device=current_platform().device,
-            news=self._news(name, settings, hearer=piece.edge.decoder_ranks[0]),
-        )
 
 
 def any_part(args: Namespace) -> RowParts | None:

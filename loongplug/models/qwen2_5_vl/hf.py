@@ -4,10 +4,9 @@ The names are those of the published files, which ``transformers`` writes as wel
 called otherwise (``model.visual``, ``model.language_model``).
 """
 
-from collections.abc import Mapping
-
 from loongplug.models.architecture import HEAD, ProjectorArchitecture, VisionArchitecture
-from loongplug.models.hf_mapping import Source, Split
+from loongplug.models.hf_encoder_rows import qkv_sources
+from loongplug.models.hf_mapping import Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
     decoder_rows,
@@ -29,32 +28,18 @@ from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25Vision
 
 def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
     """The image encoder, its queries, keys and values as one tensor in the files."""
-    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn.qkv"
-    sources = {
-        "weight": (Source(f"{name}.weight", (3 * hidden, hidden), parts=3),),
-        "bias": (Source(f"{name}.bias", (3 * hidden,), parts=3),),
-    }
-    return _encoder(vision, sources, ours=ours, theirs=theirs)
+    return _encoder(vision, ("attn.qkv",), ours=ours, theirs=theirs)
 
 
 def encoder_apart(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
     """The image encoder, each of these a tensor of its own."""
-    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn"
-    sources = {
-        "weight": tuple(Source(f"{name}.{each}.weight", (hidden, hidden)) for each in "qkv"),
-        "bias": tuple(Source(f"{name}.{each}.bias", (hidden,)) for each in "qkv"),
-    }
-    return _encoder(vision, sources, ours=ours, theirs=theirs)
+    return _encoder(vision, ("attn.q", "attn.k", "attn.v"), ours=ours, theirs=theirs)
 
 
 def _encoder(
-    vision: Qwen25VisionConfig,
-    sources: Mapping[str, tuple[Source, ...]],
-    *,
-    ours: str,
-    theirs: str,
+    vision: Qwen25VisionConfig, names: tuple[str, ...], *, ours: str, theirs: str
 ) -> HuggingFacePart:
-    """``sources``: by "weight" and "bias", what queries, keys and values are made of."""
+    """``names``: of the tensors of queries, keys and values within a layer."""
     layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, count = vision.hidden_size, vision.num_layers
     rows = [
@@ -82,8 +67,9 @@ def _encoder(
             bias=True,
         ),
     ]
-    for kind, each in sources.items():
-        rows.append(qkv(layer, each, kind=kind, groups=vision.num_attention_heads, count=count))
+    for kind in ("weight", "bias"):
+        sources = qkv_sources(their_layer, names, kind=kind, hidden=hidden)
+        rows.append(qkv(layer, sources, kind=kind, groups=vision.num_attention_heads, count=count))
     return HuggingFacePart(
         rows=rows,
         values=vision_values("silu"),

@@ -5,7 +5,7 @@ their results are merged by. Given the logsumexp and the output over *all* of a 
 tile's backward gives exactly the tile's part of the gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ class _Tile:
     causal: bool
     scale: float | None
 
-    def for_each_head(self) -> tuple[Tensor, Tensor]:
-        """Keys and values once for each head of ``q``."""
+    def for_each_head(self) -> "_Tile":
+        """The same with keys and values once for each head of ``q``, which some kernels want."""
         times = self.q.size(1) // self.k.size(1)
-        return self.k.repeat_interleave(times, dim=1), self.v.repeat_interleave(times, dim=1)
+        k, v = (x.repeat_interleave(times, dim=1) for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
 
 def attend(
@@ -64,7 +65,10 @@ def attend(
     else:
         padded = _scale_if_padded(q, scale)
         tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
-        out, lse = _efficient(tile) if q.dtype == torch.float32 else _flash(tile)
+        if q.dtype == torch.float32:
+            out, lse = _efficient(tile.for_each_head())
+        else:
+            out, lse = _flash(tile)
         out = out[..., : q.size(-1)]
     return out, lse
 
@@ -98,9 +102,13 @@ def attend_backward(
     else:
         padded = _scale_if_padded(q, scale)
         tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
-        backward = _efficient_backward if q.dtype == torch.float32 else _flash_backward
-        found = backward(tile, _aligned(grad), _aligned(out), lse)
-        dq, dk, dv = (each[..., : q.size(-1)] for each in found)
+        grad, out = _aligned(grad), _aligned(out)
+        if q.dtype == torch.float32:
+            dq, dk, dv = _efficient_backward(tile.for_each_head(), grad, out, lse)
+            dk, dv = (_of_groups(each, k) for each in (dk, dv))
+        else:
+            dq, dk, dv = _flash_backward(tile, grad, out, lse)
+        dq, dk, dv = (each[..., : q.size(-1)] for each in (dq, dk, dv))
     return dq, dk, dv
 
 
@@ -136,9 +144,9 @@ def _of_groups(grad: Tensor, k: Tensor) -> Tensor:
     return grad.unflatten(1, (k.size(1), -1)).sum(2)
 
 
-def _scores(tile: _Tile, keys: Tensor) -> Tensor:
+def _scores(tile: _Tile) -> Tensor:
     """All scores [b, heads, s_q, s_k], -inf for keys that a query does not see."""
-    scores = tile.q @ keys.transpose(2, 3) * _scale_of(tile.q, tile.scale)
+    scores = tile.q @ tile.k.transpose(2, 3) * _scale_of(tile.q, tile.scale)
     if tile.causal:
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
@@ -147,23 +155,23 @@ def _scores(tile: _Tile, keys: Tensor) -> Tensor:
 
 def _written_out(tile: _Tile) -> tuple[Tensor, Tensor]:
     """Without a kernel: CUDA has none for float64, in which nobody trains."""
-    keys, values = tile.for_each_head()
-    scores = _scores(tile, keys)
+    tile = tile.for_each_head()
+    scores = _scores(tile)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ values, lse
+    return (scores - lse.unsqueeze(-1)).exp() @ tile.v, lse
 
 
 def _written_out_backward(
     tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, (keys, values) = tile.q, tile.for_each_head()
-    weights = (_scores(tile, keys) - lse.unsqueeze(-1)).exp()
-    of_weights = grad @ values.transpose(2, 3)
+    apart = tile.for_each_head()
+    weights = (_scores(apart) - lse.unsqueeze(-1)).exp()
+    of_weights = grad @ apart.v.transpose(2, 3)
     # A weight's gradient less the mean over all of the query's keys, in this tile or elsewhere.
     of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
-    of_scores = of_scores * _scale_of(q, tile.scale)
-    dk, dv = of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ grad
-    return of_scores @ keys, _of_groups(dk, tile.k), _of_groups(dv, tile.v)
+    of_scores = of_scores * _scale_of(tile.q, tile.scale)
+    dk, dv = of_scores.transpose(2, 3) @ tile.q, weights.transpose(2, 3) @ grad
+    return of_scores @ apart.k, _of_groups(dk, tile.k), _of_groups(dv, tile.v)
 
 
 def _flash(tile: _Tile) -> tuple[Tensor, Tensor]:
@@ -192,7 +200,7 @@ def _flash_backward(
 
 def _efficient(tile: _Tile) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._efficient_attention_forward(
-        *(x.transpose(1, 2) for x in (tile.q, *tile.for_each_head())),
+        *(x.transpose(1, 2) for x in (tile.q, tile.k, tile.v)),
         *(None, None, None, None, None),
         *(0.0, _CAUSAL_FROM_TOP_LEFT if tile.causal else 0, True),
         scale=tile.scale,
@@ -207,7 +215,7 @@ def _efficient_backward(
     lse = pad(lse, (0, -lse.size(-1) % _LSE_ALIGNED_TO), value=float("inf"))
     nothing_dropped = lse.new_zeros((), dtype=torch.int64)
     dq, dk, dv, _ = _aten._efficient_attention_backward(
-        *(x.transpose(1, 2) for x in (grad, tile.q, *tile.for_each_head())),
+        *(x.transpose(1, 2) for x in (grad, tile.q, tile.k, tile.v)),
         None,
         out.transpose(1, 2),
         *(None, None, tile.q.size(2), tile.k.size(2), lse),
@@ -215,5 +223,4 @@ def _efficient_backward(
         *(_CAUSAL_FROM_TOP_LEFT if tile.causal else 0, False),
         scale=tile.scale,
     )
-    dk, dv = (_of_groups(each.transpose(1, 2), tile.k) for each in (dk, dv))
-    return dq.transpose(1, 2), dk, dv
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
