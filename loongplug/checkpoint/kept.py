@@ -64,8 +64,11 @@ class KeptCheckpoints:
         }
         for each in to_remove(there, self._losses, newest=newest, keep=self._keep):
             self._losses.pop(each, None)
+            # Under the name of a save that never ended: killed meanwhile, the next save removes it.
+            gone = there[each].with_name(f"{SAVING}{there[each].name}_{secrets.token_hex(4)}")
             try:
-                _remove(there[each])
+                there[each].rename(gone)
+                shutil.rmtree(gone)
             except OSError as error:
                 print(
                     f"loongplug: {there[each]} cannot be removed: {error}",
@@ -89,10 +92,3 @@ def _noted(path: Path) -> dict[int, float]:
         return {int(iteration): float(loss) for iteration, loss in found.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-
-
-def _remove(checkpoint: Path) -> None:
-    """Under the name of a save that never ended: killed meanwhile, the next save removes it."""
-    gone = checkpoint.with_name(f"{SAVING}{checkpoint.name}_{secrets.token_hex(4)}")
-    checkpoint.rename(gone)
-    shutil.rmtree(gone)

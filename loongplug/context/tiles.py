@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loongplug.context.segments import Segments
 from loongplug.context.token_split import ContextShard
@@ -38,7 +37,11 @@ def tiles(queries: ContextShard, keys: ContextShard, segments: Segments) -> tupl
     The parts are of one split of the row that ``segments`` cut, or whole rows. So a stretch of
     queries is either among the keys as a whole, or not at all.
     """
-    starts, stops = _pieces(queries, segments)
+    # The stretches of queries, once they are cut where segments end.
+    edges = np.unique(np.concatenate((queries.starts, queries.stops, segments.bounds)))
+    starts, stops = edges[:-1], edges[1:]
+    held = queries.before(stops) > queries.before(starts)
+    starts, stops = starts[held], stops[held]
     own = queries.before(starts)
     first, diagonal, last = map(keys.before, (segments.starts(starts), starts, stops))
     found = []
@@ -60,11 +63,3 @@ def grouped(tiles: Iterable[Tile]) -> TileGroups:
     for tile in tiles:
         groups.setdefault(tile.shape, []).append(tile)
     return tuple(map(tuple, groups.values()))
-
-
-def _pieces(part: ContextShard, segments: Segments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the stretches of ``part`` start and stop once they are cut where segments end."""
-    edges = np.unique(np.concatenate((part.starts, part.stops, segments.bounds)))
-    starts, stops = edges[:-1], edges[1:]
-    held = part.before(stops) > part.before(starts)
-    return starts[held], stops[held]

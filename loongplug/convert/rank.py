@@ -120,7 +120,13 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
                 if args.rank == 0:
                     write_note(Path(args.save) / ARCHITECTURE_FILE, parsed.model_yaml)
                     copy_carried_files(Path(args.save) / CARRIED_FOLDER, **source_folders(args))
-                _save_checkpoint(chunks)  # whose last act makes it a checkpoint
+                from megatron.training.checkpointing import save_checkpoint
+
+                context = {"save_strategy": StreamingSaveStrategy()}
+                # Its last act makes it a checkpoint.
+                save_checkpoint(
+                    0, chunks, None, None, 0, checkpointing_context=context, release=True
+                )
             if args.save_hf:
                 save_hf_folder(
                     chunks,
@@ -256,10 +262,3 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
             vp_stage=stage,
         )
     return provider.chunks
-
-
-def _save_checkpoint(chunks: list[MultimodalModel]) -> None:
-    from megatron.training.checkpointing import save_checkpoint
-
-    context = {"save_strategy": StreamingSaveStrategy()}
-    save_checkpoint(0, chunks, None, None, 0, checkpointing_context=context, release=True)

@@ -60,7 +60,9 @@ class CodedMedia:
         assert sum(counts) == len(rows), (counts, rows.shape)
         found, start = [], 0
         numbers = range(len(media))
-        for images, group in groupby(numbers, key=lambda number: is_image(media[number])):
+        # An image may be of one frame or of tiles.
+        kinds = groupby(numbers, key=lambda number: isinstance(media[number], MediaFile))
+        for images, group in kinds:
             together = list(group)
             end = start + sum(counts[number] for number in together)
             part, start = rows[start:end], end
@@ -71,8 +73,3 @@ class CodedMedia:
             for number, frames in zip(together, videos, strict=True):
                 found.append(self._videos().of_video(frames, grids[number]))
         return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def is_image(medium: Medium) -> bool:
-    """Whether it is one, of one frame or of tiles."""
-    return isinstance(medium, MediaFile)

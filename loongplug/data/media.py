@@ -227,14 +227,11 @@ class MediaLoader:
             processed.update(zip(images, made, strict=True))
         for version, medium in media.items():
             if isinstance(medium, AudioClip):
-                processed[version] = self._heard(medium, where=where)
+                sound = decode_audio(medium, where=where)
+                (processed[version],) = _hearing(self._processor, where=where).frames([sound])
             elif not isinstance(medium, MediaFile):
                 processed[version] = self._videos.coded(medium, where=where)
         return processed
-
-    def _heard(self, clip: AudioClip, *, where: str) -> _Rows:
-        (made,) = _hearing(self._processor, where=where).frames([decode_audio(clip, where=where)])
-        return made
 
 
 # Of a video, the versions of its files, and which frames of a file are taken: the rate of the

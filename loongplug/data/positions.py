@@ -68,7 +68,7 @@ def mrope_position_ids(
                 f" {token - start}: write exactly as many."
             )
         np.add(picture.positions, position, out=positions[:, start:token])
-        last = picture.last_time if after_times else 0
+        last = int(picture.positions[0, -1]) if after_times else 0
         position += max(last + 1, picture.height, picture.width)
     positions[:, token:] = np.arange(position, position + len(input_ids) - token)
     for kind, rest in pictures.items():
@@ -106,10 +106,6 @@ class _Picture:
     @property
     def tokens(self) -> int:
         return self.positions.shape[1]
-
-    @property
-    def last_time(self) -> int:
-        return int(self.positions[0, -1])
 
 
 @lru_cache(maxsize=32)  # few sizes come again and again

@@ -88,7 +88,9 @@ def evaluate(
         limit=limit,
         video_style=video_style,
     )
-    _try_metric(scored, questions)
+    # What cannot be scored is better known before the model's work: right answers try it.
+    for question in questions:
+        _score(scored, question.answer, question=question)
     with progress(len(questions), console) as on_done:
         answers = generate_answers(
             hf_model,
@@ -117,12 +119,6 @@ def evaluate(
     }
     write_figures(json_path, metrics, "metrics", beside=True)
     return overall.share
-
-
-def _try_metric(metric: Metric, questions: Sequence[Question]) -> None:
-    """What cannot be scored is better known before the model's work: right answers try it."""
-    for question in questions:
-        _score(metric, question.answer, question=question)
 
 
 def _score(metric: Metric, answer: str, *, question: Question) -> float:

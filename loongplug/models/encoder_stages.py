@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput
@@ -35,15 +37,6 @@ class EncoderStage:
         """Its own, counted from 0 over the whole encoder."""
         start = sum(self.sizes[: self.number])
         return range(start, start + self.sizes[self.number])
-
-
-def stage_of(architecture: EncoderArchitecture, groups: ProcessGroupCollection) -> EncoderStage:
-    """This rank's, of an encoder over ``groups``.
-
-    Beside the decoder an encoder has one stage, whatever the decoder has.
-    """
-    sizes = architecture.layers_of_stages
-    return EncoderStage(sizes=sizes, number=groups.pp.rank() if len(sizes) > 1 else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +74,34 @@ def payload_widths(architecture: EncoderArchitecture) -> tuple[int, ...]:
     return tuple((1 + each) * architecture.hidden_size for each in taps)
 
 
-def blank_of_stage(
-    architecture: EncoderArchitecture, stage: EncoderStage, *, like: Tensor
-) -> EncoderInput:
-    """The smallest medium there is, all zero, as a stage is given it, where ``like`` is.
+class StagedEncoder[A: EncoderArchitecture](MegatronModule):
+    """A stage of an encoder over packed media, whose transformer layers are Megatron's.
 
-    States need a gradient: layers that are frozen here are gone through backward all the same where
-    something before them trains.
+    These are sharded over the tensor parallel group of ``pg_collection``; all else is replicated.
+    Every rank of that group enters every forward. Megatron's attention cannot shape zero tokens: an
+    empty unit is computed as :meth:`blank_unit`, of which the caller keeps nothing. Beside the
+    decoder an encoder has one stage, whatever the decoder has.
     """
-    if stage.first:
-        return blank_unit(architecture, device=like.device)
-    grid = architecture.blank_grid()
-    width = payload_widths(architecture)[stage.number - 1]
-    payload = torch.zeros(
-        architecture.states(grid), width, dtype=like.dtype, device=like.device, requires_grad=True
-    )
-    return HandedOn.unpacked(payload, grids=torch.tensor([grid]), hidden=architecture.hidden_size)
+
+    def __init__(
+        self, config: TransformerConfig, architecture: A, *, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        sizes = architecture.layers_of_stages
+        number = pg_collection.pp.rank() if len(sizes) > 1 else 0
+        self.stage = EncoderStage(sizes=sizes, number=number)
+
+    def blank_unit(self) -> EncoderInput:
+        """What an empty unit is computed as: the smallest medium there is, all zero.
+
+        A later stage is given its states. They need a gradient: layers that are frozen here are
+        gone through backward all the same where something before them trains.
+        """
+        architecture, like = self.architecture, next(self.parameters())
+        if self.stage.first:
+            return blank_unit(architecture, device=like.device)
+        grid, hidden = architecture.blank_grid(), architecture.hidden_size
+        size = architecture.states(grid), payload_widths(architecture)[self.stage.number - 1]
+        payload = torch.zeros(size, dtype=like.dtype, device=like.device, requires_grad=True)
+        return HandedOn.unpacked(payload, grids=torch.tensor([grid]), hidden=hidden)

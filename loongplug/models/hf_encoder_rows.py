@@ -4,35 +4,12 @@
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.carried import leading_axes, parameter_name
 from loongplug.models.hf_mapping import CARRIED, Row, Shape, Source, Split
 from loongplug.models.hf_rows import encoder_layer, linear, norms, qkv
-
-
-class LayerNames(Protocol):
-    """What the files call the tensors of one layer, without ``.weight`` and ``.bias``.
-
-    ``layer`` is how the names begin, with ``{}`` for the layer's number; the others are behind it.
-    ``norms`` are those before attention and before the MLP.
-    """
-
-    @property
-    def layer(self) -> str: ...
-
-    @property
-    def norms(self) -> tuple[str, str]: ...
-
-    @property
-    def qkv(self) -> tuple[str, str, str]: ...
-
-    @property
-    def proj(self) -> str: ...
-
-    @property
-    def mlp(self) -> tuple[str, str]: ...
+from loongplug.models.layer_names import LayerNames
 
 
 def layer_rows(
@@ -51,18 +28,11 @@ def layer_rows(
     hidden, ffn, count = encoder.hidden_size, encoder.ffn_hidden_size, encoder.computed_layers
     before_attention, before_mlp = (f"{layer}{each}" for each in names.norms)
     rows: list[Row] = []
-    for kind, width in (("weight", (hidden,)), ("bias", ())):
-        apart = tuple(
-            Source(
-                f"{layer}{each}.{kind}",
-                (hidden, *width),
-                absent=kind == "bias" and each == names.qkv[1] and not key_bias,
-            )
-            for each in names.qkv
-        )
+    for kind in ("weight", "bias"):
+        sources = qkv_sources(layer, names.qkv, kind=kind, hidden=hidden, key_bias=key_bias)
         rows += [
             *norms(own, (before_attention, before_mlp), kind=kind, width=hidden, count=count),
-            qkv(own, apart, kind=kind, groups=encoder.num_attention_heads, count=count),
+            qkv(own, sources, kind=kind, groups=encoder.num_attention_heads, count=count),
         ]
     for name, other, split, shape in (
         ("self_attention.linear_proj", names.proj, Split.ROW, (hidden, hidden)),
@@ -71,6 +41,26 @@ def layer_rows(
     ):
         rows += linear(f"{own}{name}", f"{layer}{other}", shape=shape, split=split, count=count)
     return rows
+
+
+def qkv_sources(
+    layer: str, names: tuple[str, ...], *, kind: str, hidden: int, key_bias: bool = True
+) -> tuple[Source, ...]:
+    """What queries, keys and values are made of: three tensors, or one; ``kind`` of each.
+
+    ``layer`` and ``names`` are as in :class:`LayerNames`, ``key_bias`` as in :func:`layer_rows`.
+    """
+    parts = 3 // len(names)  # of each tensor
+    rows = parts * hidden
+    return tuple(
+        Source(
+            f"{layer}{each}.{kind}",
+            (rows, hidden) if kind == "weight" else (rows,),
+            parts=parts,
+            absent=kind == "bias" and not key_bias and each == names[1],
+        )
+        for each in names
+    )
 
 
 def carried_rows(tensors: Mapping[str, Shape], *, ours: str, theirs: str) -> list[Row]:

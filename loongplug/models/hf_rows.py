@@ -73,16 +73,38 @@ def merger_rows(
     """
     merged = vision.hidden_size * vision.spatial_merge_size**2
     width = merged if norm_blocks else vision.hidden_size
-    rows = [
-        row(f"{ours}.norm.{kind}", f"{theirs}.{norm}.{kind}", shape=(width,), count=count)
-        for kind in ("weight", *(["bias"] if norm_bias else []))
+    own_norm = f"{ours}.norm", f"{theirs}.{norm}"
+    rows = norm_rows(*own_norm, width=width, bias=norm_bias, count=count)
+    names = (f"{theirs}.{linears[0]}", f"{theirs}.{linears[1]}")
+    return rows + two_linears(ours, names, sizes=(merged, merged, out), count=count)
+
+
+def norm_rows(
+    ours: str, theirs: str, *, width: int, bias: bool = True, count: int | None = None
+) -> list[Row]:
+    """A norm's weight, and its bias if it has one."""
+    return [
+        row(f"{ours}.{kind}", f"{theirs}.{kind}", shape=(width,), count=count)
+        for kind in ("weight", *(["bias"] if bias else []))
     ]
-    for number, (name, split, rows_out) in enumerate(
-        zip(linears, (Split.COLUMN, Split.ROW), (merged, out), strict=True), start=1
-    ):
-        names = f"{ours}.linear_fc{number}", f"{theirs}.{name}"
-        rows += linear(*names, shape=(rows_out, merged), split=split, count=count)
-    return rows
+
+
+def two_linears(
+    ours: str,
+    theirs: tuple[str, str],
+    *,
+    sizes: tuple[int, int, int],
+    bias: bool = True,
+    count: int | None = None,
+) -> list[Row]:
+    """A projector's MLP, from the first of ``sizes`` into the last: split by columns, then rows."""
+    width, inner, out = sizes
+    first = (f"{ours}.linear_fc1", theirs[0])
+    second = (f"{ours}.linear_fc2", theirs[1])
+    return [
+        *linear(*first, shape=(inner, width), split=Split.COLUMN, count=count, bias=bias),
+        *linear(*second, shape=(out, inner), split=Split.ROW, count=count, bias=bias),
+    ]
 
 
 def qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, count: int) -> Row:

@@ -140,7 +140,9 @@ def part_random_numbers() -> None:
     """Go on without a tracker, and with generators of its own; snapshots keep what was there."""
     for where, name, value in OTHER_GLOBALS:
         where[name] = value
-    _part_generators()
+    if current_platform().name == "cuda":  # the same numbers, in another object than was taken
+        generator = _device_generator()
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _take_generators() -> tuple[Any, ...]:
@@ -160,13 +162,6 @@ def _put_generators(taken: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(taken[0])
     if len(taken) > 1:
         _device_generator().graphsafe_set_state(taken[1])
-
-
-def _part_generators() -> None:
-    """Go on with the same numbers, but leave what was taken before as it is."""
-    if current_platform().name == "cuda":
-        generator = _device_generator()
-        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _device_generator() -> torch.Generator:

@@ -230,7 +230,9 @@ def create_parallel_state(
         snapshot = None
         if dist.get_rank() in layout.ranks:
             stage = layout.coordinates(dist.get_rank()).pp
-            _seed(_seed_of(name, seed) + _BETWEEN_STAGES * stage, like=tracker)
+            # Modules of one seed draw different numbers; Megatron adds small ones for coordinates.
+            own = seed + 1_000_003 * (zlib.crc32(name.encode()) % 1000)
+            _seed(own + _BETWEEN_STAGES * stage, like=tracker)
             snapshot = Snapshot()
     finally:
         in_order.undo()
@@ -324,11 +326,6 @@ def destroy_parallel_states() -> None:
         PARALLEL_STATES.clear()
         PARALLEL_STATES.backwards.clear()
         PARALLEL_STATES.current = None
-
-
-def _seed_of(name: str, seed: int) -> int:
-    """Modules with one seed draw different numbers; Megatron adds small ones for coordinates."""
-    return seed + 1_000_003 * (zlib.crc32(name.encode()) % 1000)
 
 
 def _seed(seed: int, *, like: object) -> None:

@@ -4,6 +4,7 @@ Norms and scales of gradients, in the place of Megatron's loops, and Adam's step
 """
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,17 +52,13 @@ def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
         scale: float,
     ) -> None:
         sources, targets = tensor_lists
-        in_place = len(sources) == len(targets) and all(map(_same, sources, targets))
+        in_place = len(sources) == len(targets) and all(map(operator.is_, sources, targets))
         if targets and in_place:  # torch takes no empty lists, as of a rank of padding only
             torch._foreach_mul_(list(targets), scale)
         else:
             original(chunk_size, noop_flag, tensor_lists, scale)
 
     return local_multi_tensor_scale
-
-
-def _same(source: Tensor, target: Tensor) -> bool:
-    return source is target
 
 
 def fused_adam(original: Callable[..., None]) -> Callable[..., None]:

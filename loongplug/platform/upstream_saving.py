@@ -16,16 +16,12 @@ _STRATEGIES = f"{_CHECKPOINTS}.strategies"
 def synchronous_save_table() -> ReplacementTable:
     """For runs that write their checkpoints within the training process (no ``--async-save``)."""
     results: queue.Queue[Any] = queue.Queue()
-    return ReplacementTable(
-        "synchronous save",
-        (
-            _results_queue(
-                lambda mp_mode="spawn": results,
-                reason="starts a process that imports torch, seconds per rank at the first "
-                "save, for a queue that only one process's threads use",
-            ),
-        ),
+    row = _results_queue(
+        lambda mp_mode="spawn": results,
+        reason="starts a process that imports torch, seconds per rank at the first save, for a "
+        "queue that only one process's threads use",
     )
+    return ReplacementTable("synchronous save", (row,))
 
 
 def asynchronous_save_on_cpu_table() -> ReplacementTable:

@@ -47,33 +47,25 @@ def per_module_data_parallel_table(
 
 def rates_table(rates: Callable[[Any], Any]) -> ReplacementTable:
     """Wrap the making of the scheduler of learning rate and weight decay."""
-    return ReplacementTable(
-        "rates",
-        (
-            Replacement(
-                target="megatron.training.training.get_optimizer_param_scheduler",
-                wrapper=rates,
-                parameters="(optimizer)",
-                reason="multiplies iterations by one batch size, and steps by those there are",
-            ),
-        ),
+    row = Replacement(
+        target="megatron.training.training.get_optimizer_param_scheduler",
+        wrapper=rates,
+        parameters="(optimizer)",
+        reason="multiplies iterations by one batch size, and steps by those there are",
     )
+    return ReplacementTable("rates", (row,))
 
 
 def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable:
     """Wrap the choice of the schedule of a training or evaluation step."""
-    return ReplacementTable(
-        "stepped schedules",
-        (
-            Replacement(
-                target="megatron.training.training.get_forward_backward_func",
-                wrapper=schedules,
-                parameters="(pp_size, vp_size, schedule_pg_collection)",
-                reason="gives schedules that know of no encoder phases before and after them",
-            ),
-        ),
-        importers=(),  # the training loop's own name only
+    row = Replacement(
+        target="megatron.training.training.get_forward_backward_func",
+        wrapper=schedules,
+        parameters="(pp_size, vp_size, schedule_pg_collection)",
+        reason="gives schedules that know of no encoder phases before and after them",
     )
+    # Of importers, the training loop alone has the name.
+    return ReplacementTable("stepped schedules", (row,), importers=())
 
 
 def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTable:
@@ -262,15 +254,11 @@ def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
 
         return setup_model_and_optimizer
 
-    return ReplacementTable(
-        "setup",
-        (
-            Replacement(
-                target="megatron.training.training.setup_model_and_optimizer",
-                wrapper=tapped,
-                parameters="(model_type, model_provider_func, checkpointing_context, *, "
-                "cfg_container, pg_collection)",
-                reason="the only place that has the optimizer before training; it has no hook",
-            ),
-        ),
+    row = Replacement(
+        target="megatron.training.training.setup_model_and_optimizer",
+        wrapper=tapped,
+        parameters="(model_type, model_provider_func, checkpointing_context, *, "
+        "cfg_container, pg_collection)",
+        reason="the only place that has the optimizer before training; it has no hook",
     )
+    return ReplacementTable("setup", (row,))

@@ -105,7 +105,10 @@ def parse_arguments(
 
     problems += completed()
     if not problems and training and args.epochs is not None:
-        settle_epochs(args, composed.config)
+        from loongplug.training.epochs import iterations_of_epochs  # it imports transformers
+
+        # Megatron goes by a run's length in iterations.
+        args.train_iters, args.epochs = iterations_of_epochs(args, composed.config), None
         problems += completed()  # some of it goes by the number of iterations
     if problems:
         raise ValueError("\n".join(problems))
@@ -133,13 +136,6 @@ def parse_arguments(
         options=line.options,
         overrides=line.overrides,
     )
-
-
-def settle_epochs(args: Namespace, model: Any) -> None:
-    """Say the run's length in iterations, which are what Megatron goes by."""
-    from loongplug.training.epochs import iterations_of_epochs  # it imports transformers
-
-    args.train_iters, args.epochs = iterations_of_epochs(args, model), None
 
 
 def settle_transparency(args: Namespace) -> None:

@@ -76,13 +76,6 @@ def _own_folder() -> Path:
     return configs_dir() / "models"
 
 
-def _mountable(trusted_packages: Sequence[str]) -> tuple[Path, ...]:
-    """The folders whose files any model file can mount, in the order they are searched."""
-    known = families(trusted_packages).values()
-    outside = [family.configs.resolve() for family in known if family.configs is not None]
-    return (_own_folder(), *dict.fromkeys(outside))
-
-
 def compose_model(
     *,
     model_name: str | None = None,
@@ -232,12 +225,14 @@ def _compose(
     shown: str | None = None,
 ) -> ComposedModel:
     """``shown`` is what messages call the file."""
-    folders = _mountable(trusted_packages)
+    known = families(trusted_packages)
+    # Whose files any model file can mount, in the order they are searched.
+    outside = [each.configs.resolve() for each in known.values() if each.configs is not None]
+    folders = (_own_folder(), *dict.fromkeys(outside))
     bare = _Composition(file, folders, settings={}, shown=shown)
     settings = dict(_parse_override(override, bare) for override in overrides)
     source = _Composition(file, folders, settings=settings, shown=shown)
     data = source.data()
-    known = families(trusted_packages)
 
     for key in data:
         if key != _MODEL:

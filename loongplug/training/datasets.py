@@ -51,7 +51,7 @@ from loongplug.training.question_source import (
     questions_for,
     questions_in,
 )
-from loongplug.training.rank_data import Microbatches, RankData, local_source
+from loongplug.training.rank_data import Microbatches, RankData, StreamSettings, local_source
 from loongplug.training.rows import (
     TRAINING,
     length_settings,
@@ -236,10 +236,12 @@ class DatasetProvider:
             same=partial(self._same_rows, "questions"),
         )
         data = self._data
-        stream = data.stream(questions, channel=2, tells=False, seq_length=length, packed=False)
+        settings = StreamSettings(
+            source_of=questions, channel=2, tells=False, seq_length=length, packed=False
+        )
         dp_rank = parallel_state.get_data_parallel_rank() if decodes else None
         return Asked(
-            chunk=stream.chunk,
+            chunk=data.stream(settings).chunk,
             pieces=data.pieces(training=False),
             questions=[]
             if dp_rank is None
@@ -285,7 +287,8 @@ class DatasetProvider:
             same=partial(self._same_rows, "training"),
         )
         note = partial(note_packing_place, args=args) if args.packing else None
-        self._streams.append(data.stream(train, channel=0, training=True, on_made=note))
+        settings = StreamSettings(source_of=train, channel=0, training=True, on_made=note)
+        self._streams.append(data.stream(settings))
         if self._valid is not None and self.evaluation is not None:
             valid = partial(
                 local_source,
@@ -298,7 +301,7 @@ class DatasetProvider:
                 bad_samples=valid_bad_samples,
                 same=partial(self._same_rows, "validation"),
             )
-            self._streams.append(data.stream(valid, channel=1))
+            self._streams.append(data.stream(StreamSettings(source_of=valid, channel=1)))
 
     @cached_property
     def _data(self) -> RankData:

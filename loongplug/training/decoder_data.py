@@ -1,7 +1,6 @@
 """The data of a rank that decodes, and of encoders that lie with the decoder."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,7 @@ from megatron.core import parallel_state
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
-from loongplug.data.source import Assignment, EncoderUnits, StepSource
+from loongplug.data.source import Assignment, EncoderUnits
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.models.architecture import EncoderArchitecture
@@ -26,7 +25,7 @@ from loongplug.training.delivery import (
     loaded_replicas,
 )
 from loongplug.training.encoder_data import samples_of
-from loongplug.training.rank_data import RankData, SourceOf
+from loongplug.training.rank_data import RankData, StreamSettings
 
 
 class DecoderData(RankData):
@@ -36,29 +35,18 @@ class DecoderData(RankData):
         """See :meth:`RankData.pieces`."""
         return 1
 
-    def stream(
-        self,
-        source_of: SourceOf,
-        *,
-        channel: int,
-        training: bool = False,
-        tells: bool = True,
-        seq_length: int | None = None,
-        packed: bool | None = None,
-        on_made: Callable[[StepSource], None] | None = None,
-    ) -> MicrobatchLoader:
+    def stream(self, settings: StreamSettings) -> MicrobatchLoader:
         """See :meth:`RankData.stream`."""
-        source = source_of(
+        source = settings.source_of(
             dp_rank=parallel_state.get_data_parallel_rank(),
-            encoders=self._encoder_units(training=training),
+            encoders=self._encoder_units(training=settings.training),
         )
         return self._loader(
             source,
-            deliveries=self._deliveries(channel=channel, training=training, tells=tells),
+            settings,
+            deliveries=self._deliveries(settings),
             needs=text_needs(self.args),
-            seq_length=seq_length,
-            packed=packed,
-            on_made=None if on_made is None else partial(on_made, source),
+            on_made=None if settings.on_made is None else partial(settings.on_made, source),
             parts=row_parts(self.args),
         )
 
@@ -83,11 +71,11 @@ class DecoderData(RankData):
             )
         return found
 
-    def _deliveries(self, *, channel: int, training: bool, tells: bool) -> dict[str, Delivery]:
+    def _deliveries(self, settings: StreamSettings) -> dict[str, Delivery]:
         found: dict[str, Delivery] = {}
         for name, engine in self.engine.encoders.items():
             place = engine.place
-            news = self._news(name, hearer=dist.get_rank(), channel=channel) if tells else None
+            news = self._news(name, settings, hearer=dist.get_rank())
             if place.edge is not None:
                 found[name] = ReplicaDelivery(
                     place.edge.replicas,
@@ -98,7 +86,7 @@ class DecoderData(RankData):
                     news=news,
                 )
             elif news is not None:
-                found[name] = self._elsewhere(place, news, training=training)
+                found[name] = self._elsewhere(place, news, training=settings.training)
         return found
 
     def _elsewhere(self, place: EncoderPlace, news: News, *, training: bool) -> LoadedElsewhere:

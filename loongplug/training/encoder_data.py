@@ -1,7 +1,7 @@
 """The data of a rank that encodes and does not decode: pieces of the decoder's microbatches."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
-from loongplug.data.source import EncoderUnits, StepSource
+from loongplug.data.source import EncoderUnits
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
-from loongplug.training.rank_data import Microbatches, RankData, SourceOf
+from loongplug.training.rank_data import Microbatches, RankData, StreamSettings
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
@@ -37,61 +37,41 @@ class EncoderData(RankData):
         """See :meth:`RankData.pieces`."""
         return len(self._pieces(training=training))
 
-    def stream(
-        self,
-        source_of: SourceOf,
-        *,
-        channel: int,
-        training: bool = False,
-        tells: bool = True,
-        seq_length: int | None = None,
-        packed: bool | None = None,
-        on_made: Callable[[StepSource], None] | None = None,
-    ) -> Microbatches:
+    def stream(self, settings: StreamSettings) -> Microbatches:
         """See :meth:`RankData.stream`."""
+        name = self._entry.name
+        place = self.engine.encoders[name].place
+        loading = [place.given_media(dist.get_rank())]  # the first stage alone needs media
 
         def loader(piece: ApartPiece) -> MicrobatchLoader:
             samples = samples_of(piece, packed=self.args.packing)
+            units = EncoderUnits(
+                kinds=self._entry.media,
+                loads=loaded_replicas(loading, rank=dist.get_rank()),
+                samples=samples,
+            )
+            delivery = ReplicaDelivery(
+                loading,
+                place.replica_group,
+                row_values=self.model.encoder(name).row_values,
+                coded=self.coded,
+                device=current_platform().device,
+                news=self._news(name, settings, hearer=piece.edge.decoder_ranks[0]),
+            )
             return self._loader(
-                self._source(source_of, piece, samples),
-                deliveries={self._entry.name: self._delivery(piece, channel=channel, tells=tells)},
+                settings.source_of(dp_rank=piece.edge.decoder, encoders={name: units}),
+                settings,
+                deliveries={name: delivery},
                 needs=(_NO_TEXT,),
-                seq_length=seq_length,
-                packed=packed,
                 only=samples,
                 parts=any_part(self.args),
             )
 
-        return _InTurn([loader(each) for each in self._pieces(training=training)])
-
-    @property
-    def _loading(self) -> tuple[int, ...]:
-        """The ranks of this replica's first stage, which alone needs media."""
-        return self.engine.encoders[self._entry.name].place.given_media(dist.get_rank())
+        return _InTurn([loader(each) for each in self._pieces(training=settings.training)])
 
     def _pieces(self, *, training: bool) -> tuple[ApartPiece, ...]:
         place = self.engine.encoders[self._entry.name].place
         return place.made_by(dist.get_rank(), training=training)
-
-    def _source(self, source_of: SourceOf, piece: ApartPiece, samples: range | None) -> StepSource:
-        units = EncoderUnits(
-            kinds=self._entry.media,
-            loads=loaded_replicas([self._loading], rank=dist.get_rank()),
-            samples=samples,
-        )
-        return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
-
-    def _delivery(self, piece: ApartPiece, *, channel: int, tells: bool) -> ReplicaDelivery:
-        name = self._entry.name
-        hearer = piece.edge.decoder_ranks[0]
-        return ReplicaDelivery(
-            [self._loading],
-            self.engine.encoders[name].place.replica_group,
-            row_values=self.model.encoder(name).row_values,
-            coded=self.coded,
-            device=current_platform().device,
-            news=self._news(name, hearer=hearer, channel=channel) if tells else None,
-        )
 
 
 def any_part(args: Namespace) -> RowParts | None:

@@ -25,10 +25,8 @@ def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
     on_cpu = requested_device(flags) == "cpu"
     number = 1 if ranks is None and on_cpu else ranks
     check_early(flags, ranks=number, becomes_another=True)
-    os.execv(sys.executable, ranks_command(*train, ranks=number or _devices()))
+    if not number:
+        import torch
 
-
-def _devices() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count())
+        number = max(1, torch.cuda.device_count())
+    os.execv(sys.executable, ranks_command(*train, ranks=number))

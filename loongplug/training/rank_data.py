@@ -47,6 +47,25 @@ class Microbatches(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """What a stream is of, and how it differs from the run's others.
+
+    ``source_of`` makes the steps of which a rank takes its part. Streams of one run differ in their
+    ``channel``. ``tells``: of bad samples, all that need to know. ``seq_length`` and ``packed``:
+    the run's, unless others are given. ``on_made`` is called with each microbatch of a stream of
+    whole ones.
+    """
+
+    source_of: SourceOf
+    channel: int
+    training: bool = False
+    tells: bool = True
+    seq_length: int | None = None
+    packed: bool | None = None
+    on_made: Callable[[StepSource], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankData(ABC):
     """How this rank's streams of microbatches are made.
 
@@ -71,32 +90,16 @@ class RankData(ABC):
         """How many a stream gives for one microbatch, in training or in evaluation."""
 
     @abstractmethod
-    def stream(
-        self,
-        source_of: SourceOf,
-        *,
-        channel: int,
-        training: bool = False,
-        tells: bool = True,
-        seq_length: int | None = None,
-        packed: bool | None = None,
-        on_made: Callable[[StepSource], None] | None = None,
-    ) -> Microbatches:
-        """What this rank takes of the steps that ``source_of`` makes, of training or evaluation.
-
-        Streams of one run differ in their ``channel``. ``tells``: of bad samples, all that need
-        to know. ``seq_length`` and ``packed``: the run's, unless others are given. ``on_made`` is
-        called with each microbatch of a stream of whole ones.
-        """
+    def stream(self, settings: StreamSettings) -> Microbatches:
+        """What this rank takes of the steps that a source makes, of training or evaluation."""
 
     def _loader(
         self,
         source: StepSource,
+        settings: StreamSettings,
         *,
         deliveries: Mapping[str, Delivery],
         needs: Sequence[TextNeeds],
-        seq_length: int | None,
-        packed: bool | None,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
         parts: RowParts | None = None,
@@ -104,13 +107,13 @@ class RankData(ABC):
         return MicrobatchLoader(
             source,
             processor=self.processor,
-            seq_length=seq_length or self.args.seq_length,
+            seq_length=settings.seq_length or self.args.seq_length,
             token_ids={
                 entry.name: token_ids(self.processor, entry.media)
                 for entry in encoders(self.model.entries())
             },
-            packed=self.args.packing if packed is None else packed,
-            row_lengths=None if seq_length else row_lengths_of(self.args),
+            packed=self.args.packing if settings.packed is None else settings.packed,
+            row_lengths=None if settings.seq_length else row_lengths_of(self.args),
             deliver=partial(deliver, deliveries),
             needs=needs,
             pins=current_platform().name == "cuda",
@@ -119,24 +122,23 @@ class RankData(ABC):
             parts=parts,
         )
 
-    def _news(self, name: str, *, hearer: int, channel: int) -> News | None:
-        """Of an encoder's media, to all ranks of the decoder replica that ``hearer`` is of."""
-        if self.news is None:
+    def _news(self, name: str, settings: StreamSettings, *, hearer: int) -> News | None:
+        """Of an encoder's media, to all ranks of the decoder replica that ``hearer`` is of.
+
+        None where nobody is to be told.
+        """
+        if self.news is None or not settings.tells:
             return None
+        args, dp = self.args, decoder_layout().dp
+        # Microbatches of a step or an evaluation, as many as there can be.
+        training = args.global_batch_size // (args.micro_batch_size * dp)
+        evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
         return News(
             group=self.news,
             hearers=decoder_layout().group("tp_cp_pp", hearer),
-            channel=_CHANNELS * list(self.engine.encoders).index(name) + channel,
-            recent=_RECENT_STEPS * _most_microbatches(self.args),
+            channel=_CHANNELS * list(self.engine.encoders).index(name) + settings.channel,
+            recent=_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)),
         )
-
-
-def _most_microbatches(args: Namespace) -> int:
-    """Of a step or an evaluation, as many as there can be."""
-    dp = decoder_layout().dp
-    training = args.global_batch_size // (args.micro_batch_size * dp)
-    evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
-    return max(training, evaluation * max(args.eval_iters, 1))
 
 
 def local_source(

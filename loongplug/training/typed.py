@@ -51,7 +51,10 @@ class Filler:
         if typing.get_origin(annotation) is tuple:
             return self._fill_tuple(annotation, value, key=key)
         if typing.get_origin(annotation) is Mapping:
-            return self._fill_mapping(annotation, value, key=key)
+            if isinstance(value, Mapping):  # the config itself knows its keys and values
+                return self._plain_data(value, key=key)
+            self._wrong_type(annotation, value, key=key)
+            return None
         return self._fill_scalar(annotation, value, key=key, expected=annotation)
 
     def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
@@ -130,13 +133,6 @@ class Filler:
             self.fill(arm, item, key=f"{key}[{index}]")
             for index, (arm, item) in enumerate(zip(arms, value, strict=True))
         )
-
-    def _fill_mapping(self, annotation: Any, value: object, *, key: str) -> Any:
-        """A mapping whose keys and values the config itself knows, not its annotation."""
-        if not isinstance(value, Mapping):
-            self._wrong_type(annotation, value, key=key)
-            return None
-        return self._plain_data(value, key=key)
 
     def _plain_data(self, value: object, *, key: str) -> Any:
         """A copy of scalars, lists and mappings; all else is noted."""

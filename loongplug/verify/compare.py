@@ -114,7 +114,10 @@ def _known(error: float) -> float:
 def compare(found: Recording, expected: Recording) -> Comparison:
     """Hold a layout's recording against the single rank's."""
     tensors: list[TensorError] = []
-    faults = [*_other_weights(found, expected)]
+    faults: list[str] = []
+    other = [name for name, number in expected.start.items() if found.start.get(name) != number]
+    if other:
+        faults.append(f"{len(other)} weights differ before the first step: {_first(other)}")
     if len(found.steps) != len(expected.steps):
         faults.append(f"{len(found.steps)} steps, expected {len(expected.steps)}")
     for step in range(min(len(found.steps), len(expected.steps))):
@@ -133,12 +136,6 @@ def compare(found: Recording, expected: Recording) -> Comparison:
         apart=tuple(_apart(found)),
         faults=tuple(faults),
     )
-
-
-def _other_weights(found: Recording, expected: Recording) -> Iterable[str]:
-    other = [name for name, number in expected.start.items() if found.start.get(name) != number]
-    if other:
-        yield f"{len(other)} weights differ before the first step: {_first(other)}"
 
 
 def _other_names(kind: str, found: Recording, expected: Recording) -> Iterable[str]:

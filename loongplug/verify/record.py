@@ -51,7 +51,11 @@ def record_run(
     ``tell`` gets the number of each step that is done, from rank 0.
     """
     if device != "cpu":
-        _exact_cuda()
+        # fp32 as fp32, no products in TF32, and sums in one order: copies stay copies.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
     join(rank, folder=folder, device=device, minutes=COLLECTIVE_MINUTES)
     from loongplug.training.run import run
 
@@ -59,14 +63,6 @@ def record_run(
     run(flags, watch=recorder, verified=True)
     recorder.write()
     dist.barrier()  # a rank that ends early closes its sockets while others still use them
-
-
-def _exact_cuda() -> None:
-    """fp32 as fp32, no products in TF32, and sums in one order: copies stay copies."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
 
 
 class StepRecorder:

@@ -28,9 +28,8 @@ from towers import (
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.layers.layer_scale import ScaledResidual
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.models.patch_transformer.encoder import PatchTransformer
+from loongplug.models.patch_transformer.encoder import PatchTransformer, ScaledResidual
 
 COUNT = 3
 

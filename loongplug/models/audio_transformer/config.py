@@ -7,11 +7,33 @@ from typing import ClassVar
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.positions import Grid
 from loongplug.models.architecture import EncoderArchitecture
-from loongplug.models.audio_transformer.names import OMNI, WHISPER, AudioNames
+from loongplug.models.layer_names import LayerNames
 
 Shape = tuple[int, ...]
 
 _BEHIND = 2  # frames of silence that the convolutions read behind a sound in a padded window
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioNames(LayerNames):
+    """What the files of one kind of tower call its tensors, behind the tower's root.
+
+    None stands for what it does not have.
+
+    To names without it ``.weight`` and ``.bias`` are added. The keys have no bias in any kind.
+    """
+
+    positions: str | None = None  # whole; without it, positions are computed
+    final_norm: str
+    layer: str = "layers.{}."
+    norms: tuple[str, str] = ("self_attn_layer_norm", "final_layer_norm")
+    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    proj: str = "self_attn.out_proj"
+    mlp: tuple[str, str] = ("fc1", "fc2")
+
+
+WHISPER = AudioNames(positions="embed_positions.weight", final_norm="layer_norm")
+OMNI = AudioNames(final_norm="ln_post")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import math
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
 from loongplug.models.carried import Carried, parameter_name
 from loongplug.models.encoder import encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
@@ -51,14 +50,8 @@ class LineConvolution(nn.Module):
         return F.linear(seen, matrix, self.bias)
 
 
-class AudioTransformer(MegatronModule):
-    """Whisper's encoder and its kin over packed sounds; attention stays within a sound or chunk.
-
-    The transformer layers are Megatron's, sharded over the tensor parallel group of
-    ``pg_collection``; all else is replicated. Every rank of that group enters every forward.
-    Megatron's attention cannot shape zero tokens: an empty unit is computed as :meth:`blank_unit`,
-    of which the caller keeps nothing.
-    """
+class AudioTransformer(StagedEncoder[AudioTransformerConfig]):
+    """Whisper's encoder and its kin over packed sounds; attention stays within a sound or chunk."""
 
     def __init__(
         self,
@@ -68,10 +61,8 @@ class AudioTransformer(MegatronModule):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
-        self.architecture = architecture
+        super().__init__(config, architecture, pg_collection=pg_collection)
         self.tp_group = pg_collection.tp
-        self.stage = stage_of(architecture, pg_collection)
         self._computed: Tensor | None = None
         if self.stage.first:
             self._build_embeddings()
@@ -107,10 +98,6 @@ class AudioTransformer(MegatronModule):
         if name is None:
             return None
         return self.get_submodule(CARRIED).get_parameter(parameter_name(name))
-
-    def blank_unit(self) -> EncoderInput:
-        """What an empty unit is computed as: the shortest sound that gives a token, all zero."""
-        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
     def forward(self, unit: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all sounds of one unit, or go on from where the stage before has come.

@@ -4,7 +4,7 @@ from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.hf_encoder_rows import carried_rows, layer_rows
 from loongplug.models.hf_mapping import Row, Source
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import fixed_epsilon, row
+from loongplug.models.hf_rows import fixed_epsilon, norm_rows, row
 
 _EPSILON = 1e-5  # torch's, which all kinds have
 
@@ -18,13 +18,10 @@ def encoder(audio: AudioTransformerConfig, *, ours: str, theirs: str) -> Hugging
         rows=[
             *_convolution_rows(audio, ours=ours, theirs=theirs),
             *layer_rows(audio, audio.names, ours=ours, theirs=theirs, key_bias=False),
-            *(
-                row(
-                    f"{ours}.final_norm.{kind}",
-                    f"{theirs}.{audio.names.final_norm}.{kind}",
-                    shape=(audio.hidden_size,),
-                )
-                for kind in ("weight", "bias")
+            *norm_rows(
+                f"{ours}.final_norm",
+                f"{theirs}.{audio.names.final_norm}",
+                width=audio.hidden_size,
             ),
             *carried_rows(audio.carried_tensors(), ours=ours, theirs=theirs),
         ],

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from loongplug.models.internvl.config import InternVLConfig
 from loongplug.models.llava import LLAVA_FILES
-from loongplug.models.registry import ANY, WHOLE, Family, InTransformers
+from loongplug.models.registry import ANY, Family, InTransformers
 
 LOONGPLUG_FAMILIES = (
     Family(
@@ -21,14 +21,7 @@ LOONGPLUG_FAMILIES = (
             config_class="InternVLConfig",
             architecture="InternVLForConditionalGeneration",
             **LLAVA_FILES,
-            sections={
-                "vision_config": ("image_encoder",),
-                "text_config": ("text_decoder",),
-                WHOLE: ("image_projector",),
-            },
-            whole={"image_encoder": {"feature_layer": "vision_feature_layer"}},
-            more="loongplug.models.llava.hf:whole",
-            derived="loongplug.models.internvl.hf:fields",
+            derived="loongplug.models.llava.hf:side_of_blocks",
         ),
         special_tokens=MappingProxyType({"image_token_id": "<IMG_CONTEXT>"}),
     ),

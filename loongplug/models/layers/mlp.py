@@ -1,6 +1,6 @@
 """MLPs: the layer of experts, and dense ones and experts for machines without TransformerEngine."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from loongplug.models.layers.dispatch import RealTokensDispatcher
 from loongplug.models.layers.grouped import Groups, JoinedExperts, joinable, kernel_takes, watched
 
 
@@ -76,6 +75,38 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grad, up, out=grad_gate)
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return result
+
+
+class RealTokensDispatcher(MoEAlltoAllTokenDispatcher):
+    """Upstream's, for a routing map in which padding has no experts.
+
+    Upstream takes it that every token has as many, unless experts have a capacity: padding's rows
+    would be sent in a count that the others' splits do not have.
+    """
+
+    # Whether the routing map that comes next may leave tokens out.
+    leaves_out = False
+
+    @classmethod
+    def like(cls, dispatcher: MoEAlltoAllTokenDispatcher) -> Self:
+        """In the place of a ``dispatcher`` that has not been used yet."""
+        found = cls.__new__(cls)
+        found.__dict__.update(dispatcher.__dict__)
+        return found
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """As upstream's: tokens of each local expert, by ``routing_map`` [tokens, experts].
+
+        Where tokens are left out, the host waits for their number before they are sorted. As
+        upstream, it waits for the splits in any case, a few kernels later.
+        Collective: the expert and expert tensor parallel group.
+        """
+        self.cuda_sync_point = "no_sync"  # upstream keeps the earliest of all microbatches
+        counts: Tensor = super().preprocess(routing_map)
+        if self.leaves_out:
+            self.num_out_tokens = routing_map.sum()
+            self._maybe_update_cuda_sync_point("before_permutation_1")
+        return counts
 
 
 class ExpertLayer(MoELayer):

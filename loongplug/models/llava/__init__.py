@@ -8,7 +8,8 @@ from typing import Any
 from loongplug.models.llava.config import LlavaConfig
 from loongplug.models.registry import ANY, WHOLE, Family, InTransformers
 
-# What tensors are called in the files of LLaVA and of the models that transformers made like it.
+# What files of LLaVA, and of the models that transformers made like it, have in common: what
+# tensors are called there, and where config.json says what.
 LLAVA_FILES: dict[str, Any] = {
     "roots": {
         "image_encoder": "vision_tower",
@@ -22,6 +23,13 @@ LLAVA_FILES: dict[str, Any] = {
         ("vision_tower.", "model.vision_tower."),
         ("multi_modal_projector.", "model.multi_modal_projector."),
     ),
+    "sections": {
+        "vision_config": ("image_encoder",),
+        "text_config": ("text_decoder",),
+        WHOLE: ("image_projector",),
+    },
+    "whole": {"image_encoder": {"feature_layer": "vision_feature_layer"}},
+    "more": "loongplug.models.llava.hf:whole",
 }
 
 LOONGPLUG_FAMILIES = (
@@ -33,13 +41,6 @@ LOONGPLUG_FAMILIES = (
             config_class="LlavaConfig",
             architecture="LlavaForConditionalGeneration",
             **LLAVA_FILES,
-            sections={
-                "vision_config": ("image_encoder",),
-                "text_config": ("text_decoder",),
-                WHOLE: ("image_projector",),
-            },
-            whole={"image_encoder": {"feature_layer": "vision_feature_layer"}},
-            more="loongplug.models.llava.hf:whole",
             formerly=(("vision_tower.vision_model.", "vision_tower."),),
         ),
         special_tokens=MappingProxyType({"image_token_id": "<image>"}),

@@ -13,3 +13,8 @@ def whole(model: VisionLanguageArchitecture) -> dict[str, Any]:
         "vision_feature_select_strategy": "default" if encoder.has_class_token() else "full",
         "image_seq_length": (encoder.side // encoder.spatial_merge_size) ** 2,
     }
+
+
+def side_of_blocks(found: Any) -> dict[str, dict[str, Any]]:
+    """The side of an InternVL's blocks that become tokens; config.json has its inverse."""
+    return {"image_encoder": {"spatial_merge_size": round(1 / found.downsample_ratio)}}

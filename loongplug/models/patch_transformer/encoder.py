@@ -1,20 +1,23 @@
 """The patch transformer: patches of square images in, patch states out."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.carried import Carried
 from loongplug.models.encoder import encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
-from loongplug.models.layers.layer_scale import with_layer_scale
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
@@ -24,15 +27,48 @@ from loongplug.models.patch_transformer.carried import carried_tensors
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
 from loongplug.platform.transfers import to_device
 
+Added = tuple[Tensor, Tensor | None]  # an output, and the bias that is left to add
 
-class PatchTransformer(MegatronModule):
+
+class ScaledResidual(nn.Module):
+    """Layer scale: a trained factor for each channel of what attention and MLP add to the residual.
+
+    In the place of Megatron's bias, dropout and addition: bias, factor and addition.
+
+    ``weight`` is [hidden], the same on every tensor parallel rank, whose gradient is too: it
+    multiplies what has been reduced over them. No dropout, and no sequence parallelism.
+    """
+
+    def __init__(self, *, hidden_size: int, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((hidden_size,), start))
+
+    def forward(self, training: bool, fused: bool) -> Callable[[Added, Tensor, float], Tensor]:
+        """The addition, as Megatron's layer calls it with output, residual and dropout."""
+
+        def add(added: Added, residual: Tensor, dropout: float) -> Tensor:
+            assert dropout == 0.0, "an encoder has none"
+            output, bias = added
+            if bias is not None:
+                output = output + bias
+            return torch.addcmul(residual, output, self.weight)
+
+        return add
+
+
+def with_layer_scale(spec: ModuleSpec, *, hidden_size: int, start: float) -> ModuleSpec:
+    """The layer of ``spec`` with factors that begin at ``start``."""
+    submodules = spec.submodules
+    assert isinstance(submodules, TransformerLayerSubmodules)
+    scaled = ModuleSpec(module=ScaledResidual, params={"hidden_size": hidden_size, "start": start})
+    return replace(spec, submodules=replace(submodules, self_attn_bda=scaled, mlp_bda=scaled))
+
+
+class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
     """ViT over packed images of one size; attention stays within an image.
 
     An image's class token, where the kind has one, stands before its patches within the layers and
-    is left out of what comes out. The transformer layers are Megatron's, sharded over the tensor
-    parallel group of ``pg_collection``; all else is replicated. Every rank of that group enters
-    every forward. Megatron's attention cannot shape zero tokens: an empty unit is computed as
-    :meth:`blank_unit`, of which the caller keeps nothing.
+    is left out of what comes out. The blank unit has the positions of the table's first corner.
     """
 
     def __init__(
@@ -43,10 +79,8 @@ class PatchTransformer(MegatronModule):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
-        self.architecture = architecture
+        super().__init__(config, architecture, pg_collection=pg_collection)
         self.tp_group = pg_collection.tp
-        self.stage = stage_of(architecture, pg_collection)
         self._places_on: dict[tuple[int, torch.device], Tensor] = {}
         if self.stage.first:
             self._build_embeddings()
@@ -85,10 +119,6 @@ class PatchTransformer(MegatronModule):
     def _norm(self) -> LayerNorm:
         size, eps = self.architecture.hidden_size, self.architecture.layernorm_epsilon
         return LayerNorm(self.config, size, eps=eps)
-
-    def blank_unit(self) -> EncoderInput:
-        """What an empty unit is computed as; it has the positions of the table's first corner."""
-        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
     def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit, or go on from where the stage before has come.

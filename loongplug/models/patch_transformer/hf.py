@@ -5,7 +5,7 @@ from typing import Any
 from loongplug.models.hf_encoder_rows import carried_rows, layer_rows
 from loongplug.models.hf_mapping import Row, Source
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import encoder_layer, row
+from loongplug.models.hf_rows import encoder_layer, norm_rows, row
 from loongplug.models.patch_transformer.carried import carried_tensors
 from loongplug.models.patch_transformer.config import (
     Dinov2VisionConfig,
@@ -107,12 +107,10 @@ def _embedding_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -
     of_norms = {"pre_norm": names.pre_norm}
     if vision.norms_features:
         of_norms["final_norm"] = names.final_norm
-    return rows + [
-        row(f"{ours}.{own}.{kind}", f"{theirs}.{other}.{kind}", shape=(hidden,))
-        for own, other in of_norms.items()
-        if other is not None
-        for kind in ("weight", "bias")
-    ]
+    for own, other in of_norms.items():
+        if other is not None:
+            rows += norm_rows(f"{ours}.{own}", f"{theirs}.{other}", width=hidden)
+    return rows
 
 
 def _layer_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> list[Row]:

@@ -1,16 +1,17 @@
 """What the files of each kind of tower call its tensors, behind the tower's root."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from loongplug.models.layer_names import LayerNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerNames:
+class TowerNames(LayerNames):
     """One kind's names; None and False stand for what it does not have.
 
     Names that end in a tensor are whole; to the others ``.weight`` and ``.bias`` are added.
-    ``layer`` is how the names within a layer begin, with ``{}`` for its number; those that follow
-    are behind it. ``batched``: class token and positions have axes of length one in front, so that
-    they are [1, tokens, hidden].
+    ``batched``: class token and positions have axes of length one in front, so that they are
+    [1, tokens, hidden].
     """
 
     patches: str
@@ -21,11 +22,6 @@ class TowerNames:
     pre_norm: str | None = None
     final_norm: str
     features_have_norm: bool = True  # False: transformers norms the pooled class token alone
-    layer: str
-    norms: tuple[str, str]  # before attention, before the MLP
-    qkv: tuple[str, str, str]
-    proj: str
-    mlp: tuple[str, str]
     layer_scales: tuple[str, str] | None = None  # whole; of attention, of the MLP
 
 
@@ -43,15 +39,12 @@ CLIP = TowerNames(
     proj="self_attn.out_proj",
     mlp=("mlp.fc1", "mlp.fc2"),
 )
-SIGLIP = TowerNames(
-    patches="embeddings.patch_embedding",
-    positions="embeddings.position_embedding.weight",
-    final_norm="post_layernorm",
-    layer="encoder.layers.{}.",
-    norms=("layer_norm1", "layer_norm2"),
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    proj="self_attn.out_proj",
-    mlp=("mlp.fc1", "mlp.fc2"),
+SIGLIP = replace(
+    CLIP,
+    patches_bias=True,
+    class_token=None,
+    pre_norm=None,
+    features_have_norm=True,
 )
 DINOV2 = TowerNames(
     patches="embeddings.patch_embeddings.projection",
@@ -66,16 +59,10 @@ DINOV2 = TowerNames(
     mlp=("mlp.fc1", "mlp.fc2"),
     layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-INTERN = TowerNames(
-    patches="embeddings.patch_embeddings.projection",
-    positions="embeddings.position_embeddings",
-    class_token="embeddings.cls_token",
-    batched=True,
-    final_norm="layernorm",
-    layer="encoder.layer.{}.",
+INTERN = replace(
+    DINOV2,
     norms=("layernorm_before", "layernorm_after"),
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     proj="attention.projection_layer",
-    mlp=("mlp.fc1", "mlp.fc2"),
     layer_scales=("lambda_1", "lambda_2"),
 )

@@ -3,7 +3,7 @@
 from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Split
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import fixed_epsilon, linear, row
+from loongplug.models.hf_rows import fixed_epsilon, linear, norm_rows, two_linears
 from loongplug.models.projectors.config import (
     AveragePoolConfig,
     LinearConfig,
@@ -35,10 +35,7 @@ def pixel_shuffle(
 ) -> HuggingFacePart:
     """InternVL's, into the decoder's width ``out``."""
     width = vision.hidden_size * vision.spatial_merge_size**2
-    norm = [
-        row(f"{ours}.norm.{kind}", f"{theirs}.layer_norm.{kind}", shape=(width,))
-        for kind in ("weight", "bias")
-    ]
+    norm = norm_rows(f"{ours}.norm", f"{theirs}.layer_norm", width=width)
     return HuggingFacePart(
         rows=[*norm, *_linears(ours, theirs, width=width, out=out, bias=True)],
         values={"downsample_ratio": 1 / vision.spatial_merge_size},
@@ -61,21 +58,5 @@ def average_pool(
 
 
 def _linears(ours: str, theirs: str, *, width: int, out: int, bias: bool) -> list[Row]:
-    return [
-        *linear(
-            f"{ours}.linear_fc1",
-            f"{theirs}.linear_1",
-            shape=(out, width),
-            split=Split.COLUMN,
-            count=None,
-            bias=bias,
-        ),
-        *linear(
-            f"{ours}.linear_fc2",
-            f"{theirs}.linear_2",
-            shape=(out, out),
-            split=Split.ROW,
-            count=None,
-            bias=bias,
-        ),
-    ]
+    names = (f"{theirs}.linear_1", f"{theirs}.linear_2")
+    return two_linears(ours, names, sizes=(width, out, out), bias=bias)

@@ -78,9 +78,9 @@ class MlpProjector(MegatronModule):
         input_size: int,
         output_size: int,
         merged: Callable[[Tensor], Tensor],
-        norm: LayerNorm | None,
         bias: bool,
         groups: ProcessGroupCollection,
+        norm: LayerNorm | None = None,
     ) -> None:
         super().__init__(config=config)
         self._merged = merged
@@ -160,7 +160,6 @@ def build_mlp(
         input_size=config.hidden_size,
         output_size=output_size,
         merged=lambda states: states,
-        norm=None,
         bias=architecture.bias,
         groups=groups,
     )
@@ -210,7 +209,6 @@ def build_average_pool(
         input_size=config.hidden_size,
         output_size=output_size,
         merged=lambda states: states.unflatten(0, (-1, patches)).mean(dim=1),
-        norm=None,
         bias=architecture.bias,
         groups=groups,
     )

@@ -4,10 +4,9 @@ The names are those of the published files, which ``transformers`` writes as wel
 called otherwise (``model.visual``, ``model.language_model``).
 """
 
-from collections.abc import Mapping
-
 from loongplug.models.architecture import HEAD, ProjectorArchitecture, VisionArchitecture
-from loongplug.models.hf_mapping import Row, Source, Split
+from loongplug.models.hf_encoder_rows import qkv_sources
+from loongplug.models.hf_mapping import Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
     decoder_rows,
@@ -26,25 +25,53 @@ from loongplug.models.hf_rows import (
 )
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
-# By "weight" and "bias", what queries, keys and values are made of.
-_AttentionSources = Mapping[str, tuple[Source, ...]]
-
 
 def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
     """The image encoder, its queries, keys and values as one tensor in the files."""
-    return _encoder(vision, _fused(vision, theirs), ours=ours, theirs=theirs)
+    return _encoder(vision, ("attn.qkv",), ours=ours, theirs=theirs)
 
 
 def encoder_apart(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
     """The image encoder, each of these a tensor of its own."""
-    return _encoder(vision, _apart(vision, theirs), ours=ours, theirs=theirs)
+    return _encoder(vision, ("attn.q", "attn.k", "attn.v"), ours=ours, theirs=theirs)
 
 
 def _encoder(
-    vision: Qwen25VisionConfig, sources: _AttentionSources, *, ours: str, theirs: str
+    vision: Qwen25VisionConfig, names: tuple[str, ...], *, ours: str, theirs: str
 ) -> HuggingFacePart:
+    """``names``: of the tensors of queries, keys and values within a layer."""
+    layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
+    hidden, count = vision.hidden_size, vision.num_layers
+    rows = [
+        patch_embedding(vision, ours=ours, theirs=theirs),
+        *norms(
+            layer,
+            (f"{their_layer}norm1", f"{their_layer}norm2"),
+            kind="weight",
+            width=hidden,
+            count=count,
+        ),
+        *linear(
+            f"{layer}self_attention.linear_proj",
+            f"{their_layer}attn.proj",
+            shape=(hidden, hidden),
+            split=Split.ROW,
+            count=count,
+        ),
+        *swiglu_rows(
+            layer,
+            f"{their_layer}mlp",
+            hidden=hidden,
+            ffn=vision.ffn_hidden_size,
+            count=count,
+            bias=True,
+        ),
+    ]
+    for kind in ("weight", "bias"):
+        sources = qkv_sources(their_layer, names, kind=kind, hidden=hidden)
+        rows.append(qkv(layer, sources, kind=kind, groups=vision.num_attention_heads, count=count))
     return HuggingFacePart(
-        rows=_encoder_rows(vision, sources, ours=ours, theirs=theirs),
+        rows=rows,
         values=vision_values("silu"),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
@@ -87,57 +114,6 @@ def decoder(
         twins=twins(text, theirs=theirs, head=head),
         inexpressible=_other_head_size(text),
     )
-
-
-def _encoder_rows(
-    vision: Qwen25VisionConfig, sources: _AttentionSources, *, ours: str, theirs: str
-) -> list[Row]:
-    layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
-    hidden, count = vision.hidden_size, vision.num_layers
-    rows = [
-        patch_embedding(vision, ours=ours, theirs=theirs),
-        *norms(
-            layer,
-            (f"{their_layer}norm1", f"{their_layer}norm2"),
-            kind="weight",
-            width=hidden,
-            count=count,
-        ),
-        *linear(
-            f"{layer}self_attention.linear_proj",
-            f"{their_layer}attn.proj",
-            shape=(hidden, hidden),
-            split=Split.ROW,
-            count=count,
-        ),
-        *swiglu_rows(
-            layer,
-            f"{their_layer}mlp",
-            hidden=hidden,
-            ffn=vision.ffn_hidden_size,
-            count=count,
-            bias=True,
-        ),
-    ]
-    for kind, each in sources.items():
-        rows.append(qkv(layer, each, kind=kind, groups=vision.num_attention_heads, count=count))
-    return rows
-
-
-def _fused(vision: Qwen25VisionConfig, theirs: str) -> _AttentionSources:
-    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn.qkv"
-    return {
-        "weight": (Source(f"{name}.weight", (3 * hidden, hidden), parts=3),),
-        "bias": (Source(f"{name}.bias", (3 * hidden,), parts=3),),
-    }
-
-
-def _apart(vision: Qwen25VisionConfig, theirs: str) -> _AttentionSources:
-    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn"
-    return {
-        "weight": tuple(Source(f"{name}.{each}.weight", (hidden, hidden)) for each in "qkv"),
-        "bias": tuple(Source(f"{name}.{each}.bias", (hidden,)) for each in "qkv"),
-    }
 
 
 def _other_head_size(text: Qwen25DecoderConfig) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.encoder import encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
@@ -71,14 +70,8 @@ class WindowTransformerLayer(TransformerLayer):
         return super().forward(hidden_states, *args, packed_seq_params=windows, **kwargs)
 
 
-class Qwen25VisionEncoder(MegatronModule):
-    """ViT over packed images of any number and size; attention stays within a window or a frame.
-
-    The transformer layers are Megatron's, sharded over the tensor parallel group of
-    ``pg_collection``; the patch embedding is replicated. Every rank of that group enters every
-    forward. Megatron's attention cannot shape zero tokens: an empty unit is computed as
-    :meth:`blank_unit`, of which the caller keeps nothing.
-    """
+class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
+    """ViT over packed images of any number and size; attention stays within a window or a frame."""
 
     def __init__(
         self,
@@ -88,9 +81,7 @@ class Qwen25VisionEncoder(MegatronModule):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
-        self.architecture = architecture
-        self.stage = stage_of(architecture, pg_collection)
+        super().__init__(config, architecture, pg_collection=pg_collection)
         self._geometry = WindowGeometry(
             side=architecture.window_tokens,
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
@@ -116,10 +107,6 @@ class Qwen25VisionEncoder(MegatronModule):
             post_layer_norm=False,
             pg_collection=pg_collection,
         )
-
-    def blank_unit(self) -> EncoderInput:
-        """What an empty unit is computed as."""
-        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
     def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit, or go on from where the stage before has come.

@@ -4,7 +4,6 @@ Windows tile each frame from its top left corner, row by row. Those at the right
 hold what is left of it. Merge blocks stay whole, and frames stay contiguous.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -68,7 +67,12 @@ class WindowGeometry(FrameGeometry):
         """
         frames = self.frames(grid_thw, device)
         orders, angles = zip(*(each.tables for each in frames), strict=True)
-        order, inverse = torch.cat(orders, dim=1) + _starts(orders, device)
+        # The first token of each one's frame: [all tokens].
+        tokens = [each.shape[1] for each in orders]
+        *starts, count = accumulate(tokens, initial=0)
+        start, times = to_device(torch.tensor([starts, tokens]), device)  # [frames] each
+        first = torch.repeat_interleave(start, times, output_size=count)
+        order, inverse = torch.cat(orders, dim=1) + first
         return WindowPlan(
             order=order,
             inverse=inverse,
@@ -84,11 +88,3 @@ class WindowGeometry(FrameGeometry):
             tables=(torch.stack([order, torch.argsort(order)]), angles),
             windows=tuple(lengths.tolist()),
         )
-
-
-def _starts(orders: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The first token of each one's frame, of which ``orders`` are [2, tokens]: [all tokens]."""
-    tokens = [each.shape[1] for each in orders]
-    *starts, count = accumulate(tokens, initial=0)
-    start, times = to_device(torch.tensor([starts, tokens]), device)  # [frames] each
-    return torch.repeat_interleave(start, times, output_size=count)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
 from loongplug.models.encoder import encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
@@ -26,14 +25,8 @@ from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
 
 
-class Qwen3VisionEncoder(MegatronModule):
-    """ViT over packed images of any number and size; attention stays within a frame.
-
-    The transformer layers are Megatron's, sharded over the tensor parallel group of
-    ``pg_collection``; the patch embedding and the position table are replicated. Every rank of
-    that group enters every forward. Megatron's attention cannot shape zero tokens: an empty unit
-    is computed as :meth:`blank_unit`, of which the caller keeps nothing.
-    """
+class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
+    """ViT over packed images of any number and size; attention stays within a frame."""
 
     def __init__(
         self,
@@ -43,9 +36,7 @@ class Qwen3VisionEncoder(MegatronModule):
         layer_spec: ModuleSpec,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
-        self.architecture = architecture
-        self.stage = stage_of(architecture, pg_collection)
+        super().__init__(config, architecture, pg_collection=pg_collection)
         self._geometry = PackedGeometry(
             side=round(architecture.num_position_embeddings**0.5),
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
@@ -69,10 +60,6 @@ class Qwen3VisionEncoder(MegatronModule):
             config.init_method(self.patch_embed.weight)
             nn.init.zeros_(self.patch_embed.bias)
             config.init_method(self.position_embedding.weight)
-
-    def blank_unit(self) -> EncoderInput:
-        """What an empty unit is computed as."""
-        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
     def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit, or go on from where the stage before has come.

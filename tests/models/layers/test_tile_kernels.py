@@ -1,6 +1,7 @@
 """Attention of one tile, its logsumexp and its part of the gradients, against the formula."""
 
 import math
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -170,28 +171,26 @@ def aligned_only(q: Tensor, *others: Tensor) -> None:
     assert all(x.size(-1) % 8 == 0 for x in (q, *others)), "a kernel of a GPU refuses this"
 
 
-def like_flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def like_flash(tile: kernels._Tile) -> tuple[Tensor, Tensor]:
     """What the kernel computes, with its demands, by the CPU's."""
+    q, k, v = tile.q, tile.k, tile.v
     aligned_only(q, k, v)
     with patch.object(kernels, "_by_cpu", return_value=True):
-        return attend(q, k, v, causal=causal, scale=scale)
+        return attend(q, k, v, causal=tile.causal, scale=tile.scale)
+
+
+def like_efficient(tile: kernels._Tile) -> tuple[Tensor, Tensor]:
+    assert tile.q.size(1) == tile.k.size(1), "this kernel knows no groups"
+    return like_flash(tile)
 
 
 def like_flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    tile: kernels._Tile, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tile.q, tile.k, tile.v
     aligned_only(q, k, v, grad, out)
     with patch.object(kernels, "_by_cpu", return_value=True):
-        return attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+        return attend_backward(grad, q, k, v, out, lse, causal=tile.causal, scale=tile.scale)
 
 
 @SCALES
@@ -210,7 +209,7 @@ def test_heads_of_any_size_and_float64_are_right_without_the_cpus_kernel(
 ) -> None:
     """Channels that are added change neither scale nor numbers; in float64 no kernel is asked."""
     tensors = drawn(size_q, size_k, groups=groups, dtype=dtype, channels=channels)
-    stand_ins = {"_flash": like_flash, "_efficient": like_flash}
+    stand_ins: dict[str, Any] = {"_flash": like_flash, "_efficient": like_efficient}
     stand_ins |= {f"{name}_backward": like_flash_backward for name in stand_ins}
     asked = {} if dtype == torch.float64 else stand_ins
     with patch.multiple(kernels, _by_cpu=lambda q: False, **asked):

@@ -1,16 +1,19 @@
 """Core attention of a rank that holds a part of each row."""
 
+from collections.abc import Callable
 from typing import Literal, cast, get_args
 
+import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.models.layers.attention import SDPAttention, check_no_masks, is_causal
 from loongplug.models.layers.context.gathered import attend_gathered
-from loongplug.models.layers.context.heads_for_tokens import attend_by_heads
 from loongplug.models.layers.context.ring import attend_in_ring
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.packed import PackedLayout, PackedSegments
@@ -133,6 +136,37 @@ class ContextAttention(SDPAttention):
                 f"cp_comm_type is 'a2a' with {self.num_groups} key/value heads on each of {ranks} "
                 "context parallel ranks, which have to divide them: use 'all_gather'."
             )
+
+
+def attend_by_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    row: ContextRow,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """``--cp-comm-type a2a``: each rank computes its share of the heads for all tokens of a row.
+
+    Two all-to-alls of equal pieces over ``group``, and two in the backward; differentiable.
+
+    Args:
+        query: [s, b, heads, dim], this rank's tokens.
+        key, value: [s, b, groups, dim]; ``group`` divides the groups.
+        attend: the attention of a whole row: query [length, b, heads / ranks, dim] and key and
+            value likewise, in the order of the row, to [length, b, heads / ranks, dim].
+
+    Returns:
+        [s, b, heads, dim].
+    """
+    by_rank = [x.unflatten(2, (row.ranks, -1)) for x in (query, key, value)]
+    sent = torch.cat(by_rank, dim=3).movedim(2, 0)  # [ranks, s, b, heads of q, k and v, dim]
+    received = all_to_all(group, sent.flatten(0, 1))
+    whole = received.index_select(0, row.back)
+    out = attend(*whole.split([x.size(3) for x in by_rank], dim=2))
+    by_heads = all_to_all(group, out.index_select(0, row.order))
+    return by_heads.unflatten(0, (row.ranks, -1)).movedim(0, 2).flatten(2, 3)
 
 
 def check_causal(mask_type: AttnMaskType) -> None:

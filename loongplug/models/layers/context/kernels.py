@@ -5,6 +5,8 @@ their results are merged by. Given the logsumexp and the output over *all* of a 
 tile's backward gives exactly the tile's part of the gradients.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,6 +20,23 @@ _LSE_ALIGNED_TO = 32  # that kernel's rows of logsumexp
 # Channels of a head: the flash kernel refuses others, and from sm80 on there is no memory-efficient
 # one for what is not aligned to 16 bytes. torch's own attention pads before it calls these.
 _CHANNELS_ALIGNED_TO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What one kernel attends over, and how; as :func:`attend` has it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float | None
+
+    def for_each_head(self) -> "_Tile":
+        """The same with keys and values once for each head of ``q``, which some kernels want."""
+        times = self.q.size(1) // self.k.size(1)
+        k, v = (x.repeat_interleave(times, dim=1) for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
 
 def attend(
@@ -42,15 +61,15 @@ def attend(
             q, k, v, 0.0, causal, scale=scale
         )
     elif q.dtype == torch.float64:
-        out, lse = _written_out(q, k, v, causal, scale)
+        out, lse = _written_out(_Tile(q, k, v, causal, scale))
     else:
-        scale, channels = _scale_if_padded(q, scale), q.size(-1)
-        q, k, v = map(_aligned, (q, k, v))
+        padded = _scale_if_padded(q, scale)
+        tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
         if q.dtype == torch.float32:
-            out, lse = _efficient(q, _for_each_head(k, q), _for_each_head(v, q), causal, scale)
+            out, lse = _efficient(tile.for_each_head())
         else:
-            out, lse = _flash(q, k, v, causal, scale)
-        out = out[..., :channels]
+            out, lse = _flash(tile)
+        out = out[..., : q.size(-1)]
     return out, lse
 
 
@@ -79,17 +98,17 @@ def attend_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     elif q.dtype == torch.float64:
-        dq, dk, dv = _written_out_backward(grad, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = _written_out_backward(_Tile(q, k, v, causal, scale), grad, out, lse)
     else:
-        scale, channels = _scale_if_padded(q, scale), q.size(-1)
-        grad, q, k, v, out = map(_aligned, (grad, q, k, v, out))
+        padded = _scale_if_padded(q, scale)
+        tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
+        grad, out = _aligned(grad), _aligned(out)
         if q.dtype == torch.float32:
-            keys, values = _for_each_head(k, q), _for_each_head(v, q)
-            dq, dk, dv = _efficient_backward(grad, q, keys, values, out, lse, causal, scale)
+            dq, dk, dv = _efficient_backward(tile.for_each_head(), grad, out, lse)
             dk, dv = (_of_groups(each, k) for each in (dk, dv))
         else:
-            dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, causal, scale)
-        dq, dk, dv = (each[..., :channels] for each in (dq, dk, dv))
+            dq, dk, dv = _flash_backward(tile, grad, out, lse)
+        dq, dk, dv = (each[..., : q.size(-1)] for each in (dq, dk, dv))
     return dq, dk, dv
 
 
@@ -120,118 +139,88 @@ def _aligned(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
-def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values once for each head of ``q``, which that kernel wants."""
-    return x.repeat_interleave(q.size(1) // x.size(1), dim=1)
-
-
 def _of_groups(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of what :func:`_for_each_head` gave, as that of ``k``."""
+    """The gradient of what :meth:`_Tile.for_each_head` gave, as that of ``k``."""
     return grad.unflatten(1, (k.size(1), -1)).sum(2)
 
 
-def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _scores(tile: _Tile) -> Tensor:
     """All scores [b, heads, s_q, s_k], -inf for keys that a query does not see."""
-    scores = q @ keys.transpose(2, 3) * _scale_of(q, scale)
-    if causal:
+    scores = tile.q @ tile.k.transpose(2, 3) * _scale_of(tile.q, tile.scale)
+    if tile.causal:
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     return scores
 
 
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _written_out(tile: _Tile) -> tuple[Tensor, Tensor]:
     """Without a kernel: CUDA has none for float64, in which nobody trains."""
-    scores = _scores(q, _for_each_head(k, q), causal, scale)
+    tile = tile.for_each_head()
+    scores = _scores(tile)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ _for_each_head(v, q), lse
+    return (scores - lse.unsqueeze(-1)).exp() @ tile.v, lse
 
 
 def _written_out_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _for_each_head(k, q), _for_each_head(v, q)
-    weights = (_scores(q, keys, causal, scale) - lse.unsqueeze(-1)).exp()
-    of_weights = grad @ values.transpose(2, 3)
+    apart = tile.for_each_head()
+    weights = (_scores(apart) - lse.unsqueeze(-1)).exp()
+    of_weights = grad @ apart.v.transpose(2, 3)
     # A weight's gradient less the mean over all of the query's keys, in this tile or elsewhere.
-    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True)) * _scale_of(q, scale)
-    dk, dv = of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ grad
-    return of_scores @ keys, _of_groups(dk, k), _of_groups(dv, v)
+    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
+    of_scores = of_scores * _scale_of(tile.q, tile.scale)
+    dk, dv = of_scores.transpose(2, 3) @ tile.q, weights.transpose(2, 3) @ grad
+    return of_scores @ apart.k, _of_groups(dk, tile.k), _of_groups(dv, tile.v)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _flash(tile: _Tile) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        *(None, None, q.size(2), k.size(2)),
-        *(0.0, causal, False),
-        scale=scale,
+        *(x.transpose(1, 2) for x in (tile.q, tile.k, tile.v)),
+        *(None, None, tile.q.size(2), tile.k.size(2)),
+        *(0.0, tile.causal, False),
+        scale=tile.scale,
     )
     return out.transpose(1, 2), lse
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = q.new_empty(2, dtype=torch.uint64)  # nothing is dropped
-    no_offset = q.new_empty((), dtype=torch.uint64)
+    no_seed = lse.new_empty(2, dtype=torch.uint64)  # nothing is dropped
+    no_offset = lse.new_empty((), dtype=torch.uint64)
     dq, dk, dv = _aten._flash_attention_backward(
-        *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
-        *(lse, None, None, q.size(2), k.size(2)),
-        *(0.0, causal, no_seed, no_offset),
-        scale=scale,
+        *(x.transpose(1, 2) for x in (grad, tile.q, tile.k, tile.v, out)),
+        *(lse, None, None, tile.q.size(2), tile.k.size(2)),
+        *(0.0, tile.causal, no_seed, no_offset),
+        scale=tile.scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _efficient(tile: _Tile) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._efficient_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(x.transpose(1, 2) for x in (tile.q, tile.k, tile.v)),
         *(None, None, None, None, None),
-        *(0.0, _CAUSAL_FROM_TOP_LEFT if causal else 0, True),
-        scale=scale,
+        *(0.0, _CAUSAL_FROM_TOP_LEFT if tile.causal else 0, True),
+        scale=tile.scale,
     )
-    return out.transpose(1, 2), lse[..., : q.size(2)]
+    return out.transpose(1, 2), lse[..., : tile.q.size(2)]
 
 
 def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Behind the last query, as the kernel itself leaves it: a weight of exp(score - inf) = 0.
     lse = pad(lse, (0, -lse.size(-1) % _LSE_ALIGNED_TO), value=float("inf"))
-    nothing_dropped = q.new_zeros((), dtype=torch.int64)
+    nothing_dropped = lse.new_zeros((), dtype=torch.int64)
     dq, dk, dv, _ = _aten._efficient_attention_backward(
-        *(x.transpose(1, 2) for x in (grad, q, k, v)),
+        *(x.transpose(1, 2) for x in (grad, tile.q, tile.k, tile.v)),
         None,
         out.transpose(1, 2),
-        *(None, None, q.size(2), k.size(2), lse),
+        *(None, None, tile.q.size(2), tile.k.size(2), lse),
         *(0.0, nothing_dropped, nothing_dropped),
-        *(_CAUSAL_FROM_TOP_LEFT if causal else 0, False),
-        scale=scale,
+        *(_CAUSAL_FROM_TOP_LEFT if tile.causal else 0, False),
+        scale=tile.scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

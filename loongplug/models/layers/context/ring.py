@@ -26,14 +26,8 @@ def attend_in_ring(
     A rank holds its own, those it computes with, and those that are coming. In the backward their
     gradients travel along in at least float32, and end where the tokens lie. Each step waits for
     its slowest rank, so the split should give each pair of ranks equal work, as a zigzag does.
-
-    Args:
-        query: [s, b, heads, dim], this rank's tokens.
-        key, value: [s, b, groups, dim].
-        scale: of the scores; None is 1 / sqrt(dim).
-
-    Returns:
-        [s, b, heads, dim] in query's dtype.
+    Arguments and result are those of
+    :func:`~loongplug.models.layers.context.gathered.attend_gathered`.
     """
     out: Tensor = _RingAttention.apply(query, key, value, row, group, scale)
     return out
