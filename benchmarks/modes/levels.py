@@ -23,7 +23,7 @@ from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
 from modes import LEVELS
-from modes.levels_clock import step_ms
+from modes.levels_clock import clock_ms
 from modes.levels_figures import (
     RunFigures,
     SettingFigures,
@@ -176,8 +176,7 @@ class _Bench:
         if setting.dp > 1:  # replicas wait for one another's gradients, of which a case knows none
             return found
         count = self._work.microbatches
-        clock = step_ms(level, setting, found.phase_ms, microbatches=count)
-        return replace(found, clock_ms=clock)
+        return replace(found, clock_ms=clock_ms(level, setting, found.phase_ms, microbatches=count))
 
     def _loaded(self, setting: Setting, flags: tuple[str, ...]) -> RunFigures:
         return self._run(setting, ("--load-hf", self._weights, *flags), warmup=self._work.warmup)

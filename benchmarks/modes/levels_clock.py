@@ -33,7 +33,7 @@ _MODES: Final = {
 _BESIDE: Final = ("data", "optimizer")  # what each rank does before the schedule, and behind it
 
 
-def step_ms(
+def clock_ms(
     level: str,
     setting: Setting,
     phase_ms: Sequence[Mapping[str, float]],

@@ -126,8 +126,8 @@ def compose_asked_for(
         wanted, there = _adapter(asked.get(name)), _adapter(settings)
         if wanted != there:
             raise ValueError(
-                f"the model asks for {wanted} in {name}, where --load-lora {args.load_lora} has "
-                f"{there}: leave out the model's lora, which the folder tells, or give another one"
+                f"{name} asks for {wanted}, but has {there} in --load-lora {args.load_lora}: "
+                "leave out the model's lora, which the folder says, or give another folder"
             )
     return composed
 
@@ -226,7 +226,7 @@ def _compose(
 ) -> ComposedModel:
     """``shown`` is what messages call the file."""
     known = families(trusted_packages)
-    # Whose files any model file can mount, in the order they are searched.
+    # The folders whose files any model file can mount, in the order they are searched.
     outside = [each.configs.resolve() for each in known.values() if each.configs is not None]
     folders = (_own_folder(), *dict.fromkeys(outside))
     bare = _Composition(file, folders, settings={}, shown=shown)

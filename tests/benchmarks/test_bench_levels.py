@@ -4,7 +4,7 @@ import json
 
 import pytest
 from modes.levels import bench_levels
-from modes.levels_clock import step_ms
+from modes.levels_clock import clock_ms
 from modes.levels_figures import phases
 from modes.levels_work import (
     APART,
@@ -117,7 +117,7 @@ def test_a_level_by_the_clock_is_its_schedule(level, setting, encoding, took):
         nothing | decoding | {"encoder forward": each, "encoder backward": 2 * each}
         for each in encoding
     ]
-    assert step_ms(level, setting, phase_ms, microbatches=8) == pytest.approx(took + 6)
+    assert clock_ms(level, setting, phase_ms, microbatches=8) == pytest.approx(took + 6)
 
 
 @pytest.mark.slow

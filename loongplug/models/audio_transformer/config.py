@@ -18,12 +18,11 @@ _BEHIND = 2  # frames of silence that the convolutions read behind a sound in a 
 class AudioNames(LayerNames):
     """What the files of one kind of tower call its tensors, behind the tower's root.
 
-    None stands for what it does not have.
-
-    To names without it ``.weight`` and ``.bias`` are added. The keys have no bias in any kind.
+    None stands for what it does not have. ``positions`` is a whole name; to the others ``.weight``
+    and ``.bias`` are added. The keys have no bias in any kind.
     """
 
-    positions: str | None = None  # whole; without it, positions are computed
+    positions: str | None = None  # without it, positions are computed
     final_norm: str
     layer: str = "layers.{}."
     norms: tuple[str, str] = ("self_attn_layer_norm", "final_layer_norm")
