@@ -9,17 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from loongplug.models.hf_mapping import Shape
-
-
-def parameter_name(tensor: str) -> str:
-    """Our name for a tensor of the files: torch's have no dots."""
-    return tensor.replace(".", "_")
-
-
-def leading_axes(shape: Shape) -> int:
-    """How many axes of length one stand in front, which our parameter does without."""
-    return next(number for number, size in enumerate(shape) if size > 1)
+from loongplug.models.hf_mapping import Shape, leading_axes, parameter_name
 
 
 class Carried(nn.Module):

@@ -6,8 +6,15 @@
 from collections.abc import Mapping
 
 from loongplug.models.architecture import EncoderArchitecture
-from loongplug.models.carried import leading_axes, parameter_name
-from loongplug.models.hf_mapping import CARRIED, Row, Shape, Source, Split
+from loongplug.models.hf_mapping import (
+    CARRIED,
+    Row,
+    Shape,
+    Source,
+    Split,
+    leading_axes,
+    parameter_name,
+)
 from loongplug.models.hf_rows import encoder_layer, linear, norms, qkv
 from loongplug.models.layer_names import LayerNames
 

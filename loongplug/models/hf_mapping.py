@@ -44,6 +44,16 @@ def is_carried(name: str) -> bool:
     return f".{CARRIED}." in name
 
 
+def parameter_name(tensor: str) -> str:
+    """Our name for a tensor of the files that is carried: torch's names have no dots."""
+    return tensor.replace(".", "_")
+
+
+def leading_axes(shape: Shape) -> int:
+    """How many axes of length one stand in front, which our parameter does without."""
+    return next(number for number, size in enumerate(shape) if size > 1)
+
+
 class Split(Enum):
     """How tensor parallelism splits a parameter."""
 
