@@ -116,7 +116,7 @@ def test_equal_blocks_go_to_ranks_in_their_order() -> None:
 
 
 def test_a_million_tokens_are_planned_in_a_few_milliseconds() -> None:
-    """Plain Python adds up some 48,000 numbers in one; a heap of all blocks takes six times that."""
+    """Plain Python adds up 48,000 numbers in one; a heap of all blocks takes six times that."""
     segments = pack(1 << 20, median=4000, spread=1.2)
     slower = times_slower(lambda: balanced(segments, cp=8), lambda: sum(range(48_000)), turns=30)
     print(f"{slower:.2f} times plain work")
