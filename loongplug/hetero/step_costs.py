@@ -174,23 +174,6 @@ class Step:
             for stage in range(len(self.passes))
         )
 
-    @cached_property
-    def in_turn(self) -> list[tuple[int, DecoderPass]]:
-        """All passes with their stages, each behind what it waits for."""
-        found: list[tuple[int, DecoderPass]] = []
-        done: set[DecoderPass | None] = {None}
-        at, seen = [0 for _ in self.passes], -1
-        while seen < len(found):
-            seen = len(found)
-            for stage, passes in enumerate(self.passes):
-                while at[stage] < len(passes) and self.before(passes[at[stage]]) in done:
-                    one = passes[at[stage]]
-                    done.add(one)
-                    found.append((stage, one))
-                    at[stage] += 1
-        assert len(found) == sum(map(len, self.passes)), "Megatron's order never waits for itself"
-        return found
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlan:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, EncoderWork, Name, Step
-from loongplug.simulate.clock import step_time
-from loongplug.simulate.order import Deadlock
+from loongplug.simulate.clock import run, step_time
+from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, End, Label, Meet, Post, Programs, Wait, Work
 
 
@@ -150,6 +151,29 @@ class PlanClock:
 
     def _wait(self, one: DecoderPass) -> Wait:
         return Wait(((self._made[one], False),))
+
+
+class PassOnClock(NamedTuple):
+    """One of a stage's passes through the decoder, and when it begins."""
+
+    stage: int
+    one: DecoderPass
+    begin: int
+
+
+def decoder_alone(step: Step) -> list[PassOnClock]:
+    """All passes of a step without encoders, each behind what it waits for."""
+    bare = replace(step, pieces=((),) * len(step.pieces), kinds=())
+    idle = EncoderPlan(work=((),) * len(step.replicas), streamed=True)
+    programs = PlanClock(bare).programs(idle)
+    begins = {each[:2]: int(each.begin) for spans in run(programs).spans for each in spans}
+    stages = {lanes[0]: stage for stage, lanes in enumerate(step.lanes)}
+    passes = [iter(each) for each in step.passes]
+    return [
+        PassOnClock(stages[rank], next(passes[stages[rank]]), begins[rank, act])
+        for rank, act in order(programs).works.values()
+        if rank in stages
+    ]
 
 
 def separated_time(step: Step, plan: EncoderPlan, *, group: int) -> int:

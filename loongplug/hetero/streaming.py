@@ -31,7 +31,7 @@ from loongplug.hetero.step_costs import (
     Name,
     Step,
 )
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import PlanClock, decoder_alone
 from loongplug.hetero.streaming_blocks import at_the_ends, blocks, joined_passes, waits_of
 from loongplug.hetero.streaming_draft import Draft, Habits, passes_ahead
 
@@ -74,7 +74,8 @@ def streamed(step: Step, *, otherwise: int | None = None) -> EncoderPlan:
     best = separated(step)
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    clock, waits, passes = PlanClock(step), waits_of(step), passes_ahead(step)
+    clock, alone = PlanClock(step), decoder_alone(step)
+    waits, passes = waits_of(step, alone), passes_ahead(step, alone)
     fastest = clock.time(best) if otherwise is None else otherwise
     assert fastest is not None, "ranks wait for one another"
     for plan in (blocks(step, waits, fill=fill) for fill in (0, 2, 4)):

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loongplug.hetero.step_costs import (
-    DecoderPass,
     EncoderPlan,
     EncoderWork,
     Name,
     Step,
 )
+from loongplug.hetero.step_programs import PassOnClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +137,10 @@ def _dealt(rooms: Sequence[int], costs: Sequence[int]) -> list[int]:
     return found
 
 
-def waits_of(step: Step) -> list[StageWaits]:
-    """By stage."""
-    ends: dict[DecoderPass, int] = {}
-    free = [0 for _ in step.passes]
-    begins: dict[DecoderPass, int] = {}
-    for stage, one in step.in_turn:
-        before = step.before(one)
-        begins[one] = max(free[stage], 0 if before is None else ends[before])
-        ends[one] = free[stage] = begins[one] + step.cost(one)
+def waits_of(step: Step, alone: Iterable[PassOnClock]) -> list[StageWaits]:
+    """By stage, of the decoder ``alone``."""
+    begins = {each.one: each.begin for each in alone}
+    ends = [begins[passes[-1]] + step.cost(passes[-1]) for passes in step.passes]
     found = []
     for stage, passes in enumerate(step.passes):
         backward = next(number for number, one in enumerate(passes) if not one.forward)
@@ -153,7 +148,7 @@ def waits_of(step: Step) -> list[StageWaits]:
         found.append(
             StageWaits(
                 passes=len(passes),
-                ends=begins[passes[0]] + max(free) - free[stage],
+                ends=begins[passes[0]] + max(ends) - ends[stage],
                 middle=begins[passes[backward]] - begins[passes[0]] - worked,
                 backward=backward,
             )

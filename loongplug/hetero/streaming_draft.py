@@ -1,7 +1,7 @@
 """A plan of who encodes which piece when, drawn up from a step's begin to its end. Pure."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, EncoderWork, Name, Step
+from loongplug.hetero.step_programs import PassOnClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,11 @@ class PassAhead(NamedTuple):
     tail: int
 
 
-def passes_ahead(step: Step) -> list[list[PassAhead]]:
-    """Of each stage."""
+def passes_ahead(step: Step, alone: Sequence[PassOnClock]) -> list[list[PassAhead]]:
+    """Of each stage, by what waits for what in the decoder ``alone``."""
     tails: dict[DecoderPass, int] = {}
     found: list[list[PassAhead]] = [[] for _ in step.passes]
-    for stage, one in reversed(step.in_turn):
+    for stage, one, _ in reversed(alone):
         behind = step.behind(one)
         if behind is not None:
             tail, lanes = tails[behind], step.lanes[behind.place % len(step.passes)]
