@@ -22,18 +22,14 @@ from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
+    Backward,
+    Cargo,
     Encode,
-    EncoderBackward,
-    GatherFeatures,
-    GiveBack,
-    HandOn,
-    KeepGradient,
+    Hand,
     Operation,
-    ScatterGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeFeatures,
-    TakeStates,
     When,
 )
 
@@ -65,18 +61,18 @@ class DecoderEnd:
 
     def _enter(self, ledger: Ledger, operation: Operation) -> None:
         match operation:
-            case GatherFeatures(units=range(start=unit)):
+            case Receive(piece=unit):
                 self._post(ledger, unit + WINDOW)
                 received, whole = self.received[unit], self.consumed[unit]
                 copied = whole if received < whole or self.messages > 1 else 0
                 ledger.work("exchange of features", copied)
                 ledger.add(FEATURES, whole - received)
-            case TakeFeatures(unit=unit):
+            case Hand(what=Cargo.FEATURES, microbatch=unit):
                 # Used up before the forward has all that it leaves.
                 ledger.take(FEATURES, self.consumed[unit])
-            case KeepGradient(unit=unit):
+            case Hand(microbatch=unit):
                 ledger.add(FEATURE_GRADIENTS, self.consumed[unit])
-            case ScatterGradients(units=range(start=unit)):
+            case Send(piece=unit):
                 ledger.work("exchange of gradients", 0)
                 sent = self.received[unit]
                 ledger.take(FEATURE_GRADIENTS, self.consumed[unit] - sent)
@@ -188,28 +184,28 @@ class EncoderEnd:
     def _enter(self, ledger: Ledger, operation: Operation) -> None:
         encoded, given = self.encoded, self.given
         match operation:
-            case Encode(unit=unit):
-                encoded.encode(ledger, unit)
-                if given is not None and unit is not None:
-                    given.used(ledger, unit)
-            case GatherFeatures(units=range(start=unit)) | HandOn(unit=unit):
+            case Encode(pieces=pieces):
+                encoded.encode(ledger, pieces)
+                if given is not None and pieces:
+                    given.used(ledger, *pieces)
+            case Send(what=Cargo.FEATURES | Cargo.STATES, piece=unit):
                 self._send(ledger, unit)
-            case ScatterGradients(units=range(start=unit)):
+            case Receive(what=Cargo.GRADIENTS, piece=unit):
                 if not self.leads:
                     ledger.add(FEATURE_GRADIENTS, encoded.features(unit))
                 self._hear(ledger)
                 # Whole, beside what came.
                 ledger.work("exchange of gradients", encoded.features(unit))
-            case TakeBack():
+            case Receive(what=Cargo.STATE_GRADIENTS):
                 self._hear(ledger)
-            case EncoderBackward(unit=unit):
-                encoded.go_back(ledger, unit)
-                if given is not None and unit is not None:
-                    given.gone_back(ledger, unit)
-            case TakeStates(unit=unit):
+            case Backward(pieces=pieces):
+                encoded.go_back(ledger, pieces)
+                if given is not None and pieces:
+                    given.gone_back(ledger, *pieces)
+            case Receive(piece=unit):
                 assert given is not None, "not of the first stage"
                 given.take(ledger, unit)
-            case GiveBack(unit=unit):
+            case Send(piece=unit):
                 assert given is not None, "not of the first stage"
                 given.give_back(ledger, unit)
             case _:

@@ -178,6 +178,7 @@ class TracedStep:
             if engine.apart
             else streaming.get(name) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
+            if engine.steps
         ]
         number = 0
         plans = [each.plan for each in streaming.values()]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.sends import Coming, Sends, receive
@@ -120,6 +121,24 @@ class Edges:
             return {0: self._take_gradient(units)}
         self._give_back(gradients[0], units)
         return {}
+
+    def send(self, what: Cargo, piece: int, rows: Tensor | None) -> None:
+        """A piece's features, or a microbatch's gradients."""
+        assert self._spec is not None
+        assert rows is not None
+        units = self._spec.part(range(piece, piece + 1))
+        if what is Cargo.FEATURES:
+            self.gather_variable_shape_embeddings({0: rows}, units)
+        else:
+            self.scatter_variable_shape_embeddings({0: rows}, units)
+
+    def receive(self, what: Cargo, piece: int) -> Tensor:
+        """A microbatch's features, or a piece's gradients."""
+        assert self._spec is not None
+        units = self._spec.part(range(piece, piece + 1))
+        if what is Cargo.FEATURES:
+            return self.gather_variable_shape_embeddings({}, units)[0]
+        return self.scatter_variable_shape_embeddings({}, units)[0]
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""

@@ -14,7 +14,7 @@ from loongplug.hetero.edge import WINDOW, Edges
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.encoder_steps import encoder_step
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
@@ -254,7 +254,7 @@ class EncoderEngine:
         )
         return executor
 
-    def _exchange(self, *, training: bool) -> Exchange | Edges:
+    def _exchange(self, *, training: bool) -> AllToAll | Edges:
         place, device = self.place, current_platform().device
         if place.pieces is not None:
             return Edges(
@@ -266,7 +266,7 @@ class EncoderEngine:
                 recorder=self.recorder,
             )
         assert place.edge is not None
-        return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
+        return AllToAll(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
 
 class Engine:

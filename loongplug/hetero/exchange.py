@@ -83,7 +83,7 @@ class ExchangeSpec:
         return (slice(0, self.tokens[unit]),)
 
 
-class Exchange:
+class AllToAll:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
     ``group`` has all ranks of the edge. Every rank of it enters every call; one without rows takes

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers, size
 from loongplug.hetero.sends import Coming, Sends, receive
@@ -185,6 +186,17 @@ class PieceEdges:
         for each in coming:
             put(self._take(way, each), pieces.rows(each), into=whole)
         return whole
+
+    def send(self, what: Cargo, piece: int, rows: Tensor | None) -> None:
+        """A piece's."""
+        assert rows is not None
+        (self.send_features if what is Cargo.FEATURES else self.send_gradient)(piece, rows)
+
+    def receive(self, what: Cargo, piece: int) -> Tensor:
+        """A piece's."""
+        if what is Cargo.FEATURES:
+            return self.receive_features(piece)
+        return self.receive_gradient(piece)
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""

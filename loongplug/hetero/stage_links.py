@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Coming, Sends, receive
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.layout import Layout
@@ -115,6 +116,18 @@ class StageLinks:
         if self._units[unit].rows:
             assert gradient is not None, f"unit {unit} has no gradient"
             self._send(unit, gradient, link, back=True)
+
+    def send(self, what: Cargo, piece: int, rows: Tensor | None) -> None:
+        """A piece's."""
+        if what is Cargo.STATES:
+            assert rows is not None
+            self.hand_on(piece, rows)
+        else:
+            self.give_back(piece, rows)
+
+    def receive(self, what: Cargo, piece: int) -> Tensor:
+        """A piece's."""
+        return self.take(piece) if what is Cargo.STATES else self.take_back(piece)
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""

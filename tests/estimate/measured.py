@@ -31,11 +31,10 @@ from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.piece_edges import PieceEdges
-from loongplug.hetero.piece_work import PiecesOfStep
 from loongplug.hetero.routes import Transfer
 from loongplug.hetero.sends import Sends
 from loongplug.hetero.stage_links import StageLink, StageLinks
@@ -186,7 +185,7 @@ class _Watch:
         around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
         around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
-            setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
+            setattr(AllToAll, name, exchange_counted(getattr(AllToAll, name)))
         around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
         if self.apart:
             Features.packed = packed_counted
@@ -246,8 +245,18 @@ class _Watch:
         around(PieceEdges, "receive_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
         around(PieceEdges, "send_features", inside=lambda: tape.region(FEATURES))
         around(PieceEdges, "_take", behind=noted)
-        around(PiecesOfStep, "_encode", inside=lambda: tape.region(FEATURES), behind=noted)
-        around(PiecesOfStep, "receive", inside=lambda: tape.region(FEATURES))
+        around(Executor, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
+        encode = Executor._encode
+
+        def encoded(executor: Executor, *args: Any, **kwargs: Any) -> None:
+            if executor.pieces is None:
+                encode(executor, *args, **kwargs)
+                return
+            with tape.region(FEATURES):
+                encode(executor, *args, **kwargs)
+            noted()
+
+        Executor._encode = encoded
 
     def _follow_links(self) -> None:
         """What goes between an encoder's stages, and what each of them makes."""
@@ -321,7 +330,7 @@ class _Watch:
         around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
-        around(Exchange, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
+        around(AllToAll, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
         around(Executor, "features", before=lambda *_: self._note(FEATURES))
         around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
 

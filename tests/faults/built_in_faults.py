@@ -19,7 +19,7 @@ from loongplug.checkpoint.atomic import AtomicSaves
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
 from loongplug.hetero.edge import Edges
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.multimodal import MultimodalModel
@@ -142,7 +142,7 @@ def exchange_of(draw: Draw) -> tuple[Any, str]:
     if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
         return Executor, "_do"
     if exchanges_features(draw.mode):
-        return Exchange, "_move"
+        return AllToAll, "_move"
     return P2PCommunicator, "_communicate"
 
 

@@ -11,7 +11,7 @@ from ranks import RankError, run_ranks
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import exchange as exchange_module
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
 from loongplug.hetero.routes import Rows
 from loongplug.observe.recorder import TraceRecorder
@@ -100,7 +100,7 @@ def there_and_back(
         ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
     )
     assert (group is None) == (rank not in edge.ranks)
-    exchange = Exchange(edge, group, device=torch.device("cpu"), recorder=recorder)
+    exchange = AllToAll(edge, group, device=torch.device("cpu"), recorder=recorder)
     encodes = any(rank in each for each in edge.replicas)
     consumes = rank in edge.consumers
     if not encodes and not consumes:
@@ -199,7 +199,7 @@ def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
     group = create_exchange_group(
         ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
     )
-    exchange = Exchange(edge, group, device=torch.device("cpu"))
+    exchange = AllToAll(edge, group, device=torch.device("cpu"))
     spec = ExchangeSpec(
         tokens=(3,) * units,
         shares=((Share(encoder_replica=1),),) * units,

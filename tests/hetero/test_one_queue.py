@@ -21,12 +21,9 @@ from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import (
     BEGIN,
-    GatherFeatures,
-    GiveBack,
-    HandOn,
-    ScatterGradients,
-    TakeBack,
-    TakeStates,
+    Cargo,
+    Receive,
+    Send,
 )
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 from loongplug.hetero.pipeline_graph import ahead, in_flight
@@ -43,6 +40,7 @@ pytestmark = pytest.mark.quick
 
 HOST = torch.device("cpu")
 ROW = torch.zeros(1, 1)
+OF_STAGES = (Cargo.STATES, Cargo.STATE_GRADIENTS)
 
 
 class Queue:
@@ -233,18 +231,10 @@ class Ranks:
         links.begin(units, dtype=ROW.dtype, comes_back=stage < encoder.stages - 1)
         for each in apart(self._step(encoder, stage, less=less))[BEGIN]:
             match each:
-                case TakeStates(unit=unit):
-                    links.take(unit)
-                case HandOn(unit=unit):
-                    links.hand_on(unit, ROW)
-                case TakeBack(unit=unit):
-                    links.take_back(unit)
-                case GiveBack(unit=unit):
-                    links.give_back(unit, ROW)
-                case GatherFeatures(units=range(start=unit)):
-                    edges.gather_variable_shape_embeddings({0: ROW}, self._unit(unit))
-                case ScatterGradients(units=range(start=unit)):
-                    edges.scatter_variable_shape_embeddings({}, self._unit(unit))
+                case Send(what=what, piece=piece):
+                    (links if what in OF_STAGES else edges).send(what, piece, ROW)
+                case Receive(what=what, piece=piece):
+                    (links if what in OF_STAGES else edges).receive(what, piece)
         edges.drain()
         links.drain()
         return queue.given

@@ -19,7 +19,7 @@ from toy_step import Model, executor_of, run_step
 
 import loongplug
 from loongplug.hetero.edge import Edges
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.policies import separated
 from loongplug.hetero.stage_links import StageLinks
@@ -93,14 +93,14 @@ def test_a_wait_in_the_forward(matrix: Matrix) -> None:
 
 
 def features_are_looked_at_before_they_travel() -> None:
-    gather = Exchange.gather_variable_shape_embeddings
+    gather = AllToAll.gather_variable_shape_embeddings
 
-    def fault(self: Exchange, payloads: Any, units: Any) -> Any:
+    def fault(self: AllToAll, payloads: Any, units: Any) -> Any:
         for each in payloads.values():
             each.sum().item()
         return gather(self, payloads, units)
 
-    Exchange.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
+    AllToAll.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

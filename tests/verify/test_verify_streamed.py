@@ -15,7 +15,6 @@ from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
 from loongplug.data.order import epoch_permutation
-from loongplug.hetero.operations import PiecesBackward
 from loongplug.verify.plan import SAMPLES
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
@@ -94,13 +93,16 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
     """
 
     def noted(original: Callable[..., Any], self: Any) -> None:
+        pieces = self.pieces
         original(self)
-        last = len(self._planned.passes[self._streaming.stage])
-        work = self.stream.work
+        if pieces is None:
+            return
+        last, planned = len(pieces.forwards), pieces._planned.pieces
+        work = pieces.stream.work
         within = sum(0 < each.before < last for each in work)
-        together = [{self._planned.pieces[n].microbatch for n in each.pieces} for each in work]
-        found = [[len(each) for each in self.stream.pieces], within, [*map(len, together)]]
-        found += [self._streaming.name, any(each.turn for each in work)]
+        together = [{planned[n].microbatch for n in each.pieces} for each in work]
+        found = [[len(each) for each in pieces.stream.pieces], within, [*map(len, together)]]
+        found += [self._entry.name, any(each.turn for each in work)]
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
 
@@ -108,7 +110,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         (folder / f"left-{rank}").touch()
         return original(self, *args)
 
-    around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
+    around("loongplug.hetero.executor:Executor.end", noted)
     around("loongplug.hetero.host_moves:HostMoves._leaving", leaving)
     if before is not None:
         before(rank)
@@ -201,14 +203,15 @@ def freely(rank: int, *, fault: Mutation) -> None:
 def turn_gradients_within_passes(rank: int, *, of: str = "image_encoder") -> None:
     """Those of a pass's pieces stand in the wrong order; all shapes are right."""
 
-    def turned(original: Callable[..., Any], self: Any, operation: Any) -> None:
-        if isinstance(operation, PiecesBackward) and self._streaming.name == of:
-            own = [self._gradients[each] for each in operation.pieces]
+    def turned(original: Callable[..., Any], self: Any, pieces: Any, *, more: bool) -> None:
+        if self.pieces is not None and self._entry.name == of:
+            gradients = self._now.own_gradients
+            own = [gradients[each] for each in pieces]
             turned = torch.cat(own[::-1]).split(list(map(len, own)))
-            self._gradients |= zip(operation.pieces, turned, strict=True)
-        original(self, operation)
+            gradients |= zip(pieces, turned, strict=True)
+        original(self, pieces, more=more)
 
-    around("loongplug.hetero.piece_work:PiecesOfStep.operate", turned)
+    around("loongplug.hetero.executor:Executor._backward", turned)
 
 
 @pytest.mark.parametrize(
