@@ -16,25 +16,19 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Await,
-    EncodePieces,
-    EncoderBackward,
+    Backward,
+    Cargo,
+    Encode,
     Event,
-    GatherWeights,
-    KeepGradient,
+    Hand,
     Kept,
-    Offload,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    ReduceGradients,
-    Release,
-    Reload,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeFeatures,
+    To,
+    Weights,
 )
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
@@ -196,7 +190,7 @@ def plans(
 
 
 ACTIVATIONS = frozenset({Kept.ACTIVATIONS})
-AWAY = (EncodePieces, Offload, Release, Reload, Await, PiecesBackward)
+AWAY = (Encode, *To, Backward)
 
 
 def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
@@ -207,14 +201,12 @@ def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
     )
     for each in chain(*(plan[when] for when in moments)):
         match each:
-            case EncodePieces(pieces=pieces, movable=True):
-                found[pieces[0]] = [EncodePieces]
-            case PiecesBackward(pieces=pieces) if pieces[0] in found:
-                found[pieces[0]].append(PiecesBackward)
-            case Offload(what=Kept.ACTIVATIONS, units=(piece,)):
-                found[piece].append(Offload)
-            case Release(units=(piece,)) | Reload(units=(piece,)) | Await(units=(piece,)):
-                found[piece].append(type(each))
+            case Encode(pieces=pieces, movable=True):
+                found[pieces[0]] = [Encode]
+            case Backward(pieces=pieces) if pieces[0] in found:
+                found[pieces[0]].append(Backward)
+            case Move(to=to, what=Kept.ACTIVATIONS, pieces=(piece,)):
+                found[piece].append(to)
     return found
 
 
@@ -229,7 +221,7 @@ def test_activations_leave_and_are_back_before_they_are_needed(
     for plan in plans(found, stages=stages, trains=True, on_host=ACTIVATIONS):
         assert all(tuple(life) == AWAY for life in away(plan).values())
         count = sum(map(len, away(plan).values()))
-        moved = sum(len(done(plan, kind)) for kind in (Offload, Release, Reload, Await))
+        moved = len(done(plan, Move))
         assert moved == count * 4 // len(AWAY), "nothing else moves"
 
 
@@ -239,7 +231,7 @@ def test_which_activations_leave() -> None:
     found = planner(4).plan(media)
     assert found is not None
     for plan in plans(found, stages=4, trains=True, on_host=ACTIVATIONS):
-        assert 2 * len(away(plan)) > len(done(plan, EncodePieces)) > 0
+        assert 2 * len(away(plan)) > len(done(plan, Encode)) > 0
     frozen = planner(4, trains=False).plan(media)
     assert frozen is not None
     assert not any(map(away, plans(frozen, stages=4, trains=False, on_host=ACTIVATIONS)))
@@ -248,6 +240,11 @@ def test_which_activations_leave() -> None:
 def done(plan: StepPlan, kind: type[Operation]) -> list[Any]:
     """All operations of a kind; events of a kind are in the plan in their order."""
     return [each for operations in plan.values() for each in operations if isinstance(each, kind)]
+
+
+def carried(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
+    """The pieces that are sent, or received."""
+    return [each.piece for each in done(plan, kind) if each.what is what]
 
 
 @given(UNITS, st.integers(2, 4), st.booleans())
@@ -261,23 +258,28 @@ def test_every_piece_goes_there_and_back_once(
     all_pieces = list(range(len(found.pieces)))
     ranks = plans(found, stages=stages, trains=trains)
     back = all_pieces if trains else []
-    for kind, pieces in ((SendFeatures, all_pieces), (ReceiveGradient, back)):
-        assert sorted(each.piece for plan in ranks for each in done(plan, kind)) == pieces
-    for kind, pieces in ((EncodePieces, all_pieces), (PiecesBackward, back)):
+    for kind, what, pieces in (
+        (Send, Cargo.FEATURES, all_pieces),
+        (Receive, Cargo.GRADIENTS, back),
+    ):
+        assert sorted(n for plan in ranks for n in carried(plan, kind, what)) == pieces
+    for kind, pieces in ((Encode, all_pieces), (Backward, back)):
         passes = [each.pieces for plan in ranks for each in done(plan, kind)]
         assert sorted(chain(*passes)) == pieces
     first, *others = ranks
-    for kind in (ReceiveFeatures, SendGradients):
-        taken = [piece for each in done(first, kind) for piece in each.pieces]
-        assert taken == (all_pieces if trains or kind is ReceiveFeatures else [])
-        assert not any(done(plan, kind) for plan in others)
-    count = len(units)
-    assert [each.unit for each in done(first, TakeFeatures)] == list(range(count))
-    assert len(done(first, KeepGradient)) == (count if trains else 0)
+    for kind, what, pieces in (
+        (Receive, Cargo.FEATURES, all_pieces),
+        (Send, Cargo.GRADIENTS, back),
+    ):
+        assert carried(first, kind, what) == pieces
+        assert not any(carried(plan, kind, what) for plan in others)
+    handed = {what: [x.microbatch for x in done(first, Hand) if x.what is what] for what in Cargo}
+    assert handed[Cargo.FEATURES] == [*range(len(units))]
+    assert sorted(handed[Cargo.GRADIENTS]) == ([*range(len(units))] if trains else [])
     for plan in ranks:
         # Collective over all replicas: on every rank, with pieces or without, outside of passes.
-        assert plan.get(BEGIN, ()) == ((GatherWeights(),) if trains else ())
-        assert plan.get(END, ()) == ((ReduceGradients(),) if trains else ())
+        assert plan.get(BEGIN, ()) == ((Weights(gather=True),) if trains else ())
+        assert plan.get(END, ()) == ((Weights(gather=False),) if trains else ())
         assert {when.event for when in plan} <= {*Event} - {Event.BACKWARD}
 
 
@@ -293,7 +295,7 @@ def test_a_step_that_does_not_stream_reduces_behind_the_plan_too() -> None:
         last_stage=False,
     )
     plan = streamed(step)
-    assert plan[BEGIN][0] == GatherWeights()
-    assert plan[END][-1] == ReduceGradients()
-    assert all(each.more for each in done(plan, EncoderBackward))
-    assert len(done(plan, EncoderBackward)) == 2
+    assert plan[BEGIN][0] == Weights(gather=True)
+    assert plan[END][-1] == Weights(gather=False)
+    assert all(each.more for each in done(plan, Backward))
+    assert len(done(plan, Backward)) == 2

@@ -20,15 +20,13 @@ from loongplug.hetero import policies
 from loongplug.hetero.balance import Balance
 from loongplug.hetero.operations import (
     BEGIN,
+    Backward,
+    Cargo,
     Encode,
-    EncodePieces,
     Kept,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
     before_pass,
     forward,
@@ -207,22 +205,18 @@ class Run:
     def _moves(self, name: str, rank: int, operation: Operation) -> Iterator[Exchange]:
         there, back = self._there[name], self._back[name]
         match operation:
-            case EncodePieces(pieces=pieces) | PiecesBackward(pieces=pieces):
+            case Encode(pieces=pieces) | Backward(pieces=pieces):
                 edge = self.encoders[name].edge
                 replica = edge.replica_of(rank)
                 assert replica is not None
                 assert {self.found[name].pieces[n].replica for n in pieces} == {replica}
-                for number in pieces if isinstance(operation, PiecesBackward) else ():
+                for number in pieces if isinstance(operation, Backward) else ():
                     self.back[name, number, rank] += 1
                 yield from self._meet(rank, edge.replicas[replica], f"layers of {name}")
-            case SendFeatures(piece=piece):
-                yield from self._sent(f"features of {name}", rank, there, [piece], sends=True)
-            case ReceiveFeatures(pieces=pieces):
-                yield from self._sent(f"features of {name}", rank, there, pieces, sends=False)
-            case SendGradients(pieces=pieces):
-                yield from self._sent(f"gradients of {name}", rank, back, pieces, sends=True)
-            case ReceiveGradient(piece=piece):
-                yield from self._sent(f"gradients of {name}", rank, back, [piece], sends=False)
+            case Send(what=what, piece=piece) | Receive(what=what, piece=piece):
+                transfers = there if what is Cargo.FEATURES else back
+                sends = isinstance(operation, Send)
+                yield from self._sent(f"{what} of {name}", rank, transfers, [piece], sends=sends)
 
     def _sent(
         self, what: str, rank: int, of_all: list[Transfer], pieces: Sequence[int], *, sends: bool
@@ -375,7 +369,7 @@ def as_planned(rows: list[int], encoder: Encoder) -> int:
             joined_rows=encoder.joined_rows or 200,
         )
     )
-    return sum(isinstance(each, Encode) and each.unit is not None for each in plan[BEGIN])
+    return sum(isinstance(each, Encode) and bool(each.pieces) for each in plan[BEGIN])
 
 
 def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, Media]]:
