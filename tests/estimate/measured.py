@@ -205,6 +205,7 @@ class _Watch:
 
         Edges._irecv = received
         around(Edges, "_isend", before=lambda edges, *_, **__: _go(edges._sends, edges._trains))
+        around(Edges, "receive", inside=lambda: tape.region(FEATURES))
         around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
         self._follow_links()
         self._follow_pieces()
@@ -367,7 +368,7 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if _streams(executor):
-        kept = executor.pieces._edges._gradients.kept
+        kept = executor.pieces.edges._gradients.kept
         leaving += [each for each in kept.values() if len(each)]
     if isinstance(executor._exchange, Edges):
         leaving += [each.tensor for each in executor._exchange._sends._under_way]
