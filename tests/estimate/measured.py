@@ -205,7 +205,8 @@ class _Watch:
 
         Edges._irecv = received
         around(Edges, "_isend", before=lambda edges, *_, **__: _go(edges._sends, edges._trains))
-        around(Edges, "receive", inside=lambda: tape.region(FEATURES))
+        for name in ("_send", "receive"):
+            around(Edges, name, inside=lambda: tape.region(FEATURES))
         around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
         self._follow_links()
         self._follow_pieces()
