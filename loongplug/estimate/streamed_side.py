@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
 from loongplug.estimate.units import UnitSize, parts_of
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -29,6 +28,7 @@ from loongplug.hetero.operations import (
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import common, size
 from loongplug.hetero.streamed_pieces import Piece
+from loongplug.hetero.wire import WINDOW
 
 
 def consumed_tokens(

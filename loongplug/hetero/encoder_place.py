@@ -16,7 +16,7 @@ from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_grou
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.stage_links import StageLink, boundaries
 from loongplug.models.entries import Entry
-from loongplug.parallel.connections import connect
+from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import (
@@ -117,7 +117,9 @@ class PlaceOfEncoder:
             )
         piece_groups = None
         if self.mode.fills_bubbles:
-            piece_groups = create_piece_groups(name, placement.edges(name), **self._connected)
+            parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
+            edges = placement.edges(name)
+            piece_groups = create_piece_groups(name, edges, parts=parts, **self._connected)
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
@@ -258,16 +260,11 @@ class PlaceOfEncoder:
         Collective over all ranks.
         """
         there, back = (
-            create_exchange_group(
-                f"{self.entry.name}_{each}",
-                [ranks],
-                options_of="pp",
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
+            connected_group(
+                f"{self.entry.name}_{name}", [ranks], ends, options_of="pp", **self._connected
             )
-            for each in names
+            for name, ends in zip(
+                names, (pairs, [(receiver, sender) for sender, receiver in pairs]), strict=True
+            )
         )
-        device = current_platform().device
-        connect(there, pairs, device=device)
-        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
         return there, back

@@ -51,9 +51,9 @@ from loongplug.hetero.operations import (
     gradient,
     turns_of,
 )
-from loongplug.hetero.piece_edges import own_storage
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
-from loongplug.hetero.stage_links import StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageSpec
+from loongplug.hetero.wire import What, Wire, own_storage
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -81,7 +81,7 @@ class Executor:
         outside_schedule: bool,
         platform: Platform,
         evaluating: Exchange | Edges | None = None,
-        links: StageLinks | None = None,
+        links: Wire[StageSpec] | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -216,11 +216,12 @@ class Executor:
         )
         exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
-            stage_units = [
-                StageUnit(rows=encoder.states(unit), microbatch=each.number)
-                for unit, each in zip(units, microbatches, strict=True)
-            ]
-            self._links.begin(stage_units, dtype=spec.dtype, comes_back=encoder.trains)
+            states = StageSpec(
+                rows=tuple(map(encoder.states, units)),
+                microbatches=tuple(each.number for each in microbatches),
+                dtype=spec.dtype,
+            )
+            self._links.begin(states, trains=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -399,13 +400,16 @@ class Executor:
         assert links is not None, "the encoder has stages"
         match operation:
             case TakeStates():
-                step.states[unit] = links.take(unit)
+                step.states[unit] = links.receive(What.STATES, unit)
             case HandOn():
-                links.hand_on(unit, step.payloads.pop(unit))
+                links.send(What.STATES, unit, step.payloads.pop(unit))
             case TakeBack():
-                step.own_gradients[unit] = links.take_back(unit)
+                step.own_gradients[unit] = links.receive(What.STATE_GRADIENTS, unit)
             case GiveBack():
-                links.give_back(unit, step.states.pop(unit).grad)
+                states = step.states.pop(unit)
+                if len(states):  # else they have no gradient
+                    assert states.grad is not None, f"unit {unit} has no gradient"
+                    links.send(What.STATE_GRADIENTS, unit, states.grad)
 
 
 def _rows(unit: Unit) -> int:

@@ -17,18 +17,24 @@ from loongplug.hetero.operations import (
     ReceiveGradient,
     SendFeatures,
 )
-from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.routes import Rows, common, within
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Piece, StreamedStep
 from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.wire import What, Wire
 
 
 class Streaming:
     """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and edges."""
 
     def __init__(
-        self, planner: StepPlanner, edges: PieceEdges, *, name: str, replica: int, stage: int
+        self,
+        planner: StepPlanner,
+        edges: Wire[ExchangeSpec],
+        *,
+        name: str,
+        replica: int,
+        stage: int,
     ) -> None:
         """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
         self._planner = planner
@@ -100,9 +106,9 @@ class PiecesOfStep:
             case EncodePieces(pieces=pieces):
                 self._encode(pieces)
             case SendFeatures(piece=piece):
-                self._edges.send_features(piece, self._payloads.pop(piece))
+                self._edges.send(What.FEATURES, piece, self._payloads.pop(piece))
             case ReceiveGradient(piece=piece):
-                self._gradients[piece] = self._edges.receive_gradient(piece)
+                self._gradients[piece] = self._edges.receive(What.GRADIENTS, piece)
             case PiecesBackward(pieces=pieces):
                 first, *others = map(self._gradients.pop, pieces)
                 gradient = torch.cat([first, *others]) if others else first
@@ -114,7 +120,7 @@ class PiecesOfStep:
 
         They are in the order of the text, as pieces are, and rows within one.
         """
-        found = [self._edges.receive_features(each) for each in pieces]
+        found = [self._edges.receive(What.FEATURES, each) for each in pieces]
         if self._encoder.trains:
             self._received |= zip(pieces, map(len, found), strict=True)
         if len(found) == 1:
@@ -127,7 +133,7 @@ class PiecesOfStep:
         """The ``gradient`` of what :meth:`receive` gave, to who encoded it."""
         rows = [self._received.pop(each) for each in pieces]
         for each, part in zip(pieces, gradient.split(rows) if rows else (), strict=True):
-            self._edges.send_gradient(each, part)
+            self._edges.send(What.GRADIENTS, each, part)
 
     def _encode(self, numbers: tuple[int, ...]) -> None:
         pieces = [self._planned.pieces[each] for each in numbers]

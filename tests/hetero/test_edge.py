@@ -144,7 +144,6 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
     edges = Edges(
         pieces,
         Transport(there=there, back=back, together=together),
-        window=2,
         in_flight=AHEAD + 1,
         device=torch.device("cpu"),
     )

@@ -14,8 +14,8 @@ import torch
 from placed import ENCODER
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero import edge, sends
-from loongplug.hetero.edge import WINDOW, Edges, Transport
+from loongplug.hetero import edge, stage_links, wire
+from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.modes import APART
@@ -33,7 +33,8 @@ from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
+from loongplug.hetero.wire import WINDOW, What, Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -163,7 +164,7 @@ class Ranks:
 
     def _queue(self, rank: int) -> Queue:
         queue = Queue(rank, self._build)
-        for module in (edge, sends):
+        for module in (edge, stage_links, wire):
             self._patch.setattr(module, "dist", queue)
         return queue
 
@@ -174,13 +175,18 @@ class Ranks:
             "back": f"gradients {encoder.number}",
             "together": None,
         }
-        return Edges(
+        edges = Edges(
             encoder.pieces,
             Transport(**groups),  # type: ignore[arg-type]
-            window=self._window,
             in_flight=self._in_flight(encoder, stage),
             device=HOST,
         )
+        return self._with_window(edges)
+
+    def _with_window[W: Wire](self, wire: W) -> W:
+        for what, way in wire.ways.items():
+            way.window = way.window if what.back else self._window
+        return wire
 
     def _in_flight(self, encoder: Placed, stage: int) -> int:
         return in_flight(ahead=self._ahead, stages=encoder.stages, stage=stage)
@@ -221,26 +227,26 @@ class Ranks:
         """What a stage of the encoder does by its plan."""
         queue = self._queue(encoder.first_rank + stage)
         edges = self._edges(encoder, stage)
-        links = StageLinks(
+        links = stage_wire(
             before=self._link(encoder, stage, stage - 1) if stage else None,
             behind=self._link(encoder, stage, stage + 1) if stage < encoder.stages - 1 else None,
-            window=self._window,
             in_flight=self._in_flight(encoder, stage),
             device=HOST,
         )
-        units = [StageUnit(rows=1, microbatch=number) for number in range(self._microbatches)]
+        numbers = tuple(range(self._microbatches))
+        spec = StageSpec(rows=(1,) * len(numbers), microbatches=numbers, dtype=ROW.dtype)
         edges.begin(self._units, trains=True)
-        links.begin(units, dtype=ROW.dtype, comes_back=stage < encoder.stages - 1)
+        self._with_window(links).begin(spec, trains=True)
         for each in apart(self._step(encoder, stage, less=less))[BEGIN]:
             match each:
                 case TakeStates(unit=unit):
-                    links.take(unit)
+                    links.receive(What.STATES, unit)
                 case HandOn(unit=unit):
-                    links.hand_on(unit, ROW)
+                    links.send(What.STATES, unit, ROW)
                 case TakeBack(unit=unit):
-                    links.take_back(unit)
+                    links.receive(What.STATE_GRADIENTS, unit)
                 case GiveBack(unit=unit):
-                    links.give_back(unit, ROW)
+                    links.send(What.STATE_GRADIENTS, unit, ROW)
                 case GatherFeatures(units=range(start=unit)):
                     edges.gather_variable_shape_embeddings({0: ROW}, self._unit(unit))
                 case ScatterGradients(units=range(start=unit)):

@@ -17,11 +17,12 @@ from streamed_steps import even, steps
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec, taken
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.piece_edges import create_piece_groups, piece_wire
 from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.streaming import separated, streamed
+from loongplug.hetero.wire import What, Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -118,7 +119,12 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
 
 
 def drive(
-    of_encoders: list[PieceEdges], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
+    of_encoders: list[Wire[ExchangeSpec]],
+    replica: int,
+    *,
+    step: Step,
+    plan: EncoderPlan,
+    wires: Wires,
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
@@ -131,9 +137,9 @@ def drive(
             edges = of_encoders[step.kind(names[0])]
             for number in map(numbers.__getitem__, names):
                 if forward:
-                    edges.send_features(number, torch.zeros(number + 1, 1))
+                    edges.send(What.FEATURES, number, torch.zeros(number + 1, 1))
                 else:
-                    edges.receive_gradient(number)
+                    edges.receive(What.GRADIENTS, number)
         if one is None:
             break
         if posted is not None:
@@ -142,14 +148,14 @@ def drive(
         pieces = [(one.microbatch, piece) for piece in range(count)]
         if one.forward:
             for name in pieces:
-                of_encoders[step.kind(name)].receive_features(numbers[name])
+                of_encoders[step.kind(name)].receive(What.FEATURES, numbers[name])
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group
             wires.does("waits", ("pass", one, other))
         if not one.forward:
             for name in (each for each in pieces if step.encoder(each).trains):
                 rows = torch.zeros(numbers[name] + 1, 1)
-                of_encoders[step.kind(name)].send_gradient(numbers[name], rows)
+                of_encoders[step.kind(name)].send(What.GRADIENTS, numbers[name], rows)
         pipeline_output(step, replica, one, wires=wires)
     for edges in of_encoders:
         edges.drain()
@@ -211,7 +217,9 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
             of_encoders = []
             for kind, (spec, encoder) in enumerate(zip(specs, step.encoders, strict=True)):
                 own = groups or GROUPS[kind]
-                edges = PieceEdges(edge, own, window=window, device=torch.device("cpu"))
+                edges = piece_wire(edge, own, device=torch.device("cpu"))
+                for way in edges.ways.values():
+                    way.window = window
                 edges.begin(spec, trains=encoder.trains)
                 of_encoders.append(edges)
             drive(of_encoders, wires.rank, step=step, plan=plan, wires=wires)
@@ -231,7 +239,7 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
 FEATURES: Any = [(f"features up {kind}", f"features down {kind}") for kind in range(2)]
 GRADIENTS: Any = [(f"gradients up {kind}", f"gradients down {kind}") for kind in range(2)]
 GROUPS = [
-    PieceGroups(features=there, gradients=back)
+    {What.FEATURES: there, What.GRADIENTS: back}
     for there, back in zip(FEATURES, GRADIENTS, strict=True)
 ]
 
@@ -257,7 +265,7 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
 def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     """Two ranks of the first stage that each wait for the other's features first."""
     step = even(2, percent=50, lanes=2)
-    both: Any = PieceGroups(features=("there",) * 2, gradients=("back",) * 2)  # type: ignore[arg-type]
+    both = {What.FEATURES: ("there",) * 2, What.GRADIENTS: ("back",) * 2}
     for plan in (streamed(step), separated(step)):
         assert ends(drawn(step, plan, window=1).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
@@ -284,11 +292,12 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = PieceEdges(edge, GROUPS[0], window=1, device=torch.device("cpu"))
+        edges = piece_wire(edge, GROUPS[0], device=torch.device("cpu"))
+        edges.ways[What.FEATURES].window = 1
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):
-            edges.receive_features(1)
-        edges.receive_features(0)
+            edges.receive(What.FEATURES, 1)
+        edges.receive(What.FEATURES, 0)
         with pytest.raises(AssertionError, match="nobody took features"):
             edges.drain()
 
@@ -315,10 +324,13 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     placement = all_ranks_dp(Layout(tp=2, pp=2), entry=ENCODER, tp=1)
     edge = placement.edge(ENCODER.name, rank=rank)
     groups = create_piece_groups(
-        ENCODER.name, placement.edges(ENCODER.name), device=torch.device("cpu")
+        ENCODER.name,
+        placement.edges(ENCODER.name),
+        parts=2 if split else 1,
+        device=torch.device("cpu"),
     )
     assert groups is not None
-    edges = PieceEdges(edge, groups, window=2, device=torch.device("cpu"))
+    edges = piece_wire(edge, groups, device=torch.device("cpu"))
     pieces = ExchangeSpec(
         tokens=TOKENS,
         shares=tuple((Share(encoder_replica=each),) for each in OWNERS),
@@ -331,18 +343,18 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     for step in range(2):
         edges.begin(pieces, trains=trains)
         for piece in mine:
-            edges.send_features(piece, made(piece) + step)
+            edges.send(What.FEATURES, piece, made(piece) + step)
         if rank in edge.consumers:
             shard = edge.consumers.index(rank)
             for piece in range(len(TOKENS)):
                 rows = SHARDS[piece][shard] if split else (slice(0, TOKENS[piece]),)
-                found = edges.receive_features(piece)
+                found = edges.receive(What.FEATURES, piece)
                 assert torch.equal(found, taken(made(piece) + step, rows))
                 seen += len(found)
                 if trains:
-                    edges.send_gradient(piece, -2 * found)
+                    edges.send(What.GRADIENTS, piece, -2 * found)
         for piece in mine if trains else ():
-            found = edges.receive_gradient(piece)
+            found = edges.receive(What.GRADIENTS, piece)
             assert torch.equal(found, -2 * (made(piece) + step))
             seen += len(found)
         edges.drain()

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from simulated import Graph, GraphModule, distances, finish
 
-from loongplug.hetero.edge import WINDOW
+from loongplug.hetero.wire import WINDOW
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, warmup
 from loongplug.hetero.recorded_schedule import Posted, calls

@@ -17,7 +17,8 @@ from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.placement import one_apart
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
+from loongplug.hetero.wire import What
 from loongplug.parallel.layout import Layout
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
@@ -123,7 +124,6 @@ def features_to_a_slow_decoder(rank: int) -> list[int]:
     edges = Edges(
         placement.pieces(ENCODER.name, micro_batch_size=1),
         Transport(there=there, back=back, together=None),
-        window=2,
         in_flight=MOST,
         device=CPU,
     )
@@ -147,26 +147,24 @@ def states_to_a_slow_stage(rank: int) -> list[int]:
     """The same from an encoder's first stage to the second, which takes its time."""
     there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
     link = StageLink(peer=1 - rank, there=there, back=back, width=WIDTH)
-    links = StageLinks(
+    wire = stage_wire(
         before=link if rank else None,
         behind=None if rank else link,
-        window=2,
         in_flight=MOST,
         device=CPU,
     )
     time.sleep(LATE * rank)
-    links.begin(
-        [StageUnit(rows=ROWS, microbatch=number) for number in range(MICROBATCHES)],
-        dtype=torch.float32,
-        comes_back=False,
+    spec = StageSpec(
+        rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
+    wire.begin(spec, trains=False)
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:
-                assert (links.take(number) == number).all()
+                assert (wire.receive(What.STATES, number) == number).all()
             else:
-                links.hand_on(number, torch.full((ROWS, WIDTH), float(number)))
-        links.drain()
+                wire.send(What.STATES, number, torch.full((ROWS, WIDTH), float(number)))
+        wire.drain()
     return counts
 
 

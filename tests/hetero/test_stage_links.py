@@ -9,7 +9,8 @@ from ranks import run_ranks
 
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit, boundaries
+from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_wire
+from loongplug.hetero.wire import What
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -35,8 +36,8 @@ def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
     before = link(rank - 1, rank - 1) if rank else None
     behind = link(rank, rank + 1) if rank < 2 else None
     warmup = 3 - rank
-    links = StageLinks(
-        before=before, behind=behind, window=2, in_flight=warmup + 1, device=torch.device("cpu")
+    wire = stage_wire(
+        before=before, behind=behind, in_flight=warmup + 1, device=torch.device("cpu")
     )
     sent = [(0, 0)] * 3
     isend = dist.isend
@@ -49,20 +50,21 @@ def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
 
     dist.isend = counting
     for step in range(STEPS):
-        units = [StageUnit(rows=rows, microbatch=number) for number, rows in enumerate(ROWS)]
-        links.begin(units, dtype=torch.float32, comes_back=comes_back)
+        numbers = tuple(range(len(ROWS)))
+        spec = StageSpec(rows=tuple(ROWS), microbatches=numbers, dtype=torch.float32)
+        wire.begin(spec, trains=comes_back)
         for number in range(len(ROWS) + warmup):
             if number < len(ROWS):
                 if before is not None:
-                    assert torch.equal(links.take(number), made(step, rank - 1, number))
+                    assert torch.equal(wire.receive(What.STATES, number), made(step, rank - 1, number))
                 if behind is not None:
-                    links.hand_on(number, made(step, rank, number))
+                    wire.send(What.STATES, number, made(step, rank, number))
             if comes_back and (old := number - warmup) >= 0:
                 if behind is not None:
-                    assert torch.equal(links.take_back(old), -made(step, rank, old))
+                    assert torch.equal(wire.receive(What.STATE_GRADIENTS, old), -made(step, rank, old))
                 if before is not None:
-                    links.give_back(old, -made(step, rank - 1, old))
-        links.drain()
+                    wire.send(What.STATE_GRADIENTS, old, -made(step, rank - 1, old))
+        wire.drain()
     return sent
 
 

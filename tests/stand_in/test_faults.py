@@ -1,6 +1,7 @@
 """Faults that a GPU would show and CPU ranks cannot, each put back on purpose: it is found."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,10 @@ from torch import Tensor
 from toy_step import Model, executor_of, run_step
 
 import loongplug
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.policies import separated
-from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.wire import What, Wire
 from loongplug.models import features
 from loongplug.platform.copies import CudaCopies
 from loongplug.platform.prefetch import PrefetchQueue
@@ -289,37 +289,41 @@ def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: 
 STAGES = placed("1/1/1|1/2/1")
 
 
-def nobody_waits_for_features() -> None:
-    def received(self: Edges, unit: int) -> Any:
-        UNDER_WAY.append(self._receiving[unit])
-        return self._receiving.pop(unit)
+class Unawaited:
+    """What moves a message, and lets whoever waits for it go on at once."""
 
-    Edges._received = received  # type: ignore[method-assign]
+    def __init__(self, work: Any) -> None:
+        UNDER_WAY.append(work)
+
+    def wait(self) -> None:
+        """Not at all."""
 
 
-def nobody_waits_for_states() -> None:
-    def arrived(self: StageLinks, unit: int, moving: Any, link: Any, *, what: str) -> Any:
-        UNDER_WAY.append(moving)
-        return moving.rows
+def nobody_waits_for(kind: What) -> None:
+    coming = Wire._coming
 
-    StageLinks._arrived = arrived  # type: ignore[method-assign]
+    def posted(self: Wire, what: What, message: Any) -> Any:
+        found = coming(self, what, message)
+        return replace(found, work=Unawaited(found.work)) if what is kind else found
+
+    Wire._coming = posted  # type: ignore[method-assign]
 
 
 def states_are_sent_from_the_host() -> None:
-    send = StageLinks._send
+    send = Wire.send
 
-    def sending(self: StageLinks, unit: int, rows: Tensor, *args: Any, **options: Any) -> None:
-        send(self, unit, rows.cpu(), *args, **options)
+    def sending(self: Wire, what: What, piece: int, rows: Tensor) -> None:
+        send(self, what, piece, rows.cpu() if what is What.STATES else rows)
 
-    StageLinks._send = sending  # type: ignore[method-assign]
+    Wire.send = sending  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param(nobody_waits_for_features, MISSING, marks=pytest.mark.sweep),
-        (nobody_waits_for_states, MISSING),
+        pytest.param(partial(nobody_waits_for, What.FEATURES), MISSING, marks=pytest.mark.sweep),
+        (partial(nobody_waits_for, What.STATES), MISSING),
         pytest.param(
             states_are_sent_from_the_host,
             "No backend type associated with device type cpu|a tensor on the host",
