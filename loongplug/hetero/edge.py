@@ -34,8 +34,8 @@ class Transport:
 class Edges(Wire[ExchangeSpec]):
     """One rank's end of the edges from an encoder that lies apart.
 
-    On the encoder's ranks a unit of a step is what it makes of one decoder replica's microbatch;
-    on the decoder's it is that microbatch.
+    On the encoder's ranks, a unit of a step is a piece: of one decoder replica's microbatch, what
+    one encoder replica makes. On the decoder's it is the whole microbatch.
     """
 
     def __init__(
@@ -68,11 +68,7 @@ class Edges(Wire[ExchangeSpec]):
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
-        """Features of one unit, from the encoder's rank or to the decoder's.
-
-        An encoder's rank gives the payload of its piece, [tokens, width]. A decoder's gets the
-        rows that it needs of its microbatch, [rows, width].
-        """
+        """Features of one unit, from the encoder's rank or to the decoder's."""
         if self.consumes:
             return {0: self.receive(What.FEATURES, units.first)}
         self.send(What.FEATURES, units.first, payloads[0])
@@ -81,7 +77,7 @@ class Edges(Wire[ExchangeSpec]):
     def scatter_variable_shape_embeddings(
         self, gradients: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
-        """Gradients of one unit's features, the other way; see the other direction."""
+        """Gradients of one unit's features, the other way."""
         if not self.consumes:
             return {0: self.receive(What.GRADIENTS, units.first)}
         self.send(What.GRADIENTS, units.first, gradients[0])
@@ -89,38 +85,38 @@ class Edges(Wire[ExchangeSpec]):
 
 
 def apart_ends(what: What, units: ExchangeSpec, *, pieces: Sequence[ApartPiece], rank: int) -> Ends:
-    """What ``rank`` gives and takes of a step's units; ``pieces`` are of one microbatch.
-
-    Also units without rows are listed, since receives are posted so many microbatches ahead.
-    """
+    """What ``rank`` gives and takes of a step's units; ``pieces`` are of one microbatch."""
     made = [each.edge for each in pieces if rank in each.edge.encoder_ranks]
     needed = [each for each in pieces if rank in each.edge.decoder_ranks]
     assert not (made and needed), "an encoder apart is not where it leads"
     encoded, decoded = {}, {}
     for unit in range(len(units.tokens)):
         if made:
-            place = unit % len(made)
-            encoded[unit] = _encoded(units, unit, edge=made[place], rank=rank, of=len(made))
+            microbatch, piece = divmod(unit, len(made))
+            messages = _from_encoder(units, unit, edge=made[piece], rank=rank)
+            encoded[unit] = PieceEnd(
+                rows=units.tokens[unit], messages=messages, microbatch=microbatch
+            )
         if needed:
-            decoded[unit] = _decoded(units, unit, pieces=needed, rank=rank)
+            decoded[unit] = _to_decoder(units, unit, pieces=needed, rank=rank)
     given, taken = (decoded, encoded) if what.back else (encoded, decoded)
     return Ends(given=given, taken=taken, width=units.width, dtype=units.dtype)
 
 
-def _encoded(units: ExchangeSpec, unit: int, *, edge: ApartEdge, rank: int, of: int) -> PieceEnd:
-    """A piece on one of its encoder's ranks, which makes so many ``of`` each microbatch."""
-    messages: tuple[Message, ...] = ()
-    if rank in edge.feature_senders:
-        receivers = edge.feature_receivers(parts=units.parts)
-        parts = zip(receivers, units.of_parts(unit), strict=True)
-        messages = tuple(Message(peer=peer, rows=rows) for peer, rows in parts)
-    return PieceEnd(rows=units.tokens[unit], messages=messages, microbatch=unit // of)
+def _from_encoder(
+    units: ExchangeSpec, unit: int, *, edge: ApartEdge, rank: int
+) -> tuple[Message, ...]:
+    """A piece of the encoder's: each part of the sequence to the first rank that has it."""
+    receivers = edge.feature_receivers(parts=units.parts)
+    parts = zip(receivers, units.of_parts(unit), strict=True)
+    leads = rank in edge.feature_senders
+    return tuple(Message(peer=peer, rows=rows) for peer, rows in parts if leads)
 
 
-def _decoded(
+def _to_decoder(
     units: ExchangeSpec, unit: int, *, pieces: Sequence[ApartPiece], rank: int
 ) -> PieceEnd:
-    """A microbatch on one of its decoder's ranks: by piece, which is the order of its rows."""
+    """A microbatch on a decoder's rank: by piece, which is the order of its rows."""
     ends = [0, *accumulate(units.row_tokens[unit])]
     part = pieces[0].edge.part_of(rank, parts=units.parts)
     messages, count = [], 0

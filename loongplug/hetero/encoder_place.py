@@ -11,10 +11,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from loongplug.hetero.edge import Transport
 from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
-from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
+from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.hetero.wire import Over, What
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
@@ -57,7 +58,7 @@ class EncoderPlace:
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
-    piece_groups: PieceGroups | None = None
+    piece_groups: Mapping[What, Over] | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -259,12 +260,10 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
+        reverse = [(receiver, sender) for sender, receiver in pairs]
+        options = {"options_of": "pp", **self._connected}
         there, back = (
-            connected_group(
-                f"{self.entry.name}_{name}", [ranks], ends, options_of="pp", **self._connected
-            )
-            for name, ends in zip(
-                names, (pairs, [(receiver, sender) for sender, receiver in pairs]), strict=True
-            )
+            connected_group(f"{self.entry.name}_{name}", [ranks], ends, **options)
+            for name, ends in zip(names, (pairs, reverse), strict=True)
         )
         return there, back

@@ -13,7 +13,6 @@ gradients: ranks of a tensor parallel group send each other features both ways, 
 receives early. In one queue for both, each could wait for the other.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
@@ -29,19 +28,16 @@ from loongplug.hetero.wire import Ends, Message, Over, PieceEnd, What, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.connections import connected_group
 
-# Of a model replica, by what goes there: to higher and to lower ranks.
-PieceGroups = Mapping[What, tuple[dist.ProcessGroup, dist.ProcessGroup]]
-
 
 def create_piece_groups(
     name: str, edges: Sequence[Edge], *, parts: int, **options: Any
-) -> PieceGroups | None:
+) -> Mapping[What, Over] | None:
     """The groups of this rank's edge of the encoder ``name``, connected; None where it has none.
 
     ``edges`` are those of all model replicas, of sequences in so many ``parts``; ``options`` are
     :func:`connected_group`'s. Collective over the world.
     """
-    found = {}
+    found: dict[What, Over] = {}
     for what in (What.FEATURES, What.GRADIENTS):
         pairs = [pair for edge in edges for pair in used_pairs(edge, back=what.back, parts=parts)]
         up, down = (
@@ -55,58 +51,57 @@ def create_piece_groups(
             for up in (True, False)
         )
         if up is not None and down is not None:
-            found[what] = up, down
+            found[what] = partial(_up_or_down, up, down)
     return found or None
 
 
+def _up_or_down(up: Any, down: Any, source: int, target: int) -> dist.ProcessGroup:
+    return up if source < target else down
+
+
 def piece_wire(
-    edge: Edge, groups: PieceGroups, *, device: torch.device, recorder: Recorder = NOTHING
+    edge: Edge,
+    groups: Mapping[What, Over],
+    *,
+    device: torch.device,
+    recorder: Recorder = NOTHING,
 ) -> Wire[ExchangeSpec]:
     """One rank's ends of all edges of its model replica. In a step's spec, pieces are units.
 
     Nobody waits for a send: all pieces of a step may be under way.
     """
-
-    def over(what: What) -> Over:
-        return lambda source, target: groups[what][source > target]
-
-    return Wire(
-        {what: over(what) for what in groups},
-        ends=partial(piece_ends, edge=edge, rank=dist.get_rank()),
-        most=inf,
-        device=device,
-        recorder=recorder,
-    )
+    ends = partial(piece_ends, edge=edge, rank=dist.get_rank())
+    return Wire(groups, ends=ends, most=inf, device=device, recorder=recorder)
 
 
 def piece_ends(what: What, pieces: ExchangeSpec, *, edge: Edge, rank: int) -> Ends:
-    """What ``rank`` gives and takes of a step's pieces. The same on every rank but for that."""
-    owners, parts = pieces.encoder_replicas, pieces.parts
+    """What ``rank`` gives and takes of a step's pieces: all are numbered, most without messages."""
+    numbers, parts = range(len(pieces.tokens)), pieces.parts
+    given: list[list[Message]] = [[] for _ in numbers]
+    taken: list[list[Message]] = [[] for _ in numbers]
     transfers = gradient_transfers if what.back else feature_transfers
-    encoded: defaultdict[int, list[Message]] = defaultdict(list)  # by piece
-    consumed: defaultdict[int, list[Message]] = defaultdict(list)
-    for each in transfers(edge, owners, parts=parts):
-        ends = (each.source, each.target)
-        encoder, consumer = reversed(ends) if what.back else ends
-        if rank not in ends or not (count := size(rows := pieces.rows(each))):
+    for each in transfers(edge, pieces.encoder_replicas, parts=parts):
+        if rank not in (each.source, each.target) or not size(pieces.rows(each)):
             continue
-        if rank == encoder:
-            encoded[each.unit].append(Message(peer=consumer, rows=rows))
-        if rank == consumer:
-            consumed[each.unit].append(Message(peer=encoder, rows=(slice(0, count),)))
-    made = {
-        piece: PieceEnd(rows=pieces.tokens[piece], messages=tuple(encoded[piece]))
-        for piece, replicas in enumerate(owners)
-        if edge.replica_of(rank) in replicas
-    }
-    needed = {}
-    if rank in edge.consumers:
-        part = edge.part_of(rank, parts=parts)
-        needed = {
-            piece: PieceEnd(
-                rows=size(pieces.of_parts(piece)[part]), messages=tuple(consumed[piece])
-            )
-            for piece in range(len(owners))
-        }
-    given, taken = (needed, made) if what.back else (made, needed)
-    return Ends(given=given, taken=taken, width=pieces.width, dtype=pieces.dtype)
+        of_piece = pieces.rows(each)
+        consumed = (slice(0, size(of_piece)),)  # all that the consumer has of it
+        if rank == each.source:
+            rows = consumed if what.back else of_piece
+            given[each.unit].append(Message(peer=each.target, rows=rows))
+        if rank == each.target:
+            rows = of_piece if what.back else consumed
+            taken[each.unit].append(Message(peer=each.source, rows=rows))
+    part = edge.part_of(rank, parts=parts) if rank in edge.consumers else 0
+    needed = [size(pieces.of_parts(piece)[part]) for piece in numbers]
+    there, back = (needed, pieces.tokens) if what.back else (pieces.tokens, needed)
+    return Ends(
+        given=_numbered(there, given),
+        taken=_numbered(back, taken),
+        width=pieces.width,
+        dtype=pieces.dtype,
+    )
+
+
+def _numbered(rows: Sequence[int], messages: Sequence[Sequence[Message]]) -> dict[int, PieceEnd]:
+    ends = (PieceEnd(rows=r, messages=tuple(m)) for r, m in zip(rows, messages, strict=True))
+    return dict(enumerate(ends))

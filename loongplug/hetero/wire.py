@@ -74,30 +74,14 @@ class Ends:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Coming:
-    """A message whose ``rows`` [rows, width] are being received."""
-
-    message: Message
-    rows: Tensor
-    work: dist.Work
-
-
 @dataclass(kw_only=True)
 class Way:
-    """One kind of rows on one rank: what they go over, and where those of the step are.
+    """One kind of rows on one rank in a step, and where they are. All by piece."""
 
-    ``window`` pieces are received ahead of the one that is waited for. Where a GPU has one queue
-    for all its work, more of them would hold up what the others need to go on.
-    """
-
-    over: Over
-    window: int
-    sends: Sends
-    ends: Ends | None = None
-    to_post: deque[int] = field(default_factory=deque)  # pieces
-    under_way: dict[int, list[_Coming]] = field(default_factory=dict)  # by piece
-    kept: dict[int, Tensor] = field(default_factory=dict)  # for this rank itself, by piece
+    ends: Ends
+    to_post: deque[int]
+    under_way: dict[int, list[tuple[Message, Tensor, dist.Work]]] = field(default_factory=dict)
+    kept: dict[int, Tensor] = field(default_factory=dict)  # for this rank itself
 
 
 class Wire[Spec]:
@@ -122,36 +106,33 @@ class Wire[Spec]:
         ranks that take the same rows as this one, of which the first receives them; None where this
         rank is alone.
         """
-        self.device = device
+        self._groups = groups
         self._ends = ends
+        self.device = device
         self._recorder = recorder
         self._together = together
         self._rank = dist.get_rank()
-        self.ways = {
-            what: Way(
-                over=over,
-                window=1 if what.back else WINDOW,
-                sends=Sends(most=most, recorder=recorder, name=what.waits),
-            )
-            for what, over in groups.items()
-        }
+        # Pieces that are received ahead of the one that is waited for. Where a GPU has one queue
+        # for all its work, more of them would hold up what the others need to go on.
+        self.windows = {what: 1 if what.back else WINDOW for what in groups}
+        self.sends = {what: Sends(most=most, recorder=recorder, name=what.waits) for what in groups}
+        self.ways: dict[What, Way] = {}  # of the step
 
     def begin(self, spec: Spec, *, trains: bool) -> None:
         """A step begins: the first receives are posted. ``trains``: gradients come back."""
-        for what, way in self.ways.items():
+        assert not self.ways, "the last step has not ended"
+        for what in self._groups:
             if trains or not what.back:
-                assert way.ends is None, "the last step has not ended"
-                way.ends = self._ends(what, spec)
-                way.to_post.extend(
-                    piece for piece, end in way.ends.taken.items() if self._from_others(end)
-                )
+                ends = self._ends(what, spec)
+                come = (piece for piece, end in ends.taken.items() if self._from_others(end))
+                self.ways[what] = Way(ends=ends, to_post=deque(come))
                 self._post(what)
 
     def send(self, what: What, piece: int, rows: Tensor) -> None:
         """``rows`` [rows, width] of a piece set out to all who need some of them."""
-        way, ends = self._begun(what)
-        end = ends.given[piece]
-        assert rows.dtype == ends.dtype, f"{rows.dtype} where {ends.dtype} is received"
+        way = self.ways[what]
+        end, dtype = way.ends.given[piece], way.ends.dtype
+        assert rows.dtype == dtype, f"{rows.dtype} where {dtype} is received"
         assert len(rows) == end.rows, (piece, rows.shape, end)
         for message in end.messages:
             part = taken(rows.detach(), message.rows)  # [rows, width]
@@ -166,17 +147,17 @@ class Wire[Spec]:
         Before it is waited for, the next one may come, too. Ranks of one ``together`` enter
         together.
         """
-        way, ends = self._begun(what)
-        end = ends.taken[piece]
+        way = self.ways[what]
+        end = way.ends.taken[piece]
         parts = [(each, way.kept.pop(piece)) for each in end.messages if each.peer == self._rank]
         if self._from_others(end):
             assert piece in way.under_way, f"{piece} is not the next of {what.said}"
             coming = way.under_way.pop(piece)
             self._post(what)
-            for each in coming:
-                with self._span("receive", what, each.rows, source=each.message.peer, end=end):
-                    each.work.wait()
-                parts.append((each.message, each.rows))
+            for message, rows, work in coming:
+                with self._span("receive", what, rows, source=message.peer, end=end):
+                    work.wait()
+                parts.append((message, rows))
         whole = self._put_together(what, parts, rows=end.rows)
         if self._together is not None and end.rows:
             dist.broadcast(whole, group=self._together, group_src=0)
@@ -186,40 +167,35 @@ class Wire[Spec]:
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
+        for each in self.sends.values():
+            each.drain()
         for what, way in self.ways.items():
-            way.sends.drain()
             left = [*way.to_post, *way.under_way, *way.kept]
             assert not left, f"nobody took {what.said} of pieces {left}"
-            way.ends = None
-
-    def _begun(self, what: What) -> tuple[Way, Ends]:
-        way = self.ways[what]
-        assert way.ends is not None, f"no step with {what.said} has begun"
-        return way, way.ends
+        self.ways.clear()
 
     def _from_others(self, end: PieceEnd) -> list[Message]:
         """Also messages without rows: their pieces count as received ahead."""
         return [each for each in end.messages if each.peer != self._rank]
 
     def _send(self, what: What, rows: Tensor, target: int, *, end: PieceEnd) -> None:
-        way = self.ways[what]
         with self._span("send", what, rows, target=target, end=end):
-            work = dist.isend(rows, dst=target, group=way.over(self._rank, target))
-        way.sends.add(work, rows, microbatch=end.microbatch or 0)
+            group = self._groups[what](self._rank, target)
+            work = dist.isend(rows, dst=target, group=group)
+        self.sends[what].add(work, rows, microbatch=end.microbatch or 0)
 
     def _post(self, what: What) -> None:
-        way, ends = self._begun(what)
-        while way.to_post and len(way.under_way) < way.window:
+        way = self.ways[what]
+        while way.to_post and len(way.under_way) < self.windows[what]:
             piece = way.to_post.popleft()
-            come = [each for each in self._from_others(ends.taken[piece]) if size(each.rows)]
-            way.under_way[piece] = [self._coming(what, each) for each in come]
-
-    def _coming(self, what: What, message: Message) -> _Coming:
-        rows = self._empty(what, size(message.rows))
-        group = self.ways[what].over(message.peer, self._rank)
-        work = dist.irecv(rows, src=message.peer, group=group)
-        assert work is not None, "this rank is in the group"
-        return _Coming(message=message, rows=rows, work=work)
+            coming = way.under_way[piece] = []
+            for each in self._from_others(way.ends.taken[piece]):
+                if size(each.rows):
+                    rows = self._empty(what, size(each.rows))
+                    group = self._groups[what](each.peer, self._rank)
+                    work = dist.irecv(rows, src=each.peer, group=group)
+                    assert work is not None, "this rank is in the group"
+                    coming.append((each, rows, work))
 
     def _put_together(
         self, what: What, parts: Sequence[tuple[Message, Tensor]], *, rows: int
@@ -233,7 +209,7 @@ class Wire[Spec]:
         return whole
 
     def _empty(self, what: What, rows: int) -> Tensor:
-        _, ends = self._begun(what)
+        ends = self.ways[what].ends
         return torch.empty(rows, ends.width, dtype=ends.dtype, device=self.device)
 
     def _span(self, verb: str, what: What, rows: Tensor, *, end: PieceEnd, **side: int) -> Span:

@@ -219,9 +219,9 @@ class _Watch:
                 self._belongs(rows, STATE_GRADIENTS)
             if _of_pieces(wire):
                 rows = copied(rows)
-            elif any(each.back and way.ends is not None for each, way in wire.ways.items()):
+            elif any(each.back for each in wire.ways):
                 # Only who waits for a send hears from gloo that it is done; NCCL says so at once.
-                wire.ways[what].sends.drain()
+                wire.sends[what].drain()
             send(wire, what, rows, *args, **options)
 
         def given(wire: Any, what: What, *args: Any) -> None:
@@ -346,7 +346,8 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         kept = executor.pieces._edges.ways[What.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
     if isinstance(executor._exchange, Edges):
-        leaving += [each.tensor for each in executor._exchange.ways[What.GRADIENTS].sends._under_way]
+        sends = executor._exchange.sends.values()
+        leaving += [each.tensor for own in sends for each in own._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
 
 
@@ -355,7 +356,7 @@ def _streams(executor: Executor) -> bool:
 
 
 def _of_pieces(wire: Any) -> bool:
-    return all(each.sends._most == inf for each in wire.ways.values())
+    return all(each._most == inf for each in wire.sends.values())
 
 
 def around(

@@ -1,15 +1,17 @@
 """States from stage to stage of an encoder and gradients back: each row once, in its unit."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from delivered import delivered
 from ranks import run_ranks
 
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_wire
+from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_ends, stage_wire
 from loongplug.hetero.wire import What
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -56,12 +58,16 @@ def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
         for number in range(len(ROWS) + warmup):
             if number < len(ROWS):
                 if before is not None:
-                    assert torch.equal(wire.receive(What.STATES, number), made(step, rank - 1, number))
+                    assert torch.equal(
+                        wire.receive(What.STATES, number), made(step, rank - 1, number)
+                    )
                 if behind is not None:
                     wire.send(What.STATES, number, made(step, rank, number))
             if comes_back and (old := number - warmup) >= 0:
                 if behind is not None:
-                    assert torch.equal(wire.receive(What.STATE_GRADIENTS, old), -made(step, rank, old))
+                    assert torch.equal(
+                        wire.receive(What.STATE_GRADIENTS, old), -made(step, rank, old)
+                    )
                 if before is not None:
                     wire.send(What.STATE_GRADIENTS, old, -made(step, rank - 1, old))
         wire.drain()
@@ -80,6 +86,29 @@ def test_every_row_goes_over_each_boundary_once(comes_back: bool) -> None:
         [first if comes_back else nothing, nothing, second],
         [nothing, second if comes_back else nothing, nothing],
     ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", [What.STATES, What.STATE_GRADIENTS])
+def test_both_ends_list_the_same_messages(what: What) -> None:
+    spec = StageSpec(rows=tuple(ROWS), microbatches=(0, 0, 1, 1, 2), dtype=torch.float32)
+    group: Any = None
+    links = [StageLink(peer=peer, there=group, back=group, width=peer) for peer in range(3)]
+    around = {0: (None, links[1]), 1: (links[0], links[2]), 2: (links[1], None)}
+    ends = {
+        rank: stage_ends(what, spec, before=before, behind=behind)
+        for rank, (before, behind) in around.items()
+    }
+    found = delivered(ends, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
+    from_where = 1 if what.back else -1
+    assert found == {
+        (rank, unit): [(rank + from_where, row) for row in range(rows)]
+        for rank in around
+        if rank + from_where in around
+        for unit, rows in enumerate(ROWS)
+        if rows
+    }
+    assert [ends[1].width, ends[1].given[3].microbatch] == [1 + from_where, 1]
 
 
 @pytest.mark.quick

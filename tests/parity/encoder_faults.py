@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.built_in import Faults, around, at
-
 from loongplug.hetero.wire import What
+from parity.built_in import Faults, around, at
 
 SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.pixel_bytes"
 WIRE = "loongplug.hetero.wire:Wire"

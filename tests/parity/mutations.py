@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loongplug.hetero.wire import What
 from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
-
-from loongplug.hetero.wire import What
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
 HOOKS, PIECES = "loongplug.hetero.decoder_hooks", "loongplug.hetero.piece_work"

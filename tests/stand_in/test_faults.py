@@ -1,7 +1,6 @@
 """Faults that a GPU would show and CPU ranks cannot, each put back on purpose: it is found."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,13 +299,14 @@ class Unawaited:
 
 
 def nobody_waits_for(kind: What) -> None:
-    coming = Wire._coming
+    post = Wire._post
 
-    def posted(self: Wire, what: What, message: Any) -> Any:
-        found = coming(self, what, message)
-        return replace(found, work=Unawaited(found.work)) if what is kind else found
+    def posted(self: Wire, what: What) -> None:
+        post(self, what)
+        for coming in self.ways[what].under_way.values() if what is kind else ():
+            coming[:] = [(message, rows, Unawaited(work)) for message, rows, work in coming]
 
-    Wire._coming = posted  # type: ignore[method-assign]
+    Wire._post = posted  # type: ignore[method-assign]
 
 
 def states_are_sent_from_the_host() -> None:
