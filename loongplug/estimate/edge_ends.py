@@ -18,7 +18,6 @@ from loongplug.estimate.ledger import (
     STATES,
     Ledger,
 )
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -32,6 +31,7 @@ from loongplug.hetero.operations import (
     StepPlan,
     When,
 )
+from loongplug.hetero.wire import WINDOW
 
 
 @dataclass(kw_only=True)
@@ -157,15 +157,14 @@ class EncoderEnd:
     _sent: deque[int] = field(default_factory=deque, init=False)  # units whose send may not be done
     _made: int = field(default=0, init=False)  # units
     _arrived: int = field(default=0, init=False)  # units of which it is known
-    # Of gradients: units that they are to come for, and whether a receive is posted.
-    _owed: deque[int] = field(default_factory=deque, init=False)
-    _receives: bool = field(default=False, init=False)
+    _posted: int = field(default=0, init=False)  # units whose gradients are received
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:
             ledger.add(INPUT, self.encoded.input(self.plan))
             self._arrived = self._ahead if self.trains else 0  # a receiver may begin late
+            self._post(ledger)
             if self.given is not None:
                 self.given.begin(ledger)
         for operation in self.plan.get(when, ()):
@@ -215,10 +214,6 @@ class EncoderEnd:
         """A unit's features, or the states that the next stage is given."""
         features, kind = self.encoded.features, self.encoded.kind
         self._made = unit + 1
-        if self.trains and self.leads:
-            self._owed.append(unit)
-            if not self._receives:
-                self._post(ledger)
         if not self.leads or not features(unit):  # who has no rows sends nothing
             ledger.take(kind, features(unit))
             return
@@ -241,7 +236,7 @@ class EncoderEnd:
 
     def _post(self, ledger: Ledger) -> None:
         """Receive the next unit's gradient, where there is one."""
-        self._receives = bool(self._owed)
-        if self._owed:
-            unit = self._owed.popleft()
-            ledger.add(self.encoded.kind_of_gradients, self.encoded.features(unit))
+        if self.trains and self.leads and self._posted < len(self.encoded.units):
+            features = self.encoded.features(self._posted)
+            ledger.add(self.encoded.kind_of_gradients, features)
+            self._posted += 1

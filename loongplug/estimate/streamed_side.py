@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
 from loongplug.estimate.units import UnitSize, parts_of
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -27,6 +26,7 @@ from loongplug.hetero.operations import (
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import common, size
 from loongplug.hetero.streamed_pieces import Piece
+from loongplug.hetero.wire import WINDOW
 
 
 def consumed_tokens(
@@ -85,8 +85,8 @@ class StreamedSide:
             for n, each in numbered
             if each.replica == self.replica and not self.consumed[n] and self.trains
         ]
-        self._features = _Posted(FEATURES, coming)
-        self._gradients = _Posted(FEATURE_GRADIENTS, returning)
+        self._features = _Posted(FEATURES, coming, most=WINDOW)
+        self._gradients = _Posted(FEATURE_GRADIENTS, returning, most=1)
         self._features.fill(ledger)
         self._gradients.fill(ledger)
 
@@ -162,14 +162,15 @@ class StreamedSide:
 class _Posted:
     """Receives under way, of which a few are posted ahead."""
 
-    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+    def __init__(self, name: str, sizes: Sequence[int], *, most: int) -> None:
         self._name = name
+        self._most = most
         self._left = deque(size for size in sizes if size)
         self._under_way = 0
 
     def fill(self, ledger: Ledger) -> None:
         """Post as many as there may be."""
-        while self._left and self._under_way < WINDOW:
+        while self._left and self._under_way < self._most:
             ledger.add(self._name, self._left.popleft())
             self._under_way += 1
 

@@ -11,12 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from loongplug.hetero.edge import Transport
 from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
-from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
-from loongplug.parallel.connections import connect
+from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import (
@@ -57,7 +59,7 @@ class EncoderPlace:
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
-    piece_groups: PieceGroups | None = None
+    piece_groups: Mapping[Cargo, Over] | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -117,7 +119,9 @@ class PlaceOfEncoder:
             )
         piece_groups = None
         if self.mode.fills_bubbles:
-            piece_groups = create_piece_groups(name, placement.edges(name), **self._connected)
+            parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
+            edges = placement.edges(name)
+            piece_groups = create_piece_groups(name, edges, parts=parts, **self._connected)
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
@@ -257,17 +261,10 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
+        reverse = [(receiver, sender) for sender, receiver in pairs]
+        options = {"options_of": "pp", **self._connected}
         there, back = (
-            create_exchange_group(
-                f"{self.entry.name}_{each}",
-                [ranks],
-                options_of="pp",
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
-            )
-            for each in names
+            connected_group(f"{self.entry.name}_{name}", [ranks], ends, **options)
+            for name, ends in zip(names, (pairs, reverse), strict=True)
         )
-        device = current_platform().device
-        connect(there, pairs, device=device)
-        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
         return there, back

@@ -10,22 +10,23 @@ from megatron.core import parallel_state
 
 from loongplug.hetero.bubbles import BubbleSchedule
 from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.edge import WINDOW, Edges
+from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.encoder_steps import encoder_step
-from loongplug.hetero.exchange import AllToAll
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.piece_edges import PieceEdges
+from loongplug.hetero.piece_edges import piece_wire
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight
 from loongplug.hetero.pipeline_wires import PipelineGroups
-from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -218,14 +219,13 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def _links(self) -> StageLinks | None:
+    def _links(self) -> Wire[StageSpec] | None:
         before, behind, device = self.place.before, self.place.behind, current_platform().device
         if before is None and behind is None:
             return None
-        return StageLinks(
+        return stage_wire(
             before=before,
             behind=behind,
-            window=WINDOW,
             in_flight=self.in_flight(dist.get_rank()),
             device=device,
             recorder=self.recorder,
@@ -241,10 +241,9 @@ class EncoderEngine:
         executor = self.executor()
         executor.streaming = Streaming(
             planner,
-            PieceEdges(
+            piece_wire(
                 place.edge,
                 place.piece_groups,
-                window=WINDOW,
                 device=current_platform().device,
                 recorder=self.recorder,
             ),
@@ -254,13 +253,12 @@ class EncoderEngine:
         )
         return executor
 
-    def _exchange(self, *, training: bool) -> AllToAll | Edges:
+    def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
         place, device = self.place, current_platform().device
         if place.pieces is not None:
-            return Edges(
+            return apart_wire(
                 place.pieces[training],
                 place.transport,
-                window=WINDOW,
                 in_flight=self.in_flight(dist.get_rank()),
                 device=device,
                 recorder=self.recorder,

@@ -70,10 +70,11 @@ class ExchangeSpec:
 
     def needed(self, transfer: Transfer) -> Rows:
         """What of the transfer's unit the consumer needs, of all shares."""
-        if transfer.shard is None:
-            return self._all(transfer.unit)
-        assert self.shards is not None, "the transfer is of a shard"
-        return self.shards[transfer.unit][transfer.shard]
+        return self.of_parts(transfer.unit)[transfer.shard or 0]
+
+    def of_parts(self, unit: int) -> tuple[Rows, ...]:
+        """The rows that each part of the sequence needs of a unit."""
+        return (self._all(unit),) if self.shards is None else self.shards[unit]
 
     def rows(self, transfer: Transfer) -> Rows:
         """What of its unit a transfer takes along."""

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import addresses
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.operations import StepPlan
 from loongplug.hetero.piece_work import PiecesOfStep
+from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -23,7 +23,7 @@ class ExecutedStep:
 
     plan: StepPlan
     encoder: EncoderOfStep
-    exchange: AllToAll | Edges
+    exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all that is exchanged

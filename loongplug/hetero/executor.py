@@ -11,9 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import AllToAll
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
@@ -37,9 +36,9 @@ from loongplug.hetero.operations import (
     gradient,
     turns_of,
 )
-from loongplug.hetero.piece_edges import PieceEdges, own_storage
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
-from loongplug.hetero.stage_links import StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageSpec
+from loongplug.hetero.wire import Wire, own_storage
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -60,14 +59,14 @@ class Executor:
     def __init__(
         self,
         planned: Planned,
-        exchange: AllToAll | Edges,
+        exchange: AllToAll | Wire[ExchangeSpec],
         *,
         entry: Entry,
         taps: int,
         outside_schedule: bool,
         platform: Platform,
-        evaluating: AllToAll | Edges | None = None,
-        links: StageLinks | None = None,
+        evaluating: AllToAll | Wire[ExchangeSpec] | None = None,
+        links: Wire[StageSpec] | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -202,11 +201,12 @@ class Executor:
         )
         exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
-            stage_units = [
-                StageUnit(rows=encoder.states(unit), microbatch=each.number)
-                for unit, each in zip(units, microbatches, strict=True)
-            ]
-            self._links.begin(stage_units, dtype=spec.dtype, comes_back=encoder.trains)
+            states = StageSpec(
+                rows=tuple(map(encoder.states, units)),
+                microbatches=tuple(each.number for each in microbatches),
+                dtype=spec.dtype,
+            )
+            self._links.begin(states, trains=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,8 +293,10 @@ class Executor:
             case Backward(pieces=pieces, more=more):
                 self._backward(pieces, more=more)
             case Send(what=Cargo.STATE_GRADIENTS as what, piece=piece):
-                gradient_of_states = step.states.pop(piece).grad
-                self._wire(what).send(what, piece, gradient_of_states)
+                states = step.states.pop(piece)
+                if len(states):  # else they have no gradient
+                    assert states.grad is not None, f"piece {piece} has no gradient"
+                    self._wire(what).send(what, piece, states.grad)
             case Send(what=what, piece=piece):
                 leaving = step.gradients if what is Cargo.GRADIENTS else step.payloads
                 self._wire(what).send(what, piece, leaving.pop(piece))
@@ -403,10 +405,10 @@ class Executor:
     @property
     def _all_to_all(self) -> AllToAll:
         exchange = self._now.exchange
-        assert not isinstance(exchange, Edges), "the encoder lies with the decoder"
+        assert not isinstance(exchange, Wire), "the encoder lies with the decoder"
         return exchange
 
-    def _wire(self, what: Cargo) -> StageLinks | PieceEdges | Edges:
+    def _wire(self, what: Cargo) -> Wire[Any]:
         """What carries it between ranks."""
         step = self._now
         if what in (Cargo.STATES, Cargo.STATE_GRADIENTS):
@@ -414,7 +416,7 @@ class Executor:
             return self._links
         if step.pieces is not None:
             return step.pieces.edges
-        assert not isinstance(step.exchange, AllToAll), "the encoder lies apart"
+        assert isinstance(step.exchange, Wire), "the encoder lies apart"
         return step.exchange
 
 

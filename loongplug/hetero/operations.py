@@ -68,12 +68,21 @@ def gradient(microbatch: int) -> When:
 
 
 class Cargo(Enum):
-    """Rows of pieces that go from one rank to another."""
+    """Rows of pieces that go from one rank to another, and how a trace calls them."""
 
-    FEATURES = "features"
-    GRADIENTS = "gradients of features"
-    STATES = "states"  # of the encoder's stage before
-    STATE_GRADIENTS = "gradients of states"
+    FEATURES = "features", "sends"
+    GRADIENTS = "gradients", "sends"  # of features
+    STATES = "states", "sends of states between stages"  # of a stage, for the next
+    STATE_GRADIENTS = "gradients", "sends of gradients between stages"
+
+    def __init__(self, said: str, waits: str) -> None:
+        """``waits``: the wait for what is sent."""
+        self.said, self.waits = said, waits
+
+    @property
+    def back(self) -> bool:
+        """Whether they come back from where others went."""
+        return self in (Cargo.GRADIENTS, Cargo.STATE_GRADIENTS)
 
 
 class Kept(Enum):

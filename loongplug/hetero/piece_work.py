@@ -7,18 +7,24 @@ from math import prod
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.routes import Rows, common, within
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Piece, StreamedStep
 from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.wire import Wire
 
 
 class Streaming:
     """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and edges."""
 
     def __init__(
-        self, planner: StepPlanner, edges: PieceEdges, *, name: str, replica: int, stage: int
+        self,
+        planner: StepPlanner,
+        edges: Wire[ExchangeSpec],
+        *,
+        name: str,
+        replica: int,
+        stage: int,
     ) -> None:
         """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
         self._planner = planner

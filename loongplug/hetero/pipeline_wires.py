@@ -10,14 +10,14 @@ waits for.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.observe.recorder import Recorder, Span
-from loongplug.parallel.connections import connect
-from loongplug.parallel.states import create_exchange_group
+from loongplug.parallel.connections import connected_group
 
 _DIMENSIONS = 3  # of what stages send: [sequence, batch, hidden]
 
@@ -37,45 +37,22 @@ class PipelineGroups:
 
 
 def create_pipeline_groups(
-    pipelines: Sequence[Sequence[int]],
-    *,
-    virtual: bool,
-    device: torch.device,
-    timeout_minutes: float = 30,
-    nccl_config_path: str | None = None,
+    pipelines: Sequence[Sequence[int]], *, virtual: bool, **options: Any
 ) -> PipelineGroups | None:
     """The groups of this rank's pipeline, connected; None where it is in none of ``pipelines``.
 
     ``pipelines`` are all of the decoder's, each by the ranks of its stages; ``virtual``: it has
-    virtual stages. Collective over the world.
+    virtual stages. ``options`` are :func:`connected_group`'s. Collective over the world.
     """
-    made: dict[str, dist.ProcessGroup | None] = {}
-    names = ("activations", "gradients")
-    for name in (*names, *(f"{each}_around" for each in names if virtual)):
-        made[name] = create_exchange_group(
-            name,
-            pipelines,
-            options_of="pp",
-            timeout_minutes=timeout_minutes,
-            nccl_config_path=nccl_config_path,
-        )
-        for ranks in pipelines:
-            pairs = list(pairwise(ranks))
-            if name.endswith("_around"):
-                pairs = [(ranks[-1], ranks[0])]
-            if name.startswith("gradients"):
-                pairs = [(target, source) for source, target in pairs]
-            if dist.get_rank() in ranks:
-                connect(made[name], pairs, device=device)
-    activations, gradients = (made[name] for name in names)
-    if activations is None or gradients is None:
-        return None
-    return PipelineGroups(
-        activations=activations,
-        gradients=gradients,
-        activations_around=made.get("activations_around"),
-        gradients_around=made.get("gradients_around"),
-    )
+    there = {"activations": [pair for ranks in pipelines for pair in pairwise(ranks)]}
+    if virtual:
+        there["activations_around"] = [(ranks[-1], ranks[0]) for ranks in pipelines]
+    made: dict[str, Any] = {}
+    for name, pairs in there.items():
+        back = [(target, source) for source, target in pairs]
+        for each, ends in ((name, pairs), (name.replace("activations", "gradients"), back)):
+            made[each] = connected_group(each, pipelines, ends, options_of="pp", **options)
+    return None if made["activations"] is None else PipelineGroups(**made)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,15 @@ def gradient_transfers(
     return transfers
 
 
+def used_pairs(edge: Edge, *, back: bool, parts: int = 1) -> list[tuple[int, int]]:
+    """Who sends whom features, or gradients ``back``, in some step; whoever encodes which unit."""
+    # Consumers have a turn each, unit by unit.
+    units = [tuple(range(len(edge.replicas)))] * len(edge.consumers)
+    transfers = gradient_transfers if back else feature_transfers
+    pairs = {(each.source, each.target) for each in transfers(edge, units, parts=parts)}
+    return sorted((source, target) for source, target in pairs if source != target)
+
+
 def _by_part(edge: Edge, parts: int) -> list[tuple[int | None, tuple[int, ...]]]:
     """The consumers of each part of the sequence, by its number: None for one that is not split."""
     return [(shard if parts > 1 else None, ranks) for shard, ranks in enumerate(edge.parts(parts))]

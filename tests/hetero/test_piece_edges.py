@@ -3,25 +3,28 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from delivered import delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed import ENCODER
+from placed import ENCODER, placements
 from ranks import run_ranks
 from streamed_steps import even, steps
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec, taken
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_edges import create_piece_groups, piece_ends, piece_wire
 from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import Rows
+from loongplug.hetero.routes import Rows, used_pairs
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.streaming import separated, streamed
+from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -118,7 +121,12 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
 
 
 def drive(
-    of_encoders: list[PieceEdges], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
+    of_encoders: list[Wire[ExchangeSpec]],
+    replica: int,
+    *,
+    step: Step,
+    plan: EncoderPlan,
+    wires: Wires,
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
@@ -131,9 +139,9 @@ def drive(
             edges = of_encoders[step.kind(names[0])]
             for number in map(numbers.__getitem__, names):
                 if forward:
-                    edges.send_features(number, torch.zeros(number + 1, 1))
+                    edges.send(Cargo.FEATURES, number, torch.zeros(number + 1, 1))
                 else:
-                    edges.receive_gradient(number)
+                    edges.receive(Cargo.GRADIENTS, number)
         if one is None:
             break
         if posted is not None:
@@ -142,14 +150,14 @@ def drive(
         pieces = [(one.microbatch, piece) for piece in range(count)]
         if one.forward:
             for name in pieces:
-                of_encoders[step.kind(name)].receive_features(numbers[name])
+                of_encoders[step.kind(name)].receive(Cargo.FEATURES, numbers[name])
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group
             wires.does("waits", ("pass", one, other))
         if not one.forward:
             for name in (each for each in pieces if step.encoder(each).trains):
                 rows = torch.zeros(numbers[name] + 1, 1)
-                of_encoders[step.kind(name)].send_gradient(numbers[name], rows)
+                of_encoders[step.kind(name)].send(Cargo.GRADIENTS, numbers[name], rows)
         pipeline_output(step, replica, one, wires=wires)
     for edges in of_encoders:
         edges.drain()
@@ -211,7 +219,8 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
             of_encoders = []
             for kind, (spec, encoder) in enumerate(zip(specs, step.encoders, strict=True)):
                 own = groups or GROUPS[kind]
-                edges = PieceEdges(edge, own, window=window, device=torch.device("cpu"))
+                edges = piece_wire(edge, own, device=torch.device("cpu"))
+                edges.windows = dict.fromkeys(edges.windows, window)
                 edges.begin(spec, trains=encoder.trains)
                 of_encoders.append(edges)
             drive(of_encoders, wires.rank, step=step, plan=plan, wires=wires)
@@ -228,12 +237,16 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     }
 
 
-FEATURES: Any = [(f"features up {kind}", f"features down {kind}") for kind in range(2)]
-GRADIENTS: Any = [(f"gradients up {kind}", f"gradients down {kind}") for kind in range(2)]
-GROUPS = [
-    PieceGroups(features=there, gradients=back)
-    for there, back in zip(FEATURES, GRADIENTS, strict=True)
-]
+def group_of_pieces(what: Cargo, kind: int, source: int, target: int) -> Any:
+    return f"{what.said} {'up' if source < target else 'down'} {kind}"
+
+
+KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
+GROUPS = [{what: partial(group_of_pieces, what, kind) for what in KINDS} for kind in range(2)]
+FEATURES, GRADIENTS = (
+    {group_of_pieces(what, kind, *ends) for kind in range(2) for ends in ((0, 1), (1, 0))}
+    for what in KINDS
+)
 
 
 @given(steps(), st.integers(1, 5), st.booleans())
@@ -244,11 +257,11 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
     wires = drawn(step, plan, window=window)
     assert wires.sent == wires.posted
     for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
-        assert rows == sorted(rows) or name not in {*chain(*FEATURES, *GRADIENTS)}
+        assert rows == sorted(rows) or name not in FEATURES | GRADIENTS
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(rows) for way, rows in wires.sent.items() if way[0] in {*chain(*FEATURES)})
+    count = sum(len(rows) for way, rows in wires.sent.items() if way[0] in FEATURES)
     owners = owners_of(plan).values()
     assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
     assert ends(wires.did)
@@ -257,7 +270,7 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
 def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     """Two ranks of the first stage that each wait for the other's features first."""
     step = even(2, percent=50, lanes=2)
-    both: Any = PieceGroups(features=("there",) * 2, gradients=("back",) * 2)  # type: ignore[arg-type]
+    both = {what: lambda *_, group=what.said: group for what in KINDS}
     for plan in (streamed(step), separated(step)):
         assert ends(drawn(step, plan, window=1).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
@@ -284,13 +297,81 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = PieceEdges(edge, GROUPS[0], window=1, device=torch.device("cpu"))
+        edges = piece_wire(edge, GROUPS[0], device=torch.device("cpu"))
+        edges.windows[Cargo.FEATURES] = 1
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):
-            edges.receive_features(1)
-        edges.receive_features(0)
+            edges.receive(Cargo.FEATURES, 1)
+        edges.receive(Cargo.FEATURES, 0)
         with pytest.raises(AssertionError, match="nobody took features"):
             edges.drain()
+
+
+@st.composite
+def pieces_of_a_step(draw: st.DrawFn) -> tuple[Edge, ExchangeSpec]:
+    """An edge within a model replica, and pieces that go over it."""
+    placement, _, rank = draw(placements([all_ranks_dp]))
+    edge = placement.edge(ENCODER.name, rank=rank)
+    consumers = len(edge.consumers)
+    parts = draw(st.sampled_from([n for n in range(1, consumers + 1) if consumers % n == 0]))
+    # Of each row of each piece, the part of the sequence that needs it.
+    rows = draw(st.lists(st.lists(st.integers(0, parts - 1), max_size=6), max_size=8))
+    shards = [[_slices(piece, part) for part in range(parts)] for piece in rows]
+    owner = st.integers(0, len(edge.replicas) - 1)
+    return edge, ExchangeSpec(
+        tokens=tuple(map(len, rows)),
+        shares=tuple((Share(encoder_replica=draw(owner)),) for _ in rows),
+        width=1,
+        dtype=torch.float32,
+        shards=tuple(map(tuple, shards)) if parts > 1 else None,
+    )
+
+
+def _slices(piece: list[int], part: int) -> Rows:
+    return tuple(slice(row, row + 1) for row, own in enumerate(piece) if own == part)
+
+
+@pytest.mark.quick
+@given(pieces_of_a_step())
+@settings(max_examples=50, deadline=None)
+def test_both_ends_list_the_same_messages(step: tuple[Edge, ExchangeSpec]) -> None:
+    """Each piece to all consumers, its gradient to all who made it; over pairs that are used."""
+    edge, spec = step
+    pieces = range(len(spec.tokens))
+
+    def whole(_: int, piece: int) -> list[tuple[int, int]]:
+        return [(piece, row) for row in range(spec.tokens[piece])]
+
+    def needed(rank: int, piece: int) -> list[tuple[int, int]]:
+        rows = spec.of_parts(piece)[edge.part_of(rank, parts=spec.parts)]
+        return [(piece, row) for row in places_of(rows)]
+
+    consumers = {(rank, piece) for rank in edge.consumers for piece in pieces}
+    owners = {
+        (rank, piece) for piece in pieces for rank in edge.replicas[spec.encoder_replicas[piece][0]]
+    }
+    for what, gives, takes, takers in (
+        (Cargo.FEATURES, whole, needed, consumers),
+        (Cargo.GRADIENTS, needed, whole, owners),
+    ):
+        ends = {rank: piece_ends(what, spec, edge=edge, rank=rank) for rank in edge.ranks}
+        assert delivered(ends, gives) == {each: takes(*each) for each in takers if takes(*each)}
+        pairs = {
+            (rank, message.peer)
+            for rank, own in ends.items()
+            for end in own.given.values()
+            for message in end.messages
+        }
+        used = used_pairs(edge, back=what.back, parts=spec.parts)
+        assert pairs <= {*used, *((rank, rank) for rank in edge.ranks)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("back", "parts", "own"), [(False, 1, 70), (False, 8, 70), (True, 1, 56)])
+def test_only_pairs_that_a_transfer_can_use_are_connected(back: bool, parts: int, own: int) -> None:
+    """Of a consumer at TP 8 and PP 8."""
+    edge = all_ranks_dp(Layout(tp=8, pp=8), entry=ENCODER, tp=1).edge(ENCODER.name, rank=0)
+    assert sum(0 in pair for pair in used_pairs(edge, back=back, parts=parts)) == own
 
 
 # Of five pieces: their tokens, who encodes them, and what each of two sequence shards needs.
@@ -315,10 +396,13 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     placement = all_ranks_dp(Layout(tp=2, pp=2), entry=ENCODER, tp=1)
     edge = placement.edge(ENCODER.name, rank=rank)
     groups = create_piece_groups(
-        ENCODER.name, placement.edges(ENCODER.name), device=torch.device("cpu")
+        ENCODER.name,
+        placement.edges(ENCODER.name),
+        parts=2 if split else 1,
+        device=torch.device("cpu"),
     )
     assert groups is not None
-    edges = PieceEdges(edge, groups, window=2, device=torch.device("cpu"))
+    edges = piece_wire(edge, groups, device=torch.device("cpu"))
     pieces = ExchangeSpec(
         tokens=TOKENS,
         shares=tuple((Share(encoder_replica=each),) for each in OWNERS),
@@ -331,18 +415,18 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     for step in range(2):
         edges.begin(pieces, trains=trains)
         for piece in mine:
-            edges.send_features(piece, made(piece) + step)
+            edges.send(Cargo.FEATURES, piece, made(piece) + step)
         if rank in edge.consumers:
             shard = edge.consumers.index(rank)
             for piece in range(len(TOKENS)):
                 rows = SHARDS[piece][shard] if split else (slice(0, TOKENS[piece]),)
-                found = edges.receive_features(piece)
+                found = edges.receive(Cargo.FEATURES, piece)
                 assert torch.equal(found, taken(made(piece) + step, rows))
                 seen += len(found)
                 if trains:
-                    edges.send_gradient(piece, -2 * found)
+                    edges.send(Cargo.GRADIENTS, piece, -2 * found)
         for piece in mine if trains else ():
-            found = edges.receive_gradient(piece)
+            found = edges.receive(Cargo.GRADIENTS, piece)
             assert torch.equal(found, -2 * (made(piece) + step))
             seen += len(found)
         edges.drain()

@@ -13,11 +13,12 @@ from placed import ENCODER
 from ranks import run_ranks
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.edge import Transport, apart_wire
 from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
 from loongplug.parallel.layout import Layout
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
@@ -120,10 +121,9 @@ def features_to_a_slow_decoder(rank: int) -> list[int]:
     """Rank 1 encodes, and nothing has gradients; how many features there were at each send."""
     placement = one_apart(Layout(), entry=ENCODER, tp=1, dp=1, rank_offset=1)
     there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
-    edges = Edges(
+    edges = apart_wire(
         placement.pieces(ENCODER.name, micro_batch_size=1),
         Transport(there=there, back=back, together=None),
-        window=2,
         in_flight=MOST,
         device=CPU,
     )
@@ -132,13 +132,11 @@ def features_to_a_slow_decoder(rank: int) -> list[int]:
     edges.begin(spec, trains=False)
     with alive() as counts:
         for number in range(MICROBATCHES):
-            alone = spec.part(range(number, number + 1))
             if rank:
                 made = torch.full((ROWS, WIDTH), float(number))
-                edges.gather_variable_shape_embeddings({0: made}, alone)
+                edges.send(Cargo.FEATURES, number, made)
             else:
-                (found,) = edges.gather_variable_shape_embeddings({}, alone).values()
-                assert (found == number).all()
+                assert (edges.receive(Cargo.FEATURES, number) == number).all()
         edges.drain()
     return counts
 
@@ -147,26 +145,24 @@ def states_to_a_slow_stage(rank: int) -> list[int]:
     """The same from an encoder's first stage to the second, which takes its time."""
     there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
     link = StageLink(peer=1 - rank, there=there, back=back, width=WIDTH)
-    links = StageLinks(
+    wire = stage_wire(
         before=link if rank else None,
         behind=None if rank else link,
-        window=2,
         in_flight=MOST,
         device=CPU,
     )
     time.sleep(LATE * rank)
-    links.begin(
-        [StageUnit(rows=ROWS, microbatch=number) for number in range(MICROBATCHES)],
-        dtype=torch.float32,
-        comes_back=False,
+    spec = StageSpec(
+        rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
+    wire.begin(spec, trains=False)
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:
-                assert (links.take(number) == number).all()
+                assert (wire.receive(Cargo.STATES, number) == number).all()
             else:
-                links.hand_on(number, torch.full((ROWS, WIDTH), float(number)))
-        links.drain()
+                wire.send(Cargo.STATES, number, torch.full((ROWS, WIDTH), float(number)))
+        wire.drain()
     return counts
 
 

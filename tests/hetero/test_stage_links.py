@@ -1,15 +1,18 @@
 """States from stage to stage of an encoder and gradients back: each row once, in its unit."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from delivered import delivered
 from ranks import run_ranks
 
 from loongplug.hetero.encoder_place import EncoderPlace
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit, boundaries
+from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_ends, stage_wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -35,8 +38,8 @@ def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
     before = link(rank - 1, rank - 1) if rank else None
     behind = link(rank, rank + 1) if rank < 2 else None
     warmup = 3 - rank
-    links = StageLinks(
-        before=before, behind=behind, window=2, in_flight=warmup + 1, device=torch.device("cpu")
+    wire = stage_wire(
+        before=before, behind=behind, in_flight=warmup + 1, device=torch.device("cpu")
     )
     sent = [(0, 0)] * 3
     isend = dist.isend
@@ -49,20 +52,25 @@ def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
 
     dist.isend = counting
     for step in range(STEPS):
-        units = [StageUnit(rows=rows, microbatch=number) for number, rows in enumerate(ROWS)]
-        links.begin(units, dtype=torch.float32, comes_back=comes_back)
+        numbers = tuple(range(len(ROWS)))
+        spec = StageSpec(rows=tuple(ROWS), microbatches=numbers, dtype=torch.float32)
+        wire.begin(spec, trains=comes_back)
         for number in range(len(ROWS) + warmup):
             if number < len(ROWS):
                 if before is not None:
-                    assert torch.equal(links.take(number), made(step, rank - 1, number))
+                    assert torch.equal(
+                        wire.receive(Cargo.STATES, number), made(step, rank - 1, number)
+                    )
                 if behind is not None:
-                    links.hand_on(number, made(step, rank, number))
+                    wire.send(Cargo.STATES, number, made(step, rank, number))
             if comes_back and (old := number - warmup) >= 0:
                 if behind is not None:
-                    assert torch.equal(links.take_back(old), -made(step, rank, old))
+                    assert torch.equal(
+                        wire.receive(Cargo.STATE_GRADIENTS, old), -made(step, rank, old)
+                    )
                 if before is not None:
-                    links.give_back(old, -made(step, rank - 1, old))
-        links.drain()
+                    wire.send(Cargo.STATE_GRADIENTS, old, -made(step, rank - 1, old))
+        wire.drain()
     return sent
 
 
@@ -78,6 +86,29 @@ def test_every_row_goes_over_each_boundary_once(comes_back: bool) -> None:
         [first if comes_back else nothing, nothing, second],
         [nothing, second if comes_back else nothing, nothing],
     ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", [Cargo.STATES, Cargo.STATE_GRADIENTS])
+def test_both_ends_list_the_same_messages(what: Cargo) -> None:
+    spec = StageSpec(rows=tuple(ROWS), microbatches=(0, 0, 1, 1, 2), dtype=torch.float32)
+    group: Any = None
+    links = [StageLink(peer=peer, there=group, back=group, width=peer) for peer in range(3)]
+    around = {0: (None, links[1]), 1: (links[0], links[2]), 2: (links[1], None)}
+    ends = {
+        rank: stage_ends(what, spec, before=before, behind=behind)
+        for rank, (before, behind) in around.items()
+    }
+    found = delivered(ends, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
+    from_where = 1 if what.back else -1
+    assert found == {
+        (rank, unit): [(rank + from_where, row) for row in range(rows)]
+        for rank in around
+        if rank + from_where in around
+        for unit, rows in enumerate(ROWS)
+        if rows
+    }
+    assert [ends[1].width, ends[1].given[3].microbatch] == [1 + from_where, 1]
 
 
 @pytest.mark.quick

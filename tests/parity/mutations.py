@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loongplug.hetero.operations import Cargo
 from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
 HOOKS, PIECES = "loongplug.hetero.decoder_hooks", "loongplug.hetero.piece_work"
-EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
+WIRE, PLACEMENT = "loongplug.hetero.wire", "loongplug.hetero.placement"
 DECODER, OPTIMIZER = "loongplug.models.decoder", "loongplug.parallel.optimizer_per_module"
 
 _OWN = Faults()
@@ -188,21 +189,27 @@ def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units:
 
 
 @fault("pieces of a microbatch lie in the order of their arrival", spec="placement.md P2, arrival")
-@at(f"{EDGE}:Edges._cat", where=lambda self, parts, _: len(parts) > 1)
-def take_pieces_in_order_of_arrival(original: Any, self: Any, parts: Any, units: Any) -> Any:
-    return original(self, parts[::-1], units)
+@at(
+    f"{WIRE}:Wire._put_together",
+    where=lambda self, what, parts, rows: what is Cargo.FEATURES and len(parts) > 1,
+)
+def take_pieces_in_order_of_arrival(
+    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
+) -> Any:
+    return torch.cat([part for _, part in parts[::-1]])
 
 
 @fault("the shards' rows of a gradient are added, not placed", spec="placement.md P2, rows back")
 @at(
-    f"{EDGE}:Edges._take_gradient",
-    where=lambda self, units: len(self._receiving[units.first]) > 1,
+    f"{WIRE}:Wire._put_together",
+    where=lambda self, what, parts, rows: what is Cargo.GRADIENTS and len(parts) > 1,
 )
-def add_rows_instead_of_placing(original: Any, self: Any, units: Any) -> Any:
-    received = self._receiving[units.first]
-    added = torch.zeros_like(original(self, units))
-    for _, each in received:
-        added[: len(each.rows)] += each.rows
+def add_rows_instead_of_placing(
+    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
+) -> Any:
+    added = torch.zeros_like(original(self, what, parts, rows=rows))
+    for _, part in parts:
+        added[: len(part)] += part
     return added
 
 
