@@ -113,12 +113,6 @@ class AllToAll:
         """Whether features come to this rank."""
         return self._rank in self._edge.consumers
 
-    def begin(self, units: ExchangeSpec, *, trains: bool) -> None:
-        """A step of these units begins: nothing to do before they are there."""
-
-    def drain(self) -> None:
-        """The step's end: nothing is under way any more."""
-
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -10,7 +11,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import addresses
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
-from loongplug.hetero.operations import StepPlan
+from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.piece_work import PiecesOfStep
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
@@ -28,6 +29,7 @@ class ExecutedStep:
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all that is exchanged
     pieces: PiecesOfStep | None  # where it streams
+    wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here

@@ -199,7 +199,12 @@ class Executor:
             spec=spec,
             pieces=pieces,
         )
-        exchange.begin(spec, trains=encoder.trains)
+        wires = self._step.wires
+        if isinstance(exchange, Wire):
+            exchange.begin(spec, trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), exchange)
+        if pieces is not None:
+            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), pieces.wire)
         if self._links is not None:
             states = StageSpec(
                 rows=tuple(map(encoder.states, units)),
@@ -207,6 +212,7 @@ class Executor:
                 dtype=spec.dtype,
             )
             self._links.begin(states, trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.STATES, Cargo.STATE_GRADIENTS), self._links)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,11 +255,8 @@ class Executor:
     def end(self) -> None:
         """The schedule has ended, without an error."""
         self._do(END)
-        self._now.exchange.drain()
-        if self._now.pieces is not None:
-            self._now.pieces.edges.drain()
-        if self._links is not None:
-            self._links.drain()
+        for wire in dict.fromkeys(self._now.wires.values()):
+            wire.drain()
         self._now.assert_done()
         self._step = None
 
@@ -410,14 +413,7 @@ class Executor:
 
     def _wire(self, what: Cargo) -> Wire[Any]:
         """What carries it between ranks."""
-        step = self._now
-        if what in (Cargo.STATES, Cargo.STATE_GRADIENTS):
-            assert self._links is not None, "the encoder has stages"
-            return self._links
-        if step.pieces is not None:
-            return step.pieces.edges
-        assert isinstance(step.exchange, Wire), "the encoder lies apart"
-        return step.exchange
+        return self._now.wires[what]
 
 
 def _rows(unit: Unit) -> int:

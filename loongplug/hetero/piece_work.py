@@ -15,12 +15,12 @@ from loongplug.hetero.wire import Wire
 
 
 class Streaming:
-    """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and edges."""
+    """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and a wire."""
 
     def __init__(
         self,
         planner: StepPlanner,
-        edges: Wire[ExchangeSpec],
+        wire: Wire[ExchangeSpec],
         *,
         name: str,
         replica: int,
@@ -29,7 +29,7 @@ class Streaming:
         """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
         self._planner = planner
         self.name = name
-        self.edges = edges
+        self.wire = wire
         self.replica = replica
         self.stage = stage
 
@@ -68,8 +68,8 @@ class PiecesOfStep:
         self._planned = planned
         self._units = units
         self.stream: Stream = planned.stream(streaming.replica)
-        self.edges = streaming.edges
-        self.edges.begin(_of_pieces(planned.pieces, spec), trains=encoder.trains)
+        self.wire = streaming.wire
+        self.wire.begin(_of_pieces(planned.pieces, spec), trains=encoder.trains)
 
     @property
     def forwards(self) -> list[bool]:

@@ -348,7 +348,7 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if _streams(executor):
-        kept = executor.pieces.edges.ways[Cargo.GRADIENTS].kept
+        kept = executor.pieces.wire.ways[Cargo.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
     if isinstance(executor._exchange, Wire):
         sends = executor._exchange.sends.values()
