@@ -13,7 +13,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import Exchange, own_storage
 from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
@@ -53,7 +53,7 @@ from loongplug.hetero.operations import (
 )
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageSpec
-from loongplug.hetero.wire import What, Wire, own_storage
+from loongplug.hetero.wire import What, Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder
