@@ -222,3 +222,10 @@ def put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
     parts: Iterable[Tensor] = values.split([size((each,)) for each in rows]) if rows else ()
     for each, part in zip(rows, parts, strict=True):
         into[each] = part
+
+
+def own_storage(rows: Tensor) -> Tensor:
+    """Clone views: a view keeps alive all that it is a part of."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.clone()

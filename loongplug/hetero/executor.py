@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
 from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
@@ -38,7 +38,7 @@ from loongplug.hetero.operations import (
 )
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageSpec
-from loongplug.hetero.wire import Wire, own_storage
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder

@@ -52,12 +52,13 @@ def create_piece_groups(
             for up in (True, False)
         )
         if up is not None and down is not None:
-            found[what] = partial(_up_or_down, up, down)
+            found[what] = _up_and_down(up, down)
     return found or None
 
 
-def _up_or_down(up: Any, down: Any, source: int, target: int) -> dist.ProcessGroup:
-    return up if source < target else down
+def _up_and_down(up: dist.ProcessGroup, down: dist.ProcessGroup) -> Over:
+    """One group to higher ranks and one to lower ones."""
+    return lambda source, target: up if source < target else down
 
 
 def piece_wire(

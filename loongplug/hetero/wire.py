@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.exchange import put, taken
+from loongplug.hetero.exchange import own_storage, put, taken
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.sends import Sends
@@ -203,10 +203,3 @@ class Wire[Spec]:
         if end.microbatch is not None:
             side["microbatch"] = end.microbatch
         return self._recorder.span("exchange", f"{verb} {what.said}", bytes=rows.nbytes, **side)
-
-
-def own_storage(rows: Tensor) -> Tensor:
-    """Clone views: a view keeps alive all that it is a part of."""
-    if rows.untyped_storage().nbytes() == rows.nbytes:
-        return rows
-    return rows.clone()

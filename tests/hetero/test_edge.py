@@ -153,6 +153,9 @@ def test_both_ends_list_the_same_messages(name: str, what: Cargo) -> None:
         return rows_of(case, rank, units_of(case, rank)[unit])[:, 0].tolist()
 
     ends = {rank: apart_ends(what, spec, pieces=pieces, rank=rank) for rank, spec in specs.items()}
+    for rank, own in ends.items():
+        for end, (_, number, _) in zip(own.given.values(), units_of(case, rank), strict=False):
+            assert end.microbatch == number
     makers = {each.edge.encoder_ranks[0] for each in pieces}
     first = (each.edge.feature_receivers(parts=specs[0].parts) for each in pieces)
     takers = makers if what.back else {*chain(*first)}

@@ -310,7 +310,7 @@ def test_a_piece_out_of_turn_is_refused() -> None:
 @st.composite
 def pieces_of_a_step(draw: st.DrawFn) -> tuple[Edge, ExchangeSpec]:
     """An edge within a model replica, and pieces that go over it."""
-    placement, _, rank = draw(placements([all_ranks_dp]))
+    placement, _, rank = draw(placements())
     edge = placement.edge(ENCODER.name, rank=rank)
     consumers = len(edge.consumers)
     parts = draw(st.sampled_from([n for n in range(1, consumers + 1) if consumers % n == 0]))
@@ -339,7 +339,8 @@ def test_both_ends_list_the_same_messages(step: tuple[Edge, ExchangeSpec]) -> No
     edge, spec = step
     pieces = range(len(spec.tokens))
 
-    def whole(_: int, piece: int) -> list[tuple[int, int]]:
+    def whole(rank: int, piece: int) -> list[tuple[int, int]]:
+        assert (rank, piece) in owners
         return [(piece, row) for row in range(spec.tokens[piece])]
 
     def needed(rank: int, piece: int) -> list[tuple[int, int]]:

@@ -1,91 +1,19 @@
 """States from stage to stage of an encoder and gradients back: each row once, in its unit."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delivered import delivered
-from ranks import run_ranks
 
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_ends, stage_wire
+from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_ends
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 ROWS = [3, 0, 5, 1, 4]
-WIDTHS = (2, 4)  # of what the first stage hands on, and the second
-STEPS = 2
-
-
-def made(step: int, boundary: int, unit: int) -> torch.Tensor:
-    """What goes over a boundary, [rows, width]."""
-    values = torch.arange(ROWS[unit] * WIDTHS[boundary], dtype=torch.float32)
-    return values.view(ROWS[unit], WIDTHS[boundary]) + 100.0 * (unit + 10 * (boundary + step))
-
-
-def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
-    """Three stages of one rank each; messages and bytes that this one sent, by the target."""
-    groups = [[dist.new_group(ranks) for _ in range(2)] for ranks in ([0, 1], [1, 2])]
-
-    def link(boundary: int, peer: int) -> StageLink:
-        there, back = groups[boundary]
-        return StageLink(peer=peer, there=there, back=back, width=WIDTHS[boundary])
-
-    before = link(rank - 1, rank - 1) if rank else None
-    behind = link(rank, rank + 1) if rank < 2 else None
-    warmup = 3 - rank
-    wire = stage_wire(
-        before=before, behind=behind, in_flight=warmup + 1, device=torch.device("cpu")
-    )
-    sent = [(0, 0)] * 3
-    isend = dist.isend
-
-    def counting(rows: torch.Tensor, *, dst: int, **to: object) -> object:
-        messages, size = sent[dst]
-        sent[dst] = (messages + 1, size + rows.nbytes)
-        time.sleep(0.02 * (rank == 0))  # the others have posted and sent long before
-        return isend(rows, dst=dst, **to)
-
-    dist.isend = counting
-    for step in range(STEPS):
-        numbers = tuple(range(len(ROWS)))
-        spec = StageSpec(rows=tuple(ROWS), microbatches=numbers, dtype=torch.float32)
-        wire.begin(spec, trains=comes_back)
-        for number in range(len(ROWS) + warmup):
-            if number < len(ROWS):
-                if before is not None:
-                    assert torch.equal(
-                        wire.receive(Cargo.STATES, number), made(step, rank - 1, number)
-                    )
-                if behind is not None:
-                    wire.send(Cargo.STATES, number, made(step, rank, number))
-            if comes_back and (old := number - warmup) >= 0:
-                if behind is not None:
-                    assert torch.equal(
-                        wire.receive(Cargo.STATE_GRADIENTS, old), -made(step, rank, old)
-                    )
-                if before is not None:
-                    wire.send(Cargo.STATE_GRADIENTS, old, -made(step, rank - 1, old))
-        wire.drain()
-    return sent
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_every_row_goes_over_each_boundary_once(comes_back: bool) -> None:
-    """And nothing else: so many messages, and as many bytes as the rows have."""
-    messages, nothing = STEPS * sum(rows > 0 for rows in ROWS), (0, 0)
-    first, second = (
-        (messages, STEPS * sum(ROWS) * width * torch.float32.itemsize) for width in WIDTHS
-    )
-    assert run_ranks(go_through, 3, comes_back=comes_back) == [
-        [nothing, first, nothing],
-        [first if comes_back else nothing, nothing, second],
-        [nothing, second if comes_back else nothing, nothing],
-    ]
 
 
 @pytest.mark.quick
