@@ -262,6 +262,7 @@ class PlaceOfEncoder:
                 f"{self.entry.name}_{each}",
                 [ranks],
                 options_of="pp",
+                messages=True,
                 timeout_minutes=self.timeout_minutes,
                 nccl_config_path=self.nccl_config_path,
             )

@@ -57,6 +57,7 @@ def create_piece_groups(
                 f"{name}_{what}_{'up' if up else 'down'}",
                 [edge.ranks for edge in edges],
                 options_of="mp",
+                messages=True,
                 timeout_minutes=timeout_minutes,
                 nccl_config_path=nccl_config_path,
             )

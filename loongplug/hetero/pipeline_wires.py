@@ -56,6 +56,7 @@ def create_pipeline_groups(
             name,
             pipelines,
             options_of="pp",
+            messages=True,
             timeout_minutes=timeout_minutes,
             nccl_config_path=nccl_config_path,
         )
