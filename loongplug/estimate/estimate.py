@@ -16,6 +16,7 @@ from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import ROLES, EncoderCosts, TracedStep
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.rules.communicators import Communicators, communicators_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class RankMemory:
     on ranks of its own that the YAML calls so. ``parts`` is what there is at its fullest moment of
     a step, ``when``, by what it is; ``most`` has of each of these the most at any moment. ``step``
     is all that there is in the optimizer's step. ``host`` is the most of the tensors that leave by
-    name, which are none of these.
+    name, which are none of these; nor are the ``communicators`` of NCCL, 0 where the run has none.
     """
 
     stage: int
@@ -37,6 +38,7 @@ class RankMemory:
     most: dict[str, int]
     step: int
     host: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:
@@ -75,6 +77,9 @@ def estimate(
     next. No collectives; there must be no process group. Makes no tensor with memory that grows
     with the model.
     """
+    counted = {}
+    if parsed.args.target_device == "cuda":
+        counted = communicators_of(parsed.args, parsed.model)
     own = own_ranks_of(parsed.args, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
     of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
@@ -88,7 +93,7 @@ def estimate(
             states = rank_state(rank.chunks, parsed.args, stepping=stepping)
             encoding = OwnStep(rank, parsed, own_units[each.name], trains_before=trains[each.name])
             trains[each.name] |= encoding.trains
-            found[number] = _fullest(rank, encoding, states=states)
+            found[number] = _fullest(rank, encoding, states=states, counted=counted)
     encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
     for stage in range(stages):
         on_stage(stage, every)
@@ -102,11 +107,17 @@ def estimate(
                 encoder_costs=encoder_costs,
                 trains_apart=trains,
             )
-            found[stage] = _fullest(rank, step, states=states)
+            found[stage] = _fullest(rank, step, states=states, counted=counted)
     return [found[number] for number in range(every)]
 
 
-def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State]) -> RankMemory:
+def _fullest(
+    rank: EstimatedRank,
+    step: _Followed,
+    *,
+    states: Mapping[str, State],
+    counted: Mapping[int, Communicators],
+) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     state = sum(states.values(), State())
     found = []
@@ -126,6 +137,7 @@ def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
                 step=ledger.live.total() + state.step,
                 host=step.host,
+                communicators=counted[member].total if counted else 0,
             )
         )
     return max(found, key=lambda each: each.total)

@@ -8,13 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.communicators import apart_pairs, reverse, stage_pairs
 from loongplug.hetero.edge import Transport
 from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.hetero.stage_links import StageLink
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connect
 from loongplug.parallel.layout import Layout
@@ -198,14 +199,7 @@ class PlaceOfEncoder:
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         decoder = decoder_layout()
         parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
-        pairs = sorted(
-            {
-                (sender, receiver)
-                for each in chain(*pieces.values())
-                for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(parts=parts)
-            }
-        )
+        pairs = apart_pairs(chain(*pieces.values()), parts=parts)
         there, back = self._there_and_back(["features", "gradients"], ranks, pairs)
         transport = replica = None
         if state is not None:
@@ -234,10 +228,9 @@ class PlaceOfEncoder:
         """This rank's to the stages before and behind its own. Collective over all ranks."""
         rank = dist.get_rank()
         links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, ranks in enumerate(boundaries(encoder)):
-            pairs = [(each[boundary], each[boundary + 1]) for each in encoder.groups("pp")]
+        for boundary, pairs in enumerate(stage_pairs(encoder)):
             names = [f"states_{boundary}", f"gradients_{boundary}"]
-            there, back = self._there_and_back(names, ranks, pairs)
+            there, back = self._there_and_back(names, sorted(chain(*pairs)), pairs)
             if there is None or back is None:
                 continue
             own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
@@ -270,5 +263,5 @@ class PlaceOfEncoder:
         )
         device = current_platform().device
         connect(there, pairs, device=device)
-        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
+        connect(back, reverse(pairs), device=device)
         return there, back

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.communicators import piece_pairs
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers, size
@@ -63,23 +64,13 @@ def create_piece_groups(
             )
             for edge in edges:
                 if dist.get_rank() in edge.ranks:
-                    connect(group, _pairs(edge, back=what == "gradients", up=up), device=device)
+                    pairs = piece_pairs(edge, back=what == "gradients", up=up)
+                    connect(group, pairs, device=device)
             made.append(group)
     there_up, there_down, back_up, back_down = made
     if there_up is None or there_down is None or back_up is None or back_down is None:
         return None
     return PieceGroups(features=(there_up, there_down), gradients=(back_up, back_down))
-
-
-def _pairs(edge: Edge, *, back: bool, up: bool) -> list[tuple[int, int]]:
-    """Who may send features to whom, or gradients ``back``."""
-    encoders = sorted({rank for ranks in edge.replicas for rank in ranks})
-    pairs = [(encoder, consumer) for encoder in encoders for consumer in edge.consumers]
-    if back:
-        pairs = [(consumer, encoder) for encoder, consumer in pairs]
-    return [
-        (source, target) for source, target in pairs if source != target and up == (source < target)
-    ]
 
 
 @dataclass

@@ -9,12 +9,13 @@ waits for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.communicators import pipeline_pairs
 from loongplug.observe.recorder import Recorder, Span
 from loongplug.parallel.connections import connect
 from loongplug.parallel.states import create_exchange_group
@@ -50,8 +51,8 @@ def create_pipeline_groups(
     virtual stages. Collective over the world.
     """
     made: dict[str, dist.ProcessGroup | None] = {}
-    names = ("activations", "gradients")
-    for name in (*names, *(f"{each}_around" for each in names if virtual)):
+    pairs = [pipeline_pairs(ranks, virtual=virtual) for ranks in pipelines]
+    for name in pairs[0]:
         made[name] = create_exchange_group(
             name,
             pipelines,
@@ -60,15 +61,8 @@ def create_pipeline_groups(
             timeout_minutes=timeout_minutes,
             nccl_config_path=nccl_config_path,
         )
-        for ranks in pipelines:
-            pairs = list(pairwise(ranks))
-            if name.endswith("_around"):
-                pairs = [(ranks[-1], ranks[0])]
-            if name.startswith("gradients"):
-                pairs = [(target, source) for source, target in pairs]
-            if dist.get_rank() in ranks:
-                connect(made[name], pairs, device=device)
-    activations, gradients = (made[name] for name in names)
+        connect(made[name], chain(*(each[name] for each in pairs)), device=device)
+    activations, gradients = made["activations"], made["gradients"]
     if activations is None or gradients is None:
         return None
     return PipelineGroups(

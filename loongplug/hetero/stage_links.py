@@ -10,7 +10,6 @@ from torch import Tensor
 
 from loongplug.hetero.sends import Coming, Sends, receive
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +153,3 @@ class StageLinks:
             sends, what = self._gradients_sent, "gradients"
         group, microbatch = link.back if back else link.there, self._units[unit].microbatch
         sends.send(rows, what, target=link.peer, group=group, microbatch=microbatch)
-
-
-def boundaries(layout: Layout) -> list[list[int]]:
-    """The ranks on both sides of each boundary between two stages, ascending."""
-    pipelines = layout.groups("pp")
-    return [
-        sorted(rank for ranks in pipelines for rank in ranks[stage : stage + 2])
-        for stage in range(layout.pp - 1)
-    ]

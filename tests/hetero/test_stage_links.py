@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit, boundaries
+from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -81,9 +82,10 @@ def test_every_row_goes_over_each_boundary_once(comes_back: bool) -> None:
 
 
 @pytest.mark.quick
-def test_boundaries_have_the_ranks_of_both_stages() -> None:
-    assert boundaries(Layout(tp=2, pp=3, first_rank=4)) == [[4, 5, 6, 7], [6, 7, 8, 9]]
-    assert boundaries(Layout(tp=2, dp=2, first_rank=1)) == []
+def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
+    pairs = [[(4, 6), (5, 7)], [(6, 8), (7, 9)]]
+    assert stage_pairs(Layout(tp=2, pp=3, first_rank=4)) == pairs
+    assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
 
 
 @pytest.mark.quick
