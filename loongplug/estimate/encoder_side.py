@@ -70,10 +70,11 @@ class EncoderSide:
             case Encode(unit=unit, joined=joined):
                 self.encoded.encode(ledger, unit, joined=joined)
             case GatherFeatures(units=units, to_host=to_host):
-                ledger.work("exchange of features", self._gathered(units, copied=not to_host))
-                ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(units))))
-                if not to_host:
-                    ledger.add(FEATURES, sum(map(self._consumed, units)))
+                for some in self.exchanged.lots(units):
+                    ledger.work("exchange of features", self._gathered(some, copied=not to_host))
+                    ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(some))))
+                    if not to_host:
+                        ledger.add(FEATURES, sum(map(self._consumed, some)))
             case TakeFeatures(unit=unit):
                 # Used up before the forward has all that it leaves.
                 ledger.take(FEATURES, self._consumed(unit))

@@ -368,16 +368,17 @@ class Executor:
 
     def _gather(self, units: range, *, to_host: bool) -> None:
         step = self._now
-        own = [unit for unit in units if unit in step.payloads]
-        arrived = step.exchange.gather_variable_shape_embeddings(
-            {unit - units.start: step.payloads.pop(unit) for unit in own}, step.spec.part(units)
-        )
-        if not to_host:
-            for unit in sorted(arrived):
-                step.features[units.start + unit] = own_storage(arrived.pop(unit))
-            return
-        features = {units.start + unit: arrived.pop(unit) for unit in sorted(arrived)}
-        self.host.features_leave(features)
+        for some in step.spec.lots(units):
+            own = [unit for unit in some if unit in step.payloads]
+            arrived = step.exchange.gather_variable_shape_embeddings(
+                {unit - some.start: step.payloads.pop(unit) for unit in own}, step.spec.part(some)
+            )
+            features = {some.start + unit: arrived.pop(unit) for unit in sorted(arrived)}
+            if to_host:
+                self.host.features_leave(features)
+                continue
+            for unit in sorted(features):
+                step.features[unit] = own_storage(features.pop(unit))
 
     def _scatter(self, units: range) -> None:
         step = self._now
