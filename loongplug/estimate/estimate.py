@@ -16,7 +16,7 @@ from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import ROLES, EncoderCosts, TracedStep
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.rules.communicators import Communicators, communicators_of
+from loongplug.training.rules.communicators import communicators_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ def estimate(
     next. No collectives; there must be no process group. Makes no tensor with memory that grows
     with the model.
     """
-    counted = {}
-    if parsed.args.target_device == "cuda":
-        counted = communicators_of(parsed.args, parsed.model)
+    by_rank = communicators_of(parsed.args, parsed.model)
+    on_gpus = parsed.args.target_device == "cuda"
+    counted = {rank: each.megatrons + each.own for rank, each in by_rank.items() if on_gpus}
     own = own_ranks_of(parsed.args, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
     of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
@@ -116,7 +116,7 @@ def _fullest(
     step: _Followed,
     *,
     states: Mapping[str, State],
-    counted: Mapping[int, Communicators],
+    counted: Mapping[int, int],
 ) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     state = sum(states.values(), State())
@@ -137,7 +137,7 @@ def _fullest(
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
                 step=ledger.live.total() + state.step,
                 host=step.host,
-                communicators=counted[member].total if counted else 0,
+                communicators=counted.get(member, 0),
             )
         )
     return max(found, key=lambda each: each.total)

@@ -49,7 +49,7 @@ def print_stages(run: Estimated) -> None:
     if any(counts):
         table.add_row("communicators of NCCL", *map(str, counts))
         table.add_row("and their memory **", *(_shown(each * _OF_NCCL, unit) for each in counts))
-        table.caption = "* the fullest ** not in the total; 160 MiB each, on others' hardware"
+        table.caption = "* the fullest\n** not in the total; 160 MiB each, on others' hardware"
     table_console().print(table)
 
 

@@ -179,10 +179,7 @@ def _why_separated(args: Namespace, model: Any, *, asked: bool) -> tuple[str, bo
 
 
 def complete(args: Namespace, *, device: str, target: str | None = None) -> None:
-    """Add what is known beside the flags: the device, and what Megatron's parse_args adds.
-
-    ``target``: as :func:`parse_arguments` has it.
-    """
+    """Add what is known beside the flags: both devices, and what Megatron's parse_args adds."""
     from megatron.core.msc_utils import MultiStorageClientFeature
 
     args.device, args.target_device = device, target or device

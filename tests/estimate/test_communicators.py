@@ -90,7 +90,7 @@ def test_megatrons_groups_are_those_of_several_ranks(tmp_path: Path) -> None:
     parsed = parsed_for([*RUN, *TP2_PP2, *FULL], ranks=4, stand_ins=tmp_path)
     found = communicators_of(parsed.args, parsed.model)
     assert {each.megatrons for each in found.values()} == {4 + 2 + 1}
-    assert {each.total for each in found.values()} == {4 + 2 + 1 + 1}
+    assert {each.own for each in found.values()} == {1}
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["gpu", "cpu"])

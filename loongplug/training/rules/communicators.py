@@ -23,8 +23,7 @@ from loongplug.training.rules.hetero import encoder_tp
 from loongplug.training.rules.pipeline import wants_virtual
 from loongplug.training.rules.rule import data_parallel_size, rule
 
-# Of a rank's 32 streams: two communicators on one stream wait for each other.
-MOST = 24
+MOST = 24  # of ours on a rank: torch has 32 streams, and behind the last hands out the first again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,9 @@ class Communicators:
     messages: int
 
     @property
-    def total(self) -> int:
-        """All of them."""
-        return self.megatrons + self.exchanges + self.messages
+    def own(self) -> int:
+        """Ours."""
+        return self.exchanges + self.messages
 
 
 def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
@@ -55,7 +54,7 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
     of_megatron = Counter(dict.fromkeys(decoder.ranks, shared))
     exchanges: Counter[int] = Counter()
     messages: list[Iterable[Pair]] = []  # by group
-    wires: list[Iterable[Pair]] = []  # the same of the decoder's pipelines, where encoders stream
+    wires: list[Iterable[Pair]] = []  # the same of all encoders together
     for entry in encoders(model.entries()):
         encoder, name = model.encoder(entry.name), entry.name
         mode = mode_of(args, encoder)
@@ -87,6 +86,17 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
     }
 
 
+def most_of_a_rank(args: Namespace, model: Any) -> Communicators | None:
+    """Of the rank that has most of ours on CUDA; None elsewhere, or if a layout cannot be."""
+    if args.target_device != "cuda" or args.micro_batch_size is None:
+        return None
+    try:
+        found = communicators_of(args, model)
+    except ValueError:
+        return None
+    return max(found.values(), key=lambda each: each.own)
+
+
 @rule(
     reason="torch has 32 CUDA streams for them, and two that share one may wait for each other for "
     "ever",
@@ -95,11 +105,7 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
 )
 def communicators(args: Namespace, model: Any) -> str | None:
     """on CUDA, more than 24 communicators for exchanges of features and messages on a rank"""
-    if args.target_device != "cuda" or args.micro_batch_size is None:
+    most = most_of_a_rank(args, model)
+    if most is None or most.own <= MOST:
         return None
-    try:
-        found = communicators_of(args, model)
-    except ValueError:  # another rule says what is wrong
-        return None
-    most = max(each.exchanges + each.messages for each in found.values())
-    return f"{most} communicators of NCCL on a rank" if most > MOST else None
+    return f"{most.own} communicators of NCCL on a rank"

@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.hetero.modes import may_fill_bubbles, mode_of
-from loongplug.training.rules.communicators import MOST, communicators_of
+from loongplug.training.rules import communicators
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule, value_of
@@ -124,18 +124,13 @@ def streamed_queues(args: Namespace, model: Any) -> str | None:
     """`--full-hetero-dp-schedule streamed` on CUDA with fewer `CUDA_DEVICE_MAX_CONNECTIONS` (1
     where it is not set) than a rank has streams for messages
     """
-    if not _STREAMED.said(args) or args.target_device != "cuda":
-        return None
-    try:
-        streams = max(each.messages for each in communicators_of(args, model).values())
-    except ValueError:  # another rule says what is wrong
-        return None
-    if streams > MOST:  # so it does here
+    most = communicators.most_of_a_rank(args, model)
+    if not _STREAMED.said(args) or most is None or most.own > communicators.MOST:
         return None
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run sets it
-    if queues.isdigit() and int(queues) >= streams:
+    if queues.isdigit() and int(queues) >= most.messages:
         return None
     return (
-        f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {streams} streams "
-        "for messages on a rank"
+        f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {most.messages} "
+        "streams for messages on a rank"
     )
