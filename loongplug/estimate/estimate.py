@@ -1,7 +1,7 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -77,9 +77,6 @@ def estimate(
     next. No collectives; there must be no process group. Makes no tensor with memory that grows
     with the model.
     """
-    by_rank = communicators_of(parsed.args, parsed.model)
-    on_gpus = parsed.args.target_device == "cuda"
-    counted = {rank: each.megatrons + each.own for rank, each in by_rank.items() if on_gpus}
     own = own_ranks_of(parsed.args, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
     of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
@@ -93,7 +90,7 @@ def estimate(
             states = rank_state(rank.chunks, parsed.args, stepping=stepping)
             encoding = OwnStep(rank, parsed, own_units[each.name], trains_before=trains[each.name])
             trains[each.name] |= encoding.trains
-            found[number] = _fullest(rank, encoding, states=states, counted=counted)
+            found[number] = _fullest(rank, encoding, states=states)
     encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
     for stage in range(stages):
         on_stage(stage, every)
@@ -107,17 +104,15 @@ def estimate(
                 encoder_costs=encoder_costs,
                 trains_apart=trains,
             )
-            found[stage] = _fullest(rank, step, states=states, counted=counted)
-    return [found[number] for number in range(every)]
+            found[stage] = _fullest(rank, step, states=states)
+    in_order = [found[number] for number in range(every)]
+    if parsed.args.target_device == "cpu":
+        return in_order
+    counted = communicators_of(parsed.args, parsed.model)
+    return [replace(each, communicators=counted[each.rank].total) for each in in_order]
 
 
-def _fullest(
-    rank: EstimatedRank,
-    step: _Followed,
-    *,
-    states: Mapping[str, State],
-    counted: Mapping[int, int],
-) -> RankMemory:
+def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State]) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     state = sum(states.values(), State())
     found = []
@@ -137,7 +132,6 @@ def _fullest(
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
                 step=ledger.live.total() + state.step,
                 host=step.host,
-                communicators=counted.get(member, 0),
             )
         )
     return max(found, key=lambda each: each.total)

@@ -39,6 +39,11 @@ class Communicators:
         """Ours."""
         return self.exchanges + self.messages
 
+    @property
+    def total(self) -> int:
+        """With Megatron's."""
+        return self.megatrons + self.own
+
 
 def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
     """By rank, from where modules lie. Raises ValueError for a layout that cannot be."""
