@@ -66,10 +66,11 @@ class EncoderSide:
             case Encode(pieces=pieces):
                 self.encoded.encode(ledger, pieces)
             case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
-                ledger.work("exchange of features", self._gathered(pieces, copied=not to_host))
-                ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(pieces))))
-                if not to_host:
-                    ledger.add(FEATURES, sum(map(self._consumed, pieces)))
+                for some in self.exchanged.lots(pieces):
+                    ledger.work("exchange of features", self._gathered(some, copied=not to_host))
+                    ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(some))))
+                    if not to_host:
+                        ledger.add(FEATURES, sum(map(self._consumed, some)))
             case Exchange(pieces=pieces):
                 ledger.work("exchange of gradients", self._scattered(pieces))
                 ledger.take(FEATURE_GRADIENTS, sum(map(self._consumed, pieces)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.communicators import apart_pairs, reverse, stage_pairs
 from loongplug.hetero.edge import Transport
 from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
@@ -15,7 +16,7 @@ from loongplug.hetero.operations import Cargo
 from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.hetero.stage_links import StageLink
 from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
@@ -202,14 +203,7 @@ class PlaceOfEncoder:
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         decoder = decoder_layout()
         parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
-        pairs = sorted(
-            {
-                (sender, receiver)
-                for each in chain(*pieces.values())
-                for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(parts=parts)
-            }
-        )
+        pairs = apart_pairs(chain(*pieces.values()), parts=parts)
         there, back = self._there_and_back(["features", "gradients"], ranks, pairs)
         transport = replica = None
         if state is not None:
@@ -238,10 +232,9 @@ class PlaceOfEncoder:
         """This rank's to the stages before and behind its own. Collective over all ranks."""
         rank = dist.get_rank()
         links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, ranks in enumerate(boundaries(encoder)):
-            pairs = [(each[boundary], each[boundary + 1]) for each in encoder.groups("pp")]
+        for boundary, pairs in enumerate(stage_pairs(encoder)):
             names = [f"states_{boundary}", f"gradients_{boundary}"]
-            there, back = self._there_and_back(names, ranks, pairs)
+            there, back = self._there_and_back(names, sorted(chain(*pairs)), pairs)
             if there is None or back is None:
                 continue
             own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
@@ -261,10 +254,9 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
-        reverse = [(receiver, sender) for sender, receiver in pairs]
         options = {"options_of": "pp", **self._connected}
         there, back = (
             connected_group(f"{self.entry.name}_{name}", [ranks], ends, **options)
-            for name, ends in zip(names, (pairs, reverse), strict=True)
+            for name, ends in zip(names, (pairs, reverse(pairs)), strict=True)
         )
         return there, back

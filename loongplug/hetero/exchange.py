@@ -1,6 +1,6 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ from loongplug.hetero.routes import (
     within,
 )
 from loongplug.observe.recorder import NOTHING, Recorder
+
+_TOGETHER = 16  # units that go over at a time, unless more replicas have one each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,16 @@ class ExchangeSpec:
             row_tokens=self.row_tokens[some],
             first=self.first + units.start,
         )
+
+    def lots(self, units: range) -> Iterator[range]:
+        """These units, as many at a time as go over together; the same on every rank.
+
+        What has come is copied out of what it came in, so that it is there twice for a moment.
+        """
+        replicas = {each for own in self.encoder_replicas[units.start : units.stop] for each in own}
+        most = max(_TOGETHER, len(replicas))
+        for start in range(units.start, units.stop, most):
+            yield range(start, min(start + most, units.stop))
 
     @property
     def parts(self) -> int:

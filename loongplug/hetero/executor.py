@@ -378,17 +378,18 @@ class Executor:
 
     def _gather(self, pieces: range, *, to_host: bool) -> None:
         step = self._now
-        exchange, spec = self._all_to_all, step.spec.part(pieces)
-        own = [piece for piece in pieces if piece in step.payloads]
-        arrived = exchange.gather_variable_shape_embeddings(
-            {piece - pieces.start: step.payloads.pop(piece) for piece in own}, spec
-        )
-        if not to_host:
-            for piece in sorted(arrived):
-                step.features[pieces.start + piece] = own_storage(arrived.pop(piece))
-            return
-        features = {pieces.start + piece: arrived.pop(piece) for piece in sorted(arrived)}
-        self.host.features_leave(features)
+        for some in step.spec.lots(pieces):
+            own = [piece for piece in some if piece in step.payloads]
+            arrived = self._all_to_all.gather_variable_shape_embeddings(
+                {piece - some.start: step.payloads.pop(piece) for piece in own},
+                step.spec.part(some),
+            )
+            features = {some.start + piece: arrived.pop(piece) for piece in sorted(arrived)}
+            if to_host:
+                self.host.features_leave(features)
+                continue
+            for piece in sorted(features):
+                step.features[piece] = own_storage(features.pop(piece))
 
     def _scatter(self, pieces: range) -> None:
         step, exchange = self._now, self._all_to_all

@@ -15,16 +15,18 @@ receives early. In one queue for both, each could wait for the other.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from loongplug.hetero.communicators import piece_pairs
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import feature_transfers, gradient_transfers, size, used_pairs
+from loongplug.hetero.routes import feature_transfers, gradient_transfers, size
 from loongplug.hetero.wire import Ends, Message, Over, PieceEnd, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.connections import connected_group
@@ -40,12 +42,11 @@ def create_piece_groups(
     """
     found: dict[Cargo, Over] = {}
     for what in (Cargo.FEATURES, Cargo.GRADIENTS):
-        pairs = [pair for edge in edges for pair in used_pairs(edge, back=what.back, parts=parts)]
         up, down = (
             connected_group(
                 f"{name}_{what.said}_{'up' if up else 'down'}",
                 [edge.ranks for edge in edges],
-                [(source, target) for source, target in pairs if up == (source < target)],
+                chain(*(piece_pairs(edge, back=what.back, up=up, parts=parts) for edge in edges)),
                 options_of="mp",
                 **options,
             )

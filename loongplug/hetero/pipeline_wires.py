@@ -9,13 +9,14 @@ waits for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.communicators import pipeline_pairs
 from loongplug.observe.recorder import Recorder, Span
 from loongplug.parallel.connections import connected_group
 
@@ -44,14 +45,13 @@ def create_pipeline_groups(
     ``pipelines`` are all of the decoder's, each by the ranks of its stages; ``virtual``: it has
     virtual stages. ``options`` are :func:`connected_group`'s. Collective over the world.
     """
-    there = {"activations": [pair for ranks in pipelines for pair in pairwise(ranks)]}
-    if virtual:
-        there["activations_around"] = [(ranks[-1], ranks[0]) for ranks in pipelines]
-    made: dict[str, Any] = {}
-    for name, pairs in there.items():
-        back = [(target, source) for source, target in pairs]
-        for each, ends in ((name, pairs), (name.replace("activations", "gradients"), back)):
-            made[each] = connected_group(each, pipelines, ends, options_of="pp", **options)
+    pairs = [pipeline_pairs(ranks, virtual=virtual) for ranks in pipelines]
+    made: dict[str, Any] = {
+        name: connected_group(
+            name, pipelines, chain(*(each[name] for each in pairs)), options_of="pp", **options
+        )
+        for name in pairs[0]
+    }
     return None if made["activations"] is None else PipelineGroups(**made)
 
 

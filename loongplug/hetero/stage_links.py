@@ -9,7 +9,6 @@ import torch.distributed as dist
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.wire import Ends, Message, PieceEnd, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +81,3 @@ def stage_ends(
     giver, taker = (behind, before) if what.back else (before, behind)
     width = 0 if giver is None else giver.width
     return Ends(given=of(taker), taken=of(giver), width=width, dtype=spec.dtype)
-
-
-def boundaries(layout: Layout) -> list[list[int]]:
-    """The ranks on both sides of each boundary between two stages, ascending."""
-    pipelines = layout.groups("pp")
-    return [
-        sorted(rank for ranks in pipelines for rank in ranks[stage : stage + 2])
-        for stage in range(layout.pp - 1)
-    ]

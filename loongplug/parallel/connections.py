@@ -42,6 +42,6 @@ def connected_group(
     None on a rank that is of none of ``groups``. ``options`` are :func:`create_exchange_group`'s.
     Collective over the world.
     """
-    group = create_exchange_group(name, groups, **options)
+    group = create_exchange_group(name, groups, messages=True, **options)
     connect(group, pairs, device=device)
     return group

@@ -48,7 +48,7 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
     def assigned(units: Units, replicas: int) -> list[tuple[Share, ...]]:
         return assignment_of(args, encoder, replicas=replicas).of_step(units)
 
-    of_a_pass = OF_A_LAYER[args.device] * (encoder.computed_layers + 1)  # with the projectors
+    of_a_pass = OF_A_LAYER[args.target_device] * (encoder.computed_layers + 1)  # with projectors
     joined = encoder.joined_rows // encoder.rows_per_state * own.forward["states"]
     rows = [(args.seq_length,) * args.micro_batch_size]
     decoder = decoder_costs(args, amounts.decoder, rows)

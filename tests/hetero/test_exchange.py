@@ -1,7 +1,7 @@
 """Rows on their way: every one comes, to the right rank and place, and no other is sent."""
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -189,6 +189,29 @@ def test_units_come_and_gradients_return(name, split):
     )
     sent, needed = (sum(column) for column in zip(*counted, strict=True))
     assert sent == needed > 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("units", "replicas", "lots"),
+    [
+        (range(0), 1, []),
+        (range(4, 20), 1, [16]),
+        (range(4, 44), 2, [16, 16, 8]),
+        (range(64), 24, [24, 24, 16]),
+    ],
+)
+def test_sixteen_units_go_over_at_a_time_or_one_of_each_replica(units, replicas, lots):
+    owners = [unit % replicas for unit in range(64)]
+    spec = ExchangeSpec(
+        tokens=(1,) * 64,
+        shares=tuple((Share(encoder_replica=each),) for each in owners),
+        width=WIDTH,
+        dtype=torch.float32,
+    )
+    found = [*spec.lots(units)]
+    assert [*chain(*found)] == [*units]
+    assert [*map(len, found)] == lots
 
 
 def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:

@@ -245,6 +245,29 @@ def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
     assert set(alive) == {0}
 
 
+@pytest.mark.parametrize("on_host", [frozenset(), frozenset({Kept.FEATURES})], ids=["here", "away"])
+def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
+    """What comes is copied out of what it came in, which is gone before more comes."""
+    rows = [2] * 40
+    features, came, most = Noted(), Noted(), []
+
+    class Watched(Wires):
+        def gather_variable_shape_embeddings(self, payloads, spec):
+            assert came.alive() == 0
+            for each in executor._now.features.values():
+                features.note(each)
+            found = super().gather_variable_shape_embeddings(payloads, spec)
+            came.note(found[0])
+            most.append(features.alive() + 2 * came.alive())
+            return found
+
+    executor = executor_of(separated, HostCopies(), on_host=on_host)
+    executor._exchange = Watched()
+    run_step(executor, Model(), rows)
+    each = 2 * WIDTH * 4
+    assert max(most) == (2 * 16 if on_host else 40 + 8) * each
+
+
 def test_a_gradient_that_did_not_come_is_missed():
     executor = executor_of(separated, HostCopies())
     model = Model()

@@ -6,10 +6,11 @@ import pytest
 import torch
 from delivered import delivered
 
+from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, boundaries, stage_ends
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -40,9 +41,10 @@ def test_both_ends_list_the_same_messages(what: Cargo) -> None:
 
 
 @pytest.mark.quick
-def test_boundaries_have_the_ranks_of_both_stages() -> None:
-    assert boundaries(Layout(tp=2, pp=3, first_rank=4)) == [[4, 5, 6, 7], [6, 7, 8, 9]]
-    assert boundaries(Layout(tp=2, dp=2, first_rank=1)) == []
+def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
+    pairs = [[(4, 6), (5, 7)], [(6, 8), (7, 9)]]
+    assert stage_pairs(Layout(tp=2, pp=3, first_rank=4)) == pairs
+    assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
 
 
 @pytest.mark.quick

@@ -429,17 +429,47 @@ def test_what_is_said_of_an_encoder_in_another_mode(
     assert capsys.readouterr().out == said
 
 
-def test_a_device_with_one_queue_does_not_stream(
-    prepared: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("layout", "queues", "refused"),
+    [
+        ((1, 2), None, True),  # a run sets 1
+        ((1, 2), "3", True),
+        ((1, 2), "4", False),
+        ((1, 4), "7", True),
+        ((1, 4), "8", False),
+        ((2, 4), "17", True),
+        ((2, 4), "32", False),
+        ((2, 1), "1", False),  # nothing streams
+    ],
+)
+def test_a_device_has_a_queue_for_each_stream(
+    prepared: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: tuple[int, int],
+    queues: str | None,
+    refused: bool,
 ) -> None:
-    for queues, device, refused in (
-        ("1", "cuda", True),
-        ("32", "cuda", False),
-        ("1", "cpu", False),
-    ):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-        found = violated(prepared, device=device, **STREAMED)
-        assert ("streamed-queues" in found) == refused
+    tp, pp = layout
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    changes = {**LAYOUT, **sizes, "num_layers": 8, **STREAMED}
+    assert "streamed-queues" not in violated(prepared, **changes)
+    found = violated(prepared, target_device="cuda", **changes)
+    assert ("streamed-queues" in found) == refused
+
+
+@pytest.mark.parametrize(("replicas", "refused"), [(12, False), (13, True)])
+def test_a_rank_has_a_stream_for_each_communicator(
+    prepared: Run, replicas: int, refused: bool
+) -> None:
+    """Of an encoder on a rank of its own: there and back for each replica of the decoder."""
+    model = changed(prepared[1], [f"image_encoder.rank_offset={replicas}"])
+    layout = {"ranks": replicas + 1, "world_size": replicas, "global_batch_size": 2 * replicas}
+    assert violated(prepared, model=model, **layout) == []
+    found = violated(prepared, model=model, target_device="cuda", **layout)
+    assert found == (["communicators"] if refused else [])
 
 
 @pytest.mark.parametrize(
@@ -449,7 +479,7 @@ def test_a_device_with_one_queue_does_not_stream(
         ("streamed", {"pipeline_model_parallel_size": 2}, "streamed", ""),
         ("separated", {"pipeline_model_parallel_size": 2}, "separated", ""),
         ("auto", {}, "separated", ""),
-        ("auto", {"pipeline_model_parallel_size": 2, "device": "cuda"}, "separated", ""),
+        ("auto", {"pipeline_model_parallel_size": 2, "target_device": "cuda"}, "separated", ""),
         (
             "auto",
             {"pipeline_model_parallel_size": 2, "enable_full_hetero_dp": False},

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.hetero.modes import may_fill_bubbles, mode_of
+from loongplug.training.rules import communicators
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule, value_of
@@ -116,12 +117,20 @@ def streamed_stages(args: Namespace, model: Any) -> str | None:
 @rule(
     reason="a message that its receiver has not come to yet would hold up whatever the device is "
     "given behind it, and ranks would wait for each other for ever",
-    cure="set CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
+    cure="export CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
     f"parallelism on GPUs below Blackwell, or {_SEPARATED}",
 )
 def streamed_queues(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-schedule streamed` on CUDA with `CUDA_DEVICE_MAX_CONNECTIONS=1`"""
-    if not _STREAMED.said(args) or args.device != "cuda":
+    """`--full-hetero-dp-schedule streamed` on CUDA with fewer `CUDA_DEVICE_MAX_CONNECTIONS` (1
+    where it is not set) than a rank has streams for messages
+    """
+    most = communicators.most_of_a_rank(args, model)
+    if not _STREAMED.said(args) or most is None or most.own > communicators.MOST:
         return None
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    return f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS=1" if queues == "1" else None
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run sets it
+    if queues.isdigit() and int(queues) >= most.messages:
+        return None
+    return (
+        f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {most.messages} "
+        "streams for messages on a rank"
+    )
