@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import as_rank
-from loongplug.hetero import encoder_place, piece_edges, pipeline_wires
+from loongplug.hetero import encoder_place
 from loongplug.hetero.communicators import Pair, count, piece_pairs
 from loongplug.hetero.placement import Edge
+from loongplug.parallel import connections, states
 from loongplug.training.rules.communicators import communicators_of
 
 pytestmark = pytest.mark.quick
@@ -37,8 +38,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "apart": (6, [*TP2_PP2[:2], *APART]),
     "apart-sequence-parallel": (6, [*TP2_PP2[:2], "--sequence-parallel", *APART]),
 }
-# As a reading of an earlier version counted them by hand: tp, pp, communicators.
-COUNTED = [(2, 4, 16), (4, 4, 36), (8, 4, 76), (8, 8, 140)]
+# By hand: tp, pp, communicators where each consumer needs all, and with sequence parallelism.
+COUNTED = [(2, 4, 11, 16), (4, 4, 21, 36), (8, 4, 41, 76), (8, 8, 77, 140)]
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
@@ -47,7 +48,7 @@ def test_as_many_are_counted_as_a_start_connects(
 ) -> None:
     connected: list[list[Pair]] = []
     all_to_all: list[Any] = []
-    make = encoder_place.create_exchange_group
+    make = states.create_exchange_group
 
     def connect(group: Any, pairs: Iterable[Pair], *, device: Any) -> None:
         if group is not None:
@@ -58,8 +59,8 @@ def test_as_many_are_counted_as_a_start_connects(
         all_to_all.extend([] if messages or group is None else [group])
         return group
 
-    for module in (encoder_place, piece_edges, pipeline_wires):
-        monkeypatch.setattr(module, "connect", connect)
+    monkeypatch.setattr(connections, "connect", connect)
+    for module in (encoder_place, connections):
         monkeypatch.setattr(module, "create_exchange_group", made)
     parsed = parsed_for([*RUN, *flags], ranks=ranks, stand_ins=tmp_path)
     found = communicators_of(parsed.args, parsed.model)
@@ -76,13 +77,14 @@ def test_as_many_are_counted_as_a_start_connects(
         assert found[rank].exchanges == len(all_to_all), rank
 
 
-@pytest.mark.parametrize(("tp", "pp", "expected"), COUNTED)
-def test_pieces_of_a_first_stage(tp: int, pp: int, expected: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "whole", "split"), COUNTED)
+def test_pieces_of_a_first_stage(tp: int, pp: int, whole: int, split: int) -> None:
     ranks = range(tp * pp)
     edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=(*range(tp),))
-    ways = product((False, True), repeat=2)
-    found = count(piece_pairs(edge, back=back, up=up, parts=1) for back, up in ways)
-    assert {found[rank] for rank in edge.consumers} == {expected}
+    for parts, expected in ((1, whole), (tp, split)):
+        ways = product((False, True), repeat=2)
+        found = count(piece_pairs(edge, back=back, up=up, parts=parts) for back, up in ways)
+        assert {found[rank] for rank in edge.consumers} == {expected}
 
 
 def test_megatrons_groups_are_those_of_several_ranks(tmp_path: Path) -> None:
