@@ -34,7 +34,7 @@ from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
-from loongplug.hetero.wire import WINDOW, What, Wire
+from loongplug.hetero.wire import What, Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -107,19 +107,20 @@ class Ranks:
         microbatches: int,
         chunks: int = 1,
         overlap: bool = False,
-        window: int = WINDOW,
+        more: int = 0,
         without: Sequence[int] = (),
     ) -> None:
         """``decoder`` and ``encoders`` are the stages of all; each is one rank.
 
         ``chunks``: virtual stages of each of the decoder's. ``overlap``: with their passes beside
-        what is sent. ``without``: microbatches without rows.
+        what is sent. ``without``: microbatches without rows. ``more``
+        pieces are received ahead.
         """
         self._patch = patch
         self._pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
         self._overlap = overlap
         self._microbatches = microbatches
-        self._window = window
+        self._more = more
         self._ahead = ahead(pipeline=decoder, virtual=chunks > 1)
         self._placed = []
         offset = decoder
@@ -186,7 +187,9 @@ class Ranks:
         return self._with_window(edges)
 
     def _with_window[W: Wire](self, wire: W) -> W:
-        wire.windows |= {what: self._window for what in wire.windows if not what.back}
+        wire.windows |= {
+            what: own + self._more for what, own in wire.windows.items() if not what.back
+        }
         return wire
 
     def _in_flight(self, encoder: Placed, stage: int) -> int:
@@ -327,7 +330,7 @@ def test_receives_that_are_posted_earlier_hang(
         encoders=[2],
         microbatches=8,
         chunks=chunks,
-        window=WINDOW + 1,
+        more=1,
     )
     assert not ranks.finish()
 
