@@ -113,8 +113,8 @@ class Ranks:
         """``decoder`` and ``encoders`` are the stages of all; each is one rank.
 
         ``chunks``: virtual stages of each of the decoder's. ``overlap``: with their passes beside
-        what is sent. ``without``: microbatches without rows. ``more``
-        pieces are received ahead.
+        what is sent. ``without``: microbatches without rows. ``more``: so many more pieces are
+        received ahead.
         """
         self._patch = patch
         self._pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
@@ -184,12 +184,11 @@ class Ranks:
             in_flight=self._in_flight(encoder, stage),
             device=HOST,
         )
-        return self._with_window(edges)
+        return self._with_more(edges)
 
-    def _with_window[W: Wire](self, wire: W) -> W:
-        wire.windows |= {
-            what: own + self._more for what, own in wire.windows.items() if not what.back
-        }
+    def _with_more[W: Wire](self, wire: W) -> W:
+        for what in wire.windows:
+            wire.windows[what] += 0 if what.back else self._more
         return wire
 
     def _in_flight(self, encoder: Placed, stage: int) -> int:
@@ -240,7 +239,7 @@ class Ranks:
         numbers = tuple(range(self._microbatches))
         spec = StageSpec(rows=self._rows, microbatches=numbers, dtype=ROW.dtype)
         edges.begin(self._units, trains=True)
-        self._with_window(links).begin(spec, trains=True)
+        self._with_more(links).begin(spec, trains=True)
         for each in apart(self._step(encoder, stage, less=less))[BEGIN]:
             match each:
                 case TakeStates(unit=unit):
