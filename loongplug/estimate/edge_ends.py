@@ -193,7 +193,7 @@ class EncoderEnd:
                 if not self.leads:
                     ledger.add(FEATURE_GRADIENTS, encoded.features(unit))
                 self._hear(ledger)
-                # Whole, beside what came.
+                # Whole, beside what came of each part of the sequence; counted of one, too.
                 ledger.work("exchange of gradients", encoded.features(unit))
             case Receive(what=Cargo.STATE_GRADIENTS):
                 self._hear(ledger)

@@ -95,16 +95,11 @@ def piece_ends(what: Cargo, pieces: ExchangeSpec, *, edge: Edge, rank: int) -> E
             rows = of_piece if what.back else consumed
             taken[each.unit].append(Message(peer=each.source, rows=rows))
     part = edge.part_of(rank, parts=parts) if rank in edge.consumers else 0
-    needed = [size(pieces.of_parts(piece)[part]) for piece in numbers]
+    needed = tuple(size(pieces.of_parts(piece)[part]) for piece in numbers)
     there, back = (needed, pieces.tokens) if what.back else (pieces.tokens, needed)
     return Ends(
-        given=_numbered(there, given),
-        taken=_numbered(back, taken),
+        given={n: PieceEnd(rows=there[n], messages=tuple(given[n])) for n in numbers},
+        taken={n: PieceEnd(rows=back[n], messages=tuple(taken[n])) for n in numbers},
         width=pieces.width,
         dtype=pieces.dtype,
     )
-
-
-def _numbered(rows: Sequence[int], messages: Sequence[Sequence[Message]]) -> dict[int, PieceEnd]:
-    ends = (PieceEnd(rows=r, messages=tuple(m)) for r, m in zip(rows, messages, strict=True))
-    return dict(enumerate(ends))

@@ -40,7 +40,8 @@ class Message:
 class PieceEnd:
     """What one rank gives or takes of a piece: ``rows`` in all, by its messages.
 
-    ``microbatch`` is the piece's; None where sends are not bounded by microbatches.
+    One without rows does not travel, but its piece counts as received ahead. ``microbatch`` is the
+    piece's; None where sends are not bounded by microbatches.
     """
 
     rows: int
@@ -72,7 +73,7 @@ class Way:
 
 
 class Wire[Spec]:
-    """One rank's ends of all that goes between an encoder's ranks, or from there and back.
+    """One rank's ends of all that goes from an encoder's ranks to others, and comes back.
 
     Which messages these are follows from what all know of a step, its ``Spec``.
     """
@@ -162,7 +163,6 @@ class Wire[Spec]:
         self.ways.clear()
 
     def _from_others(self, end: PieceEnd) -> list[Message]:
-        """Also messages without rows: their pieces count as received ahead."""
         return [each for each in end.messages if each.peer != self._rank]
 
     def _send(self, what: Cargo, rows: Tensor, target: int, *, end: PieceEnd) -> None:

@@ -116,5 +116,5 @@ def test_what_gpus_refuse_an_estimate_refuses(
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     flags = [*RUN, *TP2_PP2, *STREAMED[:-2]]
-    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 and 10 streams"):
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 and 7 streams"):
         parsed_for(flags, ranks=4, stand_ins=tmp_path)

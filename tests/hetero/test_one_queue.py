@@ -31,7 +31,7 @@ from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
-from loongplug.hetero.wire import WINDOW, Wire
+from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -105,19 +105,20 @@ class Ranks:
         microbatches: int,
         chunks: int = 1,
         overlap: bool = False,
-        window: int = WINDOW,
+        more: int = 0,
         without: Sequence[int] = (),
     ) -> None:
         """``decoder`` and ``encoders`` are the stages of all; each is one rank.
 
         ``chunks``: virtual stages of each of the decoder's. ``overlap``: with their passes beside
-        what is sent. ``without``: microbatches without rows.
+        what is sent. ``without``: microbatches without rows. ``more``: so many more pieces are
+        received ahead.
         """
         self._patch = patch
         self._pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
         self._overlap = overlap
         self._microbatches = microbatches
-        self._window = window
+        self._more = more
         self._ahead = ahead(pipeline=decoder, virtual=chunks > 1)
         self._placed = []
         offset = decoder
@@ -181,10 +182,11 @@ class Ranks:
             in_flight=self._in_flight(encoder, stage),
             device=HOST,
         )
-        return self._with_window(edges)
+        return self._with_more(edges)
 
-    def _with_window[W: Wire](self, wire: W) -> W:
-        wire.windows |= {what: self._window for what in wire.windows if not what.back}
+    def _with_more[W: Wire](self, wire: W) -> W:
+        for what in wire.windows:
+            wire.windows[what] += 0 if what.back else self._more
         return wire
 
     def _in_flight(self, encoder: Placed, stage: int) -> int:
@@ -235,7 +237,7 @@ class Ranks:
         numbers = tuple(range(self._microbatches))
         spec = StageSpec(rows=self._rows, microbatches=numbers, dtype=ROW.dtype)
         edges.begin(self._units, trains=True)
-        self._with_window(links).begin(spec, trains=True)
+        self._with_more(links).begin(spec, trains=True)
         for each in apart(self._step(encoder, stage, less=less))[BEGIN]:
             match each:
                 case Send(what=what, piece=piece):
@@ -318,7 +320,7 @@ def test_receives_that_are_posted_earlier_hang(
         encoders=[2],
         microbatches=8,
         chunks=chunks,
-        window=WINDOW + 1,
+        more=1,
     )
     assert not ranks.finish()
 
