@@ -10,12 +10,8 @@ give back. All go backward behind their last pass.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from loongplug.hetero.step_costs import (
-    EncoderPlan,
-    EncoderWork,
-    Name,
-    Step,
-)
+from loongplug.hetero.pieces import runs
+from loongplug.hetero.step_costs import EncoderPlan, EncoderWork, Name, Step
 from loongplug.hetero.step_programs import PassOnClock
 
 
@@ -81,23 +77,10 @@ def at_the_ends(step: Step, owned: Sequence[Sequence[Name]]) -> tuple[tuple[Enco
     )
 
 
-def joined_passes(step: Step, names: Iterable[Name]) -> list[tuple[Name, ...]]:
-    """Pieces of one replica that nothing keeps apart, in as few passes as there may be.
-
-    What is needed first goes first.
-    """
-    found: list[list[Name]] = []
-    latest: dict[int, list[Name]] = {}  # by encoder
-    taken: dict[int, int] = {}  # by that
-    for name in names:
-        kind, forward = step.kind(name), step.pieces[name[0]][name[1]].forward
-        if kind in latest and taken[kind] + forward <= step.encoders[kind].joined:
-            latest[kind].append(name)
-            taken[kind] += forward
-        else:
-            latest[kind], taken[kind] = [name], forward
-            found.append(latest[kind])
-    return list(map(tuple, found))
+def joined_passes(step: Step, names: Sequence[Name]) -> list[tuple[Name, ...]]:
+    """Pieces of one replica that nothing keeps apart, in as few passes as there may be."""
+    costs = [step.pieces[unit][piece].forward for unit, piece in names]
+    return [tuple(names[each.start : each.stop]) for each in runs(costs, step.encoder.joined)]
 
 
 def _work(
@@ -107,10 +90,8 @@ def _work(
     lots = [
         (before, each) for before, names in blocks.items() for each in joined_passes(step, names)
     ]
-    forwards = tuple(EncoderWork(before, True, names) for before, names in lots)
-    backwards = (
-        EncoderWork(behind, False, names) for _, names in lots if step.encoder(names[0]).trains
-    )
+    forwards = (EncoderWork(before, True, names) for before, names in lots)
+    backwards = (EncoderWork(behind, False, names) for _, names in lots if step.encoder.trains)
     return (*forwards, *backwards)
 
 
