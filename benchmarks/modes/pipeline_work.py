@@ -191,7 +191,7 @@ def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
     )
 
 
-def in_turn(units: Units, replicas: int) -> list[tuple[Share, ...]]:
+def in_turn(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
     """Which of an encoder's replicas encodes each unit of a step: each in turn."""
     return Assignment(replicas=replicas).of_step(units)
 
