@@ -47,7 +47,7 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
 def swap_two_microbatches_gradients(rank: int) -> None:
-    """Of pieces of one size that one replica has: backwards wait for the gradients of both."""
+    """Of pieces that one replica has, as many rows as both have: backwards wait for both."""
     from loongplug.hetero.operations import PiecesBackward
 
     waits: list[Any] = []
@@ -58,8 +58,7 @@ def swap_two_microbatches_gradients(rank: int) -> None:
             (one, other)
             for one in numbers
             for other in numbers
-            if one < other and pieces[one].tokens == pieces[other].tokens
-            if pieces[one].microbatch != pieces[other].microbatch
+            if one < other and pieces[one].microbatch != pieces[other].microbatch
         ]
 
     def swapped(original: Any, self: Any, operation: Any) -> None:
@@ -73,7 +72,10 @@ def swap_two_microbatches_gradients(rank: int) -> None:
         if not here and pairs(self, [*found, *chain(*later)]):
             return
         for one, other in here[:1]:
-            found[one], found[other] = found[other], found[one]
+            first, second = found[one].clone(), found[other].clone()
+            rows = min(len(first), len(second))
+            first[:rows], second[:rows] = found[other][:rows], found[one][:rows]
+            found[one], found[other] = first, second
         for each in waits:
             original(self, each)
         waits.clear()
