@@ -17,12 +17,12 @@ is called behind the wait. Nobody waits for the sends of features and gradients 
 replica without a piece has no work here, and still has to give every parameter a gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from loongplug.hetero.balance import plan as balanced
+from loongplug.hetero.pieces import runs
 from loongplug.hetero.step_costs import EncoderPlan, EncoderWork, Name, Step
-from loongplug.hetero.step_programs import PlanClock, decoder_alone
-from loongplug.hetero.streaming_blocks import at_the_ends, blocks, joined_passes, waits_of
+from loongplug.hetero.step_programs import PassOnClock, PlanClock, decoder_alone
 from loongplug.hetero.streaming_draft import Habits, drafted, passes_ahead
 
 # Chosen of 316 by measuring them beside the blocks, on 208 steps of 2 to 8 stages: even and uneven,
@@ -60,23 +60,90 @@ def separated(step: Step) -> EncoderPlan:
     """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
     costs = [step.encoding(*name) for name in step.names]
     owners = balanced(costs, len(step.replicas), threshold=0)
-    owned: list[list[Name]] = [[] for _ in step.replicas]
-    for owner, name in zip(owners, step.names, strict=True):
-        owned[owner].append(name)
-    return EncoderPlan(work=at_the_ends(step, owned), streamed=False)
+    return EncoderPlan(work=_at_the_ends(step, owners), streamed=False)
 
 
 def _plans(step: Step) -> Iterator[EncoderPlan]:
     """What is tried; of two that are equally fast, the first has fewer passes."""
     alone = decoder_alone(step)
-    waits, passes = waits_of(step, alone), passes_ahead(step, alone)
-    for fill in (0, 2, 4):
-        yield blocks(step, waits, fill=fill)
+    yield _blocks(step, alone)
+    passes = passes_ahead(step, alone)
     for habits in _HABITS:
         plan = drafted(step, passes, habits)
         yield EncoderPlan(work=tuple(_joined(step, each) for each in plan.work), streamed=True)
         if any(step.encoder.each):  # where passes are free, those that are joined are as fast
             yield plan
+
+
+def _blocks(step: Step, alone: Iterable[PassOnClock]) -> EncoderPlan:
+    """One block of neighbouring pieces to each replica, before its first pass, and back at its end.
+
+    Later stages have later pieces, and more of them: their first activations come later, and they
+    are through earlier, as is seen of the decoder ``alone``. The first stage has the last pieces,
+    too, of as many microbatches as there are later stages: it is through last, so that nobody else
+    waits for what they give back.
+    """
+    begins = {each.one: each.begin for each in alone}
+    ends = [begins[passes[-1]] + step.cost(passes[-1]) for passes in step.passes]
+    waits = [
+        begins[passes[0]] + max(ends) - end for passes, end in zip(step.passes, ends, strict=True)
+    ]
+    costs = [step.encoding(*name) for name in step.names]
+    rooms = _filled([waits[stage] for stage in step.replicas], sum(costs))
+    last = range(len(step.pieces) - len(step.passes) + 1, len(step.pieces))
+    tail = sum(step.encoding(*name) for name in step.names if name[0] in last)
+    first = step.lanes[0]
+    tails = [min(rooms[replica], tail // len(first)) for replica in first]
+    for replica, each in zip(first, tails, strict=True):
+        rooms[replica] -= each
+    owners = [*range(len(rooms)), *first]
+    dealt = _dealt([*rooms, *tails], costs)
+    work = _at_the_ends(step, [owners[place] for place in dealt])
+    return EncoderPlan(work=work, streamed=True)
+
+
+def _filled(free: Sequence[int], work: int) -> list[int]:
+    """What each takes of the ``work`` so that all are through at once who have something to do."""
+    left = sorted(free, reverse=True)
+    while left:
+        level = (work - sum(left)) // len(left)
+        if level + left[-1] >= 0:
+            break
+        left.pop()
+    return [max(0, level + each) for each in free]
+
+
+def _dealt(rooms: Sequence[int], costs: Sequence[int]) -> list[int]:
+    """In which of the ``rooms``, in order, each cost is: where at least half of it fits."""
+    found, ends, taken, place = [], rooms[0], 0, 0
+    for cost in costs:
+        while 2 * taken + cost > 2 * ends and place + 1 < len(rooms):
+            place += 1
+            ends += rooms[place]
+        found.append(place)
+        taken += cost
+    return found
+
+
+def _at_the_ends(step: Step, owners: Sequence[int]) -> tuple[tuple[EncoderWork, ...], ...]:
+    """By replica: its pieces before its first pass, and all back behind its last."""
+    owned: list[list[Name]] = [[] for _ in step.replicas]
+    for owner, name in zip(owners, step.names, strict=True):
+        owned[owner].append(name)
+    return tuple(
+        tuple(
+            EncoderWork(before, forward, names)
+            for before, forward in ((0, True), (len(step.passes[stage]), False))
+            for names in (_passes(step, each) if forward or step.encoder.trains else ())
+        )
+        for each, stage in zip(owned, step.replicas, strict=True)
+    )
+
+
+def _passes(step: Step, names: Sequence[Name]) -> list[tuple[Name, ...]]:
+    """Pieces of one replica that nothing keeps apart, in as few passes as there may be."""
+    costs = [step.pieces[unit][piece].forward for unit, piece in names]
+    return [tuple(names[each.start : each.stop]) for each in runs(costs, step.encoder.joined)]
 
 
 def _joined(step: Step, work: Sequence[EncoderWork]) -> tuple[EncoderWork, ...]:
@@ -91,7 +158,7 @@ def _joined(step: Step, work: Sequence[EncoderWork]) -> tuple[EncoderWork, ...]:
     found = [
         (place, EncoderWork(work[place].before, forward, pieces))
         for names in lots.values()
-        for pieces in joined_passes(step, names)
+        for pieces in _passes(step, names)
         for forward in (True, False)
         if (place := places.get((forward, pieces[-1]))) is not None
     ]
