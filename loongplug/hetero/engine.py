@@ -24,8 +24,7 @@ from loongplug.hetero.pipeline_graph import in_flight
 from loongplug.hetero.pipeline_wires import PipelineGroups
 from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import StreamedCosts
-from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
@@ -232,7 +231,7 @@ class EncoderEngine:
         )
 
     def streaming(self, planner: StepPlanner) -> Executor:
-        """The executor, which from now on streams as ``planner`` has planned for all encoders."""
+        """The executor, which from now on streams as ``planner`` has planned."""
         place, rank = self.place, dist.get_rank()
         assert place.edge is not None
         assert place.piece_groups is not None
@@ -280,34 +279,38 @@ class Engine:
         for each in self.encoders.values():
             each.recorder = recorder
 
+    @property
+    def streams(self) -> str | None:
+        """The encoder whose steps of training may stream, one at most."""
+        found = [name for name, each in self.encoders.items() if each.fills_bubbles]
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
     @cached_property
     def step_planner(self) -> StepPlanner | None:
-        """Plans steps of training, of all encoders that may stream; None where none may.
+        """Plans steps of training for the encoder that may stream; None where none may.
 
-        Collective like their places.
+        Collective like its place.
         """
-        costs, replicas = {}, {}
-        for name, each in self.encoders.items():
-            edge = each.place.edge
-            if each.costs is not None and edge is not None:
-                costs[name], replicas[name] = each.costs, edge.replicas
-        if not costs:
+        if self.streams is None:
             return None
-        decoder = decoder_layout()
-        stages = {rank: decoder.coordinates(rank).pp for rank in decoder.ranks}
-        return StepPlanner(costs, replicas, stages=stages)
+        encoder, decoder = self.encoders[self.streams], decoder_layout()
+        edge, costs = encoder.place.edge, encoder.costs
+        assert edge is not None, "the encoder lies on all ranks"
+        assert costs is not None, "the mode fills bubbles"
+        return StepPlanner(
+            costs, stages=[decoder.coordinates(each[0]).pp for each in edge.replicas]
+        )
 
     @cached_property
     def _bubbles(self) -> BubbleSchedule | None:
         """Where steps may stream. Collective over all ranks."""
-        streaming = [each for each in self.encoders.values() if each.fills_bubbles]
-        if not streaming:
+        if self.streams is None:
             return None
-        planner = self.step_planner
+        planner, encoder = self.step_planner, self.encoders[self.streams]
         assert planner is not None, "an encoder streams"
-        executors = [each.streaming(planner) for each in streaming]
-        groups = streaming[0].pipeline_groups()
-        return BubbleSchedule(executors, groups, recorder=self._recorder)
+        executor = encoder.streaming(planner)
+        return BubbleSchedule(executor, encoder.pipeline_groups(), recorder=self._recorder)
 
     @property
     def states(self) -> dict[str, ModuleState | None]:
@@ -348,7 +351,8 @@ class Engine:
         """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
 
         The encoders nest, the first outermost: it begins a step first and ends it last. Before a
-        forward, the last acts first. What counts is that the order is every rank's.
+        forward, the last acts first. What counts is that the order is every rank's. One that
+        streams is innermost, whatever its place: its plan begins with the schedule.
         """
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
@@ -357,7 +361,9 @@ class Engine:
             schedule = get_schedule(*args, **kwargs)
             if self._bubbles is not None:
                 schedule = self._bubbles.within(schedule)
-            for each in reversed([each for each in self.encoders.values() if each.steps]):
+            nested = [each for each in self.encoders.values() if each.steps]
+            nested.sort(key=lambda each: each.fills_bubbles)
+            for each in reversed(nested):
                 schedule = each.executor().around(schedule)
             return schedule
 

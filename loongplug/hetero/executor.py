@@ -34,7 +34,6 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
-    turns_of,
 )
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageSpec
@@ -237,14 +236,9 @@ class Executor:
         """Of the step that has begun; None where it does not stream."""
         return self._now.pieces
 
-    @property
-    def turns(self) -> int:
-        """Of the encoders' work before a pass, as the plan of the step that has begun has it."""
-        return turns_of(self._now.plan)
-
-    def before_pass(self, number: int, turn: int) -> None:
-        """Before a pass of the stage, where a step streams: what is to be done in this turn."""
-        self._do(before_pass(number, turn))
+    def before_pass(self, number: int) -> None:
+        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        self._do(before_pass(number))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""

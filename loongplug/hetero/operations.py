@@ -30,26 +30,22 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class When:
-    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes.
-
-    Before one pass there are several moments where several encoders take turns.
-    """
+    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes."""
 
     event: Event
     microbatch: int | None = None
     number: int | None = None
-    turn: int = 0
 
 
 BEGIN, END = When(Event.BEGIN), When(Event.END)
 
 
-def before_pass(number: int, turn: int = 0) -> When:
+def before_pass(number: int) -> When:
     """Before a pass of the stage, forward or backward, from 0 on; their count is behind the last.
 
     What the pass before has made has set out, and nobody waits for what this one takes yet.
     """
-    return When(Event.PASS, number=number, turn=turn)
+    return When(Event.PASS, number=number)
 
 
 def forward(microbatch: int) -> When:
@@ -184,8 +180,3 @@ class Weights:
 
 Operation = Encode | Backward | Send | Receive | Exchange | Hand | Move | Weights
 StepPlan = Mapping[When, tuple[Operation, ...]]
-
-
-def turns_of(plan: StepPlan) -> int:
-    """How many moments there are before a pass, at most."""
-    return 1 + max((when.turn for when in plan), default=0)

@@ -9,8 +9,7 @@ from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import Rows, common, within
 from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import Piece, StreamedStep
-from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.streamed_pieces import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.wire import Wire
 
 
@@ -40,13 +39,10 @@ class Streaming:
 
         ``spec`` is what all know of the whole units. The same on every rank of a model replica.
         """
-        names = microbatches[0].units
-        of_all = self._planner.plan(
-            {name: [each.units[name].grids for each in microbatches] for name in names}
-        )
-        if of_all is None:
+        units = [each.units[self.name] for each in microbatches]
+        planned = self._planner.plan([each.grids for each in units])
+        if planned is None:
             return None
-        planned, units = of_all[self.name], [each.units[self.name] for each in microbatches]
         assert encoder.trains == planned.trains, "counted from the flags that freeze"
         return PiecesOfStep(self, planned, units, spec=spec, encoder=encoder)
 

@@ -256,8 +256,8 @@ def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     moves = activations_away(stream.work if _activations_move(step) else ())
     for number, operations in moves.before.items():
         plan.at(before_pass(number), *operations)
-    for place, (before, forwards, together, turn) in enumerate(stream.work):
-        when, moving = before_pass(before, turn), moves.within.get(place, ())
+    for place, (before, forwards, together) in enumerate(stream.work):
+        when, moving = before_pass(before), moves.within.get(place, ())
         if forwards:
             plan.at(when, Encode(pieces=together, movable=together in moves.leaving), *moving)
             plan.at(when, *(Send(what=Cargo.FEATURES, piece=piece) for piece in together))

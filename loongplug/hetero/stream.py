@@ -9,15 +9,11 @@ from loongplug.hetero.operations import Kept, Move, To
 
 
 class PieceWork(NamedTuple):
-    """Pieces that go through the encoder together, before a pass of this rank's stage.
-
-    Several encoders that work before the same pass do so in ``turn``.
-    """
+    """Pieces that go through the encoder together, before a pass of this rank's stage."""
 
     before: int
     forward: bool
     pieces: tuple[int, ...]
-    turn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

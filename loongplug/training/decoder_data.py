@@ -62,7 +62,7 @@ class DecoderData(RankData):
             assignment = assignment_of(
                 self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
             )
-            if planner is not None:
+            if planner is not None and entry.name == self.engine.streams:
                 assignment = replace(assignment, by_plan=planner.shares)
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -117,22 +116,16 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
 
 
 def drive(
-    of_encoders: list[Wire[ExchangeSpec]],
-    replica: int,
-    *,
-    step: Step,
-    plan: EncoderPlan,
-    wires: Wires,
+    edges: Wire[ExchangeSpec], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
-    numbers = {name: number for own in names_by_encoder(step) for number, name in enumerate(own)}
+    numbers = {name: number for number, name in enumerate(step.names)}
     work = list(plan.work[replica])
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
             forward, names = work.pop(0)[1:]
-            edges = of_encoders[step.kind(names[0])]
             for number in map(numbers.__getitem__, names):
                 if forward:
                     edges.send(Cargo.FEATURES, number, torch.zeros(number + 1, 1))
@@ -146,25 +139,15 @@ def drive(
         pieces = [(one.microbatch, piece) for piece in range(count)]
         if one.forward:
             for name in pieces:
-                of_encoders[step.kind(name)].receive(Cargo.FEATURES, numbers[name])
+                edges.receive(Cargo.FEATURES, numbers[name])
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group
             wires.does("waits", ("pass", one, other))
         if not one.forward:
-            for name in (each for each in pieces if step.encoder(each).trains):
-                rows = torch.zeros(numbers[name] + 1, 1)
-                of_encoders[step.kind(name)].send(Cargo.GRADIENTS, numbers[name], rows)
+            for number in map(numbers.__getitem__, pieces if step.encoder.trains else ()):
+                edges.send(Cargo.GRADIENTS, number, torch.zeros(number + 1, 1))
         pipeline_output(step, replica, one, wires=wires)
-    for edges in of_encoders:
-        edges.drain()
-
-
-def names_by_encoder(step: Step) -> list[list[tuple[int, int]]]:
-    """Each one's pieces, in order."""
-    return [
-        [name for name in step.names if step.kind(name) == kind]
-        for kind in range(len(step.encoders))
-    ]
+    edges.drain()
 
 
 def peer(step: Step, replica: int, one: DecoderPass) -> int:
@@ -193,18 +176,15 @@ def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires)
         wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
 
 
-def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> Wires:
+def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: dict[Cargo, Any]) -> Wires:
     """All ranks' step, by real edges and the names of their groups."""
     owners = owners_of(plan)
-    specs = [
-        ExchangeSpec(
-            tokens=tuple(range(1, len(names) + 1)),
-            shares=tuple((Share(encoder_replica=owners[name]),) for name in names),
-            width=1,
-            dtype=torch.float32,
-        )
-        for names in names_by_encoder(step)
-    ]
+    spec = ExchangeSpec(
+        tokens=tuple(range(1, len(step.names) + 1)),
+        shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
+        width=1,
+        dtype=torch.float32,
+    )
     ranks = range(len(step.replicas))
     edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=step.lanes[0])
     wires = Wires()
@@ -212,14 +192,10 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
         for wires.rank in ranks:
-            of_encoders = []
-            for kind, (spec, encoder) in enumerate(zip(specs, step.encoders, strict=True)):
-                own = groups or GROUPS[kind]
-                edges = piece_wire(edge, own, device=torch.device("cpu"))
-                edges.windows = dict.fromkeys(edges.windows, window)
-                edges.begin(spec, trains=encoder.trains)
-                of_encoders.append(edges)
-            drive(of_encoders, wires.rank, step=step, plan=plan, wires=wires)
+            edges = piece_wire(edge, groups, device=torch.device("cpu"))
+            edges.windows = dict.fromkeys(edges.windows, window)
+            edges.begin(spec, trains=step.encoder.trains)
+            drive(edges, wires.rank, step=step, plan=plan, wires=wires)
     return wires
 
 
@@ -233,16 +209,16 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     }
 
 
-def group_of_pieces(what: Cargo, kind: int, source: int, target: int) -> Any:
-    return f"{what.said} {'up' if source < target else 'down'} {kind}"
-
-
 KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
-GROUPS = [{what: partial(group_of_pieces, what, kind) for what in KINDS} for kind in range(2)]
-FEATURES, GRADIENTS = (
-    {group_of_pieces(what, kind, *ends) for kind in range(2) for ends in ((0, 1), (1, 0))}
-    for what in KINDS
-)
+
+
+def over(what: Cargo) -> Any:
+    """The group of a message; the name of one stands for it here."""
+    return lambda source, target: f"{what.said} {'up' if source < target else 'down'}"
+
+
+GROUPS = {what: over(what) for what in KINDS}
+OF_PIECES = {over(what)(*ends) for what in KINDS for ends in ((0, 1), (1, 0))}
 
 
 @given(steps(), st.integers(1, 5), st.booleans())
@@ -250,14 +226,14 @@ FEATURES, GRADIENTS = (
 def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
     """A message's rows are the number of its piece: queues of one stream cannot cross."""
     plan = streamed(step) if fills else separated(step)
-    wires = drawn(step, plan, window=window)
+    wires = drawn(step, plan, window=window, groups=GROUPS)
     assert wires.sent == wires.posted
     for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
-        assert rows == sorted(rows) or name not in FEATURES | GRADIENTS
+        assert rows == sorted(rows) or name not in OF_PIECES
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(rows) for way, rows in wires.sent.items() if way[0] in FEATURES)
+    count = sum(len(rows) for way, rows in wires.sent.items() if way[0].startswith("features"))
     owners = owners_of(plan).values()
     assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
     assert ends(wires.did)
@@ -268,7 +244,7 @@ def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     step = even(2, percent=50, lanes=2)
     both = {what: lambda *_, group=what.said: group for what in KINDS}
     for plan in (streamed(step), separated(step)):
-        assert ends(drawn(step, plan, window=1).did)
+        assert ends(drawn(step, plan, window=1, groups=GROUPS).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
 
 
@@ -278,7 +254,7 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
     for stages, percent in ((2, 30), (8, 20)):
         step = even(stages, percent=percent)
         for plan in (streamed(step), separated(step)):
-            did = drawn(step, plan, window=window).did
+            did = drawn(step, plan, window=window, groups=GROUPS).did
             assert ends(did)
             assert not ends(did, one_queue=True)
 
@@ -293,7 +269,7 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = piece_wire(edge, GROUPS[0], device=torch.device("cpu"))
+        edges = piece_wire(edge, GROUPS, device=torch.device("cpu"))
         edges.windows[Cargo.FEATURES] = 1
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):

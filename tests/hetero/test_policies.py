@@ -25,7 +25,6 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
-    turns_of,
 )
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated, streamed
@@ -149,13 +148,7 @@ def works(
         if trains:
             moments.append((draw(st.integers(begin, passes)), False, together))
     moments.sort(key=lambda each: (each[0], not each[1]))
-    of_others = draw(st.booleans())  # whose turns are between
-    found: list[PieceWork] = []
-    for before, forwards, together in moments:
-        again = found and found[-1].before == before
-        turn = found[-1].turn + of_others * draw(st.integers(0, 2)) if again else 0
-        found.append(PieceWork(before, forwards, together, turn))
-    return tuple(found)
+    return tuple(PieceWork(*each) for each in moments)
 
 
 def at_once(ranks: list[tuple[EncoderStep, Pipeline]]) -> list[tuple[EncoderStep, Pipeline]]:
@@ -177,9 +170,7 @@ def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
     for step, _ in ranks:
         if step.stream is not None:
             assert entered[0] == around
-            assert worked(streamed(step)) == in_turn(step.stream)
-            last = max((each.turn for each in step.stream.work), default=0)
-            assert turns_of(streamed(step)) == last + 1
+            assert worked(streamed(step)) == planned(step.stream)
 
 
 Worked = dict[When, list[tuple[bool, tuple[int, ...]]]]  # forwards and backwards of pieces
@@ -194,12 +185,10 @@ def worked(plan: StepPlan) -> Worked:
     return found
 
 
-def in_turn(stream: Stream) -> Worked:
-    """Among the encoders' work before a pass, each has the turn that all ranks know of."""
+def planned(stream: Stream) -> Worked:
     found: Worked = {}
     for each in stream.work:
-        when = before_pass(each.before, each.turn)
-        found.setdefault(when, []).append((each.forward, each.pieces))
+        found.setdefault(before_pass(each.before), []).append((each.forward, each.pieces))
     return found
 
 

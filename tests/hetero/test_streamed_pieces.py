@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from one_encoder import OneEncoder, in_turn
+from streamed_steps import busiest, simulate
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.data.source import Assignment
+from loongplug.hetero.balance import Balance
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -30,9 +33,10 @@ from loongplug.hetero.operations import (
     To,
     Weights,
 )
-from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.policies import EncoderStep, separated, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, StreamedStep, Units
+from loongplug.hetero.streaming import streamed as plan_of
 
 pytestmark = pytest.mark.quick
 
@@ -54,8 +58,21 @@ def planner(
     trains: bool = True,
     each: PieceCost = FREE,
     joined: int = 1_000_000,
-) -> OneEncoder:
-    """A stage takes as long for a forward as 20 rows do."""
+    joined_rows: int | None = None,
+    balanced: bool = False,
+) -> StepPlanner:
+    """A stage takes as long for a forward as 20 rows do.
+
+    Where steps do not stream, units go into passes by ``joined_rows``, in turn or ``balanced``.
+    """
+    balance = Balance(of_frame=lambda height, width: height * width, blank=(1, 2, 2), tokens=tokens)
+
+    def assigned(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
+        assignment = Assignment(
+            replicas=replicas, by_cost=balance.assign if balanced else None, whole_steps=True
+        )
+        return assignment.of_step(units)
+
     places = stages * chunks
     costs = StreamedCosts(
         of_media=of_media,
@@ -64,10 +81,10 @@ def planner(
         backward=(400 // chunks,) * places,
         group=stages,
         of_passes=PassCosts(trains=trains, each=each, joined=joined),
-        assigned=in_turn,
-        joined_rows=None,
+        assigned=assigned,
+        joined_rows=joined_rows,
     )
-    return OneEncoder(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
+    return StepPlanner(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
 
 
 GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
@@ -103,6 +120,69 @@ def test_every_medium_is_in_one_piece_and_in_its_replica_s_share(
             assert tuple(chain(*pieces)) == tuple(media)
 
 
+# A whole row's image or video, and tiny ones: of the last, 256 cost as much as the first.
+LARGE: Sequence[Grid] = [(1, 32, 32), (8, 8, 8), (2, 4, 4), (1, 2, 4), (1, 2, 2)]
+UNEVEN = st.one_of(
+    st.lists(st.sampled_from(LARGE[2:]), max_size=6),
+    st.lists(st.sampled_from(LARGE), max_size=6),
+    st.integers(1, 24).map(lambda tiny: [LARGE[0], *[LARGE[-1]] * tiny]),
+)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_none_is_slower_than_what_runs_would_do_instead(data: st.DataObject) -> None:
+    """By the clock: the slowest replica's forwards, the decoder, and the same backward."""
+    stages, lanes = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 2))
+    units = data.draw(st.lists(UNEVEN, min_size=1, max_size=6))
+    options: dict[str, Any] = {
+        "each": data.draw(st.sampled_from([FREE, PieceCost(1000, 2000)])),
+        "joined_rows": data.draw(st.sampled_from([None, 1, 40, 2000])),
+        "trains": data.draw(st.booleans()),
+        "balanced": data.draw(st.booleans()),
+    }
+    plans = planner(stages, lanes=lanes, **options)
+    step, otherwise = plans.step(units), plans.separated_time(units)
+    plan = plan_of(step, otherwise=otherwise)
+    assert (plans.plan(units) is not None) == plan.streamed
+    if plan.streamed:
+        times = simulate(step, plan)
+        assert times is not None
+        assert busiest(step) <= times.step < otherwise
+    alone = (len(units) + stages - 1) * (200 + 400)
+    held: list[list[Sequence[Grid]]] = [[] for _ in range(stages * lanes)]
+    shares = plans._costs.assigned(units, stages * lanes)
+    for grids, share in ((u, x) for u, of_unit in zip(units, shares, strict=True) for x in of_unit):
+        own = grids if share.media is None else [grids[n] for n in share.media]
+        held[share.encoder_replica].append(own)
+    for way in (0, 1) if options["trains"] else (0,):
+        alone += max(
+            sum(of_media(grids)[way] for grids in own)
+            + options["each"][way] * as_planned(own, options["joined_rows"])
+            for own in held
+        )
+    assert otherwise == alone
+
+
+def as_planned(units: Units, joined_rows: int | None) -> int:
+    """How many passes a run's plan makes of a replica's units."""
+    plan = separated(
+        EncoderStep(
+            encoder_replicas=((0,),) * len(units),
+            replicas=1,
+            replica=0,
+            consumes=False,
+            training=True,
+            trains=True,
+            last_stage=False,
+            on_host=frozenset({Kept.ACTIVATIONS} if joined_rows is None else ()),
+            rows=tuple(sum(map(prod, grids)) for grids in units),
+            joined_rows=joined_rows or 0,
+        )
+    )
+    return sum(bool(each.pieces) for each in done(plan, Encode))
+
+
 def test_where_nothing_is_gained_nothing_is_planned() -> None:
     assert planner(4).plan([[]] * 8) is None
     assert planner(4).shares([[]] * 8) is None
@@ -117,7 +197,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
-    assert len(one.planner._kept) < 50
+    assert len(one._kept) < 50
     assert one.plan(units) == other.plan(units)
 
 

@@ -30,7 +30,7 @@ def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[
     never |= set() if step.consumes else {Event.GRADIENT}
     passed = [
         each
-        for each in events([plan], pipeline, len(step.encoder_replicas))
+        for each in events(pipeline, len(step.encoder_replicas))
         if isinstance(each, When) and each.event not in never
     ]
     for each in passed:

@@ -53,7 +53,7 @@ def streams(self: Any, *_: Any, **__: Any) -> bool:
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
 def swap_two_microbatches_gradients(rank: int) -> None:
-    """Of pieces of one size that one replica has: backwards wait for the gradients of both."""
+    """Of pieces that one replica has, as many rows as both have: backwards wait for both."""
     waits: list[Any] = []
 
     def pairs(planned: Any, numbers: Any) -> list[tuple[int, int]]:
@@ -62,8 +62,7 @@ def swap_two_microbatches_gradients(rank: int) -> None:
             (one, other)
             for one in numbers
             for other in numbers
-            if one < other and pieces[one].tokens == pieces[other].tokens
-            if pieces[one].microbatch != pieces[other].microbatch
+            if one < other and pieces[one].microbatch != pieces[other].microbatch
         ]
 
     def swapped(original: Any, self: Any, pieces: Any, *, more: bool) -> None:
@@ -75,7 +74,10 @@ def swap_two_microbatches_gradients(rank: int) -> None:
         if not here and pairs(planned, [*found, *chain(*later)]):
             return
         for one, other in here[:1]:
-            found[one], found[other] = found[other], found[one]
+            first, second = found[one].clone(), found[other].clone()
+            rows = min(len(first), len(second))
+            first[:rows], second[:rows] = found[other][:rows], found[one][:rows]
+            found[one], found[other] = first, second
         for each in waits:
             original(self, each, more=more)
         waits.clear()

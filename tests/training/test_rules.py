@@ -25,6 +25,7 @@ from rule_cases import (
 )
 from rule_cases.kinds import LAYOUT
 
+from loongplug.hetero.modes import modes_of
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
@@ -399,6 +400,26 @@ def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
         assert violated(prepared, model=model, **changes) == []
 
 
+def test_of_several_encoders_the_one_with_most_work_streams(omni: Any) -> None:
+    """By its size, for a token that it gives the text. The others are as in a separated run."""
+    args = Namespace(**{**vars(omni[0]), **STREAMED, "offload_encoder_activations": True})
+    deep = changed(omni[1], ["audio_encoder.num_layers=40"])
+    for model, most in ((omni[1], "image_encoder"), (deep, "audio_encoder")):
+        found = modes_of(args, model)
+        assert {name: mode.fills_bubbles for name, mode in found.items()} == {
+            name: name == most for name in model.encoders
+        }
+        (other,) = found.keys() - {most}
+        separated = Namespace(**{**vars(args), "full_hetero_dp_schedule": "separated"})
+        assert found[other] == modes_of(separated, model)[other]
+        layout = {"world_size": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
+        for name in model.encoders:
+            wide = changed(model, [f"{name}.tensor_model_parallel_size=4"])
+            expected = ["streamed-stages"] if name == most else []
+            changes = {**layout, "tensor_model_parallel_size": 2, **STREAMED}
+            assert violated(omni, model=wide, **changes) == expected
+
+
 def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
     assert violated(omni, model=omni[1], **STREAMED) == []
     for mode in ("uniform", "encoder_hetero_dp"):
@@ -415,8 +436,8 @@ def test_what_is_said_of_an_encoder_in_another_mode(
     args = Namespace(**{**vars(omni[0]), **STREAMED})
     (line,) = violated_rules(args, model)
     why = (
-        "--full-hetero-dp-schedule streamed with model.audio_encoder: uniform: encoders that "
-        "stream work by one plan, and one in another mode works at times that this plan does not "
+        "--full-hetero-dp-schedule streamed with model.audio_encoder: uniform: an encoder that "
+        "streams works by a plan, and one in another mode works at times that this plan does not "
         "know"
     )
     cure = "give every encoder full separation, or use --full-hetero-dp-schedule separated"

@@ -1,4 +1,4 @@
-"""Full separation whose encoders work in the pipeline's bubbles.
+"""Full separation, one encoder of which works in the pipeline's bubbles.
 
 Where one of these rules stands against a run, ``--full-hetero-dp-schedule auto`` does without.
 """
@@ -7,7 +7,7 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.modes import may_fill_bubbles, mode_of
+from loongplug.hetero.modes import may_fill_bubbles, mode_of, modes_of
 from loongplug.training.rules import communicators
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
@@ -81,7 +81,7 @@ streamed_virtual = excludes(
 
 
 @rule(
-    reason="encoders that stream work by one plan, and one in another mode works at times that "
+    reason="an encoder that streams works by a plan, and one in another mode works at times that "
     "this plan does not know",
     cure=f"give every encoder full separation, or {_SEPARATED}",
 )
@@ -103,15 +103,16 @@ def streamed_encoders(args: Namespace, model: Any) -> str | None:
     cure=f"give it a tensor parallel size of at most the decoder's, or {_SEPARATED}",
 )
 def streamed_stages(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-schedule streamed` with an encoder `tensor_model_parallel_size` above the
-    decoder's
+    """`--full-hetero-dp-schedule streamed` where the encoder that streams has a
+    `tensor_model_parallel_size` above the decoder's
     """
     decoder = args.tensor_model_parallel_size
-    sizes = {name: encoder_tp(args, model.encoder(name)) for name in model.encoders}
-    large = [f"{model.keys[name]}'s tp {size}" for name, size in sizes.items() if size > decoder]
-    if not _STREAMED.said(args) or not large:
-        return None
-    return f"{_STREAMED.said(args)} with {', '.join(large)} over stages of tp {decoder}"
+    for name, mode in modes_of(args, model).items():
+        size = encoder_tp(args, model.encoder(name))
+        if mode.fills_bubbles and size > decoder:
+            with_tp = f"with {model.keys[name]}'s tp {size} over stages of tp {decoder}"
+            return f"{_STREAMED.said(args)} {with_tp}"
+    return None
 
 
 @rule(
