@@ -203,12 +203,12 @@ def _forward_step(data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
 def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
     """Of a step, as this rank takes them: all samples, or those of an encoder replica's pieces."""
     pieces = [range(case.samples)]
-    planner = engine.step_planner
     shares: dict[str, Sequence[tuple[Share, ...]]] = {
         each.name: _in_turn(case, engine, each) for each in case.encoders
     }
-    if planner is not None:
-        for name, media in media_of(case).items():
+    for name, media in media_of(case).items():
+        planner = engine.encoders[name].step_planner
+        if planner is not None:
             shares[name] = planner.shares(media) or shares[name]
     if engine.own is not None:
         made = engine.encoders[engine.own].place.made_by(dist.get_rank(), training=True)

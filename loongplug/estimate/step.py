@@ -215,14 +215,12 @@ class TracedStep:
 
     def _streamed_side(self, encoder: str, rank: int) -> StreamedSide | None:
         """Of an encoder that streams in this step; None of another one."""
-        planner = self._rank.engine.step_planner
-        if planner is None or encoder != self._rank.engine.streams:
-            return None
+        engine = self._rank.engine.encoders[encoder]
         units = [each.units[encoder] for each in self._microbatches]
-        planned = planner.plan([each.grids for each in units])
+        planner = engine.step_planner
+        planned = None if planner is None else planner.plan([each.grids for each in units])
         if planned is None:
             return None
-        engine = self._rank.engine.encoders[encoder]
         edge = engine.place.edge
         assert edge is not None, "an encoder beside the decoder"
         replica = edge.replica_of(rank)

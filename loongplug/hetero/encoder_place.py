@@ -148,7 +148,7 @@ class PlaceOfEncoder:
     def pipeline_groups(self) -> PipelineGroups:
         """What goes between the decoder's stages where encoders fill its bubbles.
 
-        Collective over all ranks; once in a run, for all encoders.
+        Collective over all ranks; once in a run.
         """
         decoder = decoder_layout()
         found = create_pipeline_groups(

@@ -21,7 +21,6 @@ from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.piece_edges import piece_wire
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight
-from loongplug.hetero.pipeline_wires import PipelineGroups
 from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
@@ -73,7 +72,7 @@ class EncoderEngine:
         self._handed_on = handed_on
         self._joined_rows = joined_rows
         self._ahead = ahead
-        self.costs = costs
+        self._costs = costs
         self._found = PlaceOfEncoder(
             mode=mode,
             entry=entry,
@@ -102,10 +101,6 @@ class EncoderEngine:
     def fills_bubbles(self) -> bool:
         """Whether steps of training may stream."""
         return self._mode.fills_bubbles
-
-    def pipeline_groups(self) -> PipelineGroups:
-        """See :meth:`PlaceOfEncoder.pipeline_groups`."""
-        return self._found.pipeline_groups()
 
     @property
     def steps(self) -> bool:
@@ -230,9 +225,23 @@ class EncoderEngine:
             recorder=self.recorder,
         )
 
-    def streaming(self, planner: StepPlanner) -> Executor:
-        """The executor, which from now on streams as ``planner`` has planned."""
-        place, rank = self.place, dist.get_rank()
+    @cached_property
+    def step_planner(self) -> StepPlanner | None:
+        """Plans steps of training; None where none may stream. Collective like :attr:`place`."""
+        if self._costs is None:
+            return None
+        decoder, edge = decoder_layout(), self.place.edge
+        assert edge is not None, "an encoder that streams lies on all ranks"
+        stages = [decoder.coordinates(ranks[0]).pp for ranks in edge.replicas]
+        return StepPlanner(self._costs, stages=stages)
+
+    def bubbles(self) -> BubbleSchedule:
+        """What is put around a schedule whose bubbles the executor's steps may fill from now on.
+
+        Collective over all ranks.
+        """
+        place, rank, planner = self.place, dist.get_rank(), self.step_planner
+        assert planner is not None, "steps may stream"
         assert place.edge is not None
         assert place.piece_groups is not None
         replica = place.edge.replica_of(rank)
@@ -250,7 +259,8 @@ class EncoderEngine:
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
-        return executor
+        groups = self._found.pipeline_groups()
+        return BubbleSchedule(executor, groups, recorder=self.recorder)
 
     def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
         place, device = self.place, current_platform().device
@@ -271,46 +281,18 @@ class Engine:
 
     def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
-        self._recorder: Recorder = NOTHING
 
     def report_to(self, recorder: Recorder) -> None:
         """Have exchanges report there, from the first step on."""
-        self._recorder = recorder
         for each in self.encoders.values():
             each.recorder = recorder
 
-    @property
-    def streams(self) -> str | None:
-        """The encoder whose steps of training may stream, one at most."""
-        found = [name for name, each in self.encoders.items() if each.fills_bubbles]
-        assert len(found) <= 1, found
-        return found[0] if found else None
-
-    @cached_property
-    def step_planner(self) -> StepPlanner | None:
-        """Plans steps of training for the encoder that may stream; None where none may.
-
-        Collective like its place.
-        """
-        if self.streams is None:
-            return None
-        encoder, decoder = self.encoders[self.streams], decoder_layout()
-        edge, costs = encoder.place.edge, encoder.costs
-        assert edge is not None, "the encoder lies on all ranks"
-        assert costs is not None, "the mode fills bubbles"
-        return StepPlanner(
-            costs, stages=[decoder.coordinates(each[0]).pp for each in edge.replicas]
-        )
-
     @cached_property
     def _bubbles(self) -> BubbleSchedule | None:
-        """Where steps may stream. Collective over all ranks."""
-        if self.streams is None:
-            return None
-        planner, encoder = self.step_planner, self.encoders[self.streams]
-        assert planner is not None, "an encoder streams"
-        executor = encoder.streaming(planner)
-        return BubbleSchedule(executor, encoder.pipeline_groups(), recorder=self._recorder)
+        """Where steps may stream, of one encoder. Collective over all ranks."""
+        streaming = [each for each in self.encoders.values() if each.fills_bubbles]
+        assert len(streaming) <= 1, "one streams"
+        return streaming[0].bubbles() if streaming else None
 
     @property
     def states(self) -> dict[str, ModuleState | None]:

@@ -25,15 +25,15 @@ from loongplug.hetero.step_costs import EncoderPlan, EncoderWork, Name, Step
 from loongplug.hetero.step_programs import PassOnClock, PlanClock, decoder_alone
 from loongplug.hetero.streaming_draft import Habits, drafted, passes_ahead
 
-# Chosen of 316 by measuring them beside the blocks, on 208 steps of 2 to 8 stages: even and uneven,
+# Chosen of 316 by measuring them beside the blocks, on 226 steps of 2 to 8 stages: even and uneven,
 # of several replicas and virtual stages, of passes that cost nothing to three pieces each.
 _HABITS = (
-    Habits(start=0, late=0, urgent=True, extra=True, together=4),
-    Habits(start=2, late=1, urgent=True, extra=False, together=0),
-    Habits(start=2, late=6, urgent=False, extra=True, together=0),
-    Habits(start=8, late=0, urgent=True, extra=True, together=4),
-    Habits(start=12, late=0, urgent=True, extra=True, together=4),
-    Habits(start=16, late=0, urgent=False, extra=True, together=8),
+    Habits(start=0, late=3, urgent=False, extra=3, together=0),
+    Habits(start=2, late=1, urgent=True, extra=0, together=0),
+    Habits(start=4, late=4, urgent=True, extra=1, together=4),
+    Habits(start=10, late=0, urgent=True, extra=1, together=0),
+    Habits(start=12, late=1, urgent=True, extra=1, together=0),
+    Habits(start=16, late=0, urgent=False, extra=1, together=8),
 )
 
 
@@ -70,9 +70,9 @@ def _plans(step: Step) -> Iterator[EncoderPlan]:
     passes = passes_ahead(step, alone)
     for habits in _HABITS:
         plan = drafted(step, passes, habits)
-        yield EncoderPlan(work=tuple(_joined(step, each) for each in plan.work), streamed=True)
-        if any(step.encoder.each):  # where passes are free, those that are joined are as fast
-            yield plan
+        if any(step.encoder.each):
+            yield EncoderPlan(work=tuple(_joined(step, each) for each in plan.work), streamed=True)
+        yield plan
 
 
 def _blocks(step: Step, alone: Iterable[PassOnClock]) -> EncoderPlan:

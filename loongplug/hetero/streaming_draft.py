@@ -19,15 +19,15 @@ class Habits:
     The decoder's first forward may wait until ``start`` sixteenths of the encoder's forward could
     be done. Encoder work may end so late that the decoder is through ``late`` quarters of a piece's
     backward later than it could be. With ``urgent`` it may make the decoder wait where the first
-    stage would soon wait for its features. A replica encodes up to the mean of all, with ``extra``
-    half a piece beyond. A pass has up to ``together`` sixteenths of a replica's even share of the
-    pieces, but one at least.
+    stage would soon wait for its features. A replica encodes up to the mean of all, and ``extra``
+    halves of a piece beyond. A pass has up to ``together`` sixteenths of a replica's even share of
+    the pieces, but one at least.
     """
 
     start: int
     late: int
     urgent: bool
-    extra: bool
+    extra: int
     together: int
 
 
@@ -100,7 +100,7 @@ class _Draft:
         self._encoding = {name: step.encoding(*name) for name in step.names}
         decoding = [step.decoding[stage] for stage in step.replicas]
         mean = -(-(sum(self._encoding.values()) + sum(decoding)) // len(replicas))
-        extra = max(self._encoding.values()) // 2 if habits.extra else 0
+        extra = max(self._encoding.values()) * habits.extra // 2
         self._room = [mean + extra - each for each in decoding]  # for more pieces, by cost
         share = len(step.names) * habits.together // (16 * len(replicas))
         self._together = max(1, share)

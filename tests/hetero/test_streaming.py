@@ -188,18 +188,6 @@ def test_a_few_plans_are_nearly_as_fast_as_a_search(capsys: pytest.CaptureFixtur
         print("", *shown, sep="\n")
 
 
-def test_little_encoding_in_a_long_pipeline() -> None:
-    """All of it lies in the bubble but one piece before and one behind: the least there can be."""
-    step = even(8, percent=20)
-    before, now = ratio(step)
-    assert before / now >= 1.12
-    times = simulate(step, streamed(step))
-    assert times is not None
-    piece = step.pieces[0][0]
-    decoder = (16 + 8 - 1) * (step.forward[0] + step.backward[0])
-    assert times.step == decoder + piece.forward + piece.backward
-
-
 def test_a_frozen_encoder_has_only_forwards() -> None:
     step = even(8, percent=20, trains=False)
     plan = streamed(step)
@@ -256,7 +244,7 @@ def test_where_nothing_waits_it_is_separated() -> None:
 
 
 def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 microbatches in 8 pieces each on 8 stages: about 0.1 s, of a step of many."""
+    """Of 64 microbatches in 8 pieces each on 8 stages: about 0.15 s, of a step of many."""
     step = even(8, percent=50, microbatches=64, count=8)
 
     def plainly() -> None:
@@ -269,4 +257,4 @@ def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
     slower = times_slower(lambda: streamed(step), plainly, turns=3)
     with capsys.disabled():
         print(f"\na plan of 512 pieces on 8 stages: {slower:.1f} times plain work")
-    assert slower < 12  # measured: 4; plain work takes 16 ms, so that 12 are 0.2 s
+    assert slower < 12  # measured: 8; plain work takes 16 ms, so that 12 are 0.2 s
