@@ -72,7 +72,7 @@ def test_as_many_are_counted_as_a_start_connects(
             for each in here.engine.encoders.values():
                 assert each.place is not None
                 if each.fills_bubbles:
-                    each.pipeline_groups()
+                    each._found.pipeline_groups()
         assert found[rank].messages == count(connected)[rank], rank
         assert found[rank].exchanges == len(all_to_all), rank
 
