@@ -294,7 +294,7 @@ def bench_pipeline(
         list[str] | None,
         typer.Option(
             help="uniform, encoder_hetero_dp, full_hetero_dp or own_ranks. Default: all of these. "
-            "Also streamed: full separation, encoders in the pipeline's bubbles."
+            "Also streamed: full separation, one encoder in the pipeline's bubbles."
         ),
     ] = None,
     decoder: Annotated[

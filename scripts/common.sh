@@ -165,6 +165,10 @@ warn_of_bubbles() {
 launch() {
     warn_of_bubbles "$@"
     export CUDA_DEVICE_MAX_CONNECTIONS="${CONNECTIONS:-1}"
+    # Rows of all lengths leave holes in memory that comes in pieces of fixed sizes.
+    if [[ -z "${PYTORCH_CUDA_ALLOC_CONF+given}" ]]; then
+        export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
+    fi
     exec python -m loongplug.parallel.launch "${LAUNCH_ARGS[@]}" "$ROOT/loongplug/train.py" \
         "${FLAGS[@]}" "$@"
 }

@@ -46,16 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=longer)
         items[:] = [item for item in items if item not in {*longer}]
     for item in items:
-        if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if "WHOLE_SWEEP" not in os.environ:
         alike = pytest.mark.skip(reason="one of many alike; scripts/test.sh --all")
         for item in items:
-            if "sweep" in item.keywords:
+            if item.get_closest_marker("sweep"):
                 item.add_marker(alike)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)

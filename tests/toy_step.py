@@ -123,12 +123,6 @@ class Wires:
 
     consumes = True
 
-    def begin(self, units: Any, *, trains: bool) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
     def gather_variable_shape_embeddings(self, payloads: Any, spec: Any) -> dict[int, Tensor]:
         units = sorted(payloads)
         arrived = torch.cat([payloads[unit].detach() for unit in units])

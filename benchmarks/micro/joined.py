@@ -106,11 +106,11 @@ def _measured(flags: Sequence[str], *, units: int, side: int, rounds: int) -> Jo
 
     def singly() -> None:
         for number, unit in enumerate(made):
-            payload = encoder.payload(unit)
+            payload = encoder.payload([unit])
             encoder.backward(payload, torch.ones_like(payload), more=number + 1 < units)
 
     def joined() -> None:
-        payload = encoder.payload(made[0], joined=made[1:])
+        payload = encoder.payload(made)
         encoder.backward(payload, torch.ones_like(payload), more=False)
 
     parameters = list(built.chunk.parts[entry.name].module.parameters())

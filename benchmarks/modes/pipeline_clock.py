@@ -10,17 +10,14 @@ from loongplug.hetero.encoder_steps import encoder_step, made_by
 from loongplug.hetero.operations import (
     BEGIN,
     END,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncoderBackward,
-    GatherFeatures,
-    GiveBack,
-    HandOn,
+    Exchange,
     Operation,
-    ScatterGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeStates,
     When,
     forward,
 )
@@ -132,8 +129,7 @@ class _Side:
         if self._mode.around_schedule:
             return StageTime(forward=0, backward=0)
         operations = self._plan(rank).get(forward(0), ())
-        inside = any(isinstance(each, EncodeInForward) for each in operations)
-        time, share = self.encoder.time, inside / self._tp
+        time, share = self.encoder.time, bool(operations) / self._tp
         return StageTime(forward=time.forward * share, backward=time.backward * share)
 
     def _plan(self, rank: int) -> StepPlan:
@@ -174,31 +170,36 @@ class _Side:
 
     def _acts(self, rank: int, operation: Operation) -> Iterator[Act]:
         match operation:
-            case Encode(unit=int(unit)):
-                takes = self._share(rank, unit) * self._time.forward
-                yield Work(takes, Label("encoder_forward", unit))
-            case EncoderBackward(unit=int(unit)):
-                takes = self._share(rank, unit) * self._time.backward
-                yield Work(takes, Label("encoder_backward", unit))
-            case TakeStates() | HandOn() | TakeBack() | GiveBack():
-                yield self._between_stages(rank, operation)
-            case GatherFeatures(units=units):
-                yield from self._exchange(rank, units, name="features")
-            case ScatterGradients(units=units):
-                yield from self._exchange(rank, units, name="gradients")
+            case Encode(pieces=pieces):
+                yield from self._works(rank, pieces, self._time.forward, "encoder_forward")
+            case Backward(pieces=pieces):
+                yield from self._works(rank, pieces, self._time.backward, "encoder_backward")
+            case Exchange():
+                edge = self._edge(rank)
+                assert edge is not None, "the encoder lies with the decoder"
+                yield Meet(self.build.group(edge.ranks))
+            case Send(what=Cargo.STATES | Cargo.STATE_GRADIENTS as what, piece=piece):
+                yield Post(((self._between_stages(rank, what, piece, sends=True), True),))
+            case Receive(what=Cargo.STATES | Cargo.STATE_GRADIENTS as what, piece=piece):
+                yield Wait(((self._between_stages(rank, what, piece, sends=False), False),))
+            case Send(what=what, piece=piece):
+                yield from self._send(rank, what, piece)
+            case Receive(what=what, piece=piece):
+                ends = self._over_edges(rank, what, piece).values()
+                yield Wait(tuple((message, False) for message in ends))
 
-    def _between_stages(
-        self, rank: int, operation: TakeStates | HandOn | TakeBack | GiveBack
-    ) -> Act:
-        """Nobody waits for a send there."""
-        forwards = isinstance(operation, TakeStates | HandOn)
-        sends = isinstance(operation, HandOn | GiveBack)
+    def _works(self, rank: int, pieces: Sequence[int], time: float, phase: str) -> Iterator[Act]:
+        """Passes of these pieces, one by one."""
+        for piece in pieces:
+            yield Work(self._share(rank, piece) * time, Label(phase, piece))
+
+    def _between_stages(self, rank: int, what: Cargo, piece: int, *, sends: bool) -> int:
+        """The message; nobody waits for a send there."""
+        forwards = what is Cargo.STATES
         other = self._stage(rank) + (1 if forwards == sends else -1)
         ends = [rank, self._layout.group("pp", rank)[other]]
         source, target = ends if sends else reversed(ends)
-        stream = (self.encoder.name, "states" if forwards else "back", source, target)
-        message = self.build.message(stream, operation.unit)
-        return Post(((message, True),)) if sends else Wait(((message, False),))
+        return self.build.message((self.encoder.name, what.value, source, target), piece)
 
     def _share(self, rank: int, unit: int) -> float:
         """Of a microbatch's media, by this rank, in its unit."""
@@ -206,25 +207,20 @@ class _Side:
         samples = len(made[unit % len(made)].samples) if made else self.case.samples
         return samples / self.case.samples / self._tp
 
-    def _exchange(self, rank: int, units: range, *, name: str) -> Iterator[Act]:
-        edge = self._edge(rank)
-        if edge is not None:
-            yield Meet(self.build.group(edge.ranks))
-            return
-        (unit,) = units
+    def _over_edges(self, rank: int, what: Cargo, unit: int) -> dict[int, int]:
+        """The messages of what a rank makes or needs, by piece of a slot."""
         made = self._made(rank)
         if made:
             number, place = divmod(unit, len(made))
             pieces = [self._pieces.index(made[place])]
         else:
             number, pieces = unit, [*range(len(self._pieces))]
-        stream = (self.encoder.name, name)
-        ends = {each: self.build.message(stream, (number, each)) for each in pieces}
-        if bool(made) != (name == "features"):
-            yield Wait(tuple((message, False) for message in ends.values()))
-            return
-        # One rank stands for all that have the same.
-        for each, message in ends.items():
-            edge_of = self._pieces[each].edge
-            if rank == (edge_of.encoder_ranks if made else edge_of.decoder_ranks)[0]:
+        stream = (self.encoder.name, what.value)
+        return {each: self.build.message(stream, (number, each)) for each in pieces}
+
+    def _send(self, rank: int, what: Cargo, unit: int) -> Iterator[Act]:
+        """One rank stands for all that have the same."""
+        for each, message in self._over_edges(rank, what, unit).items():
+            edge = self._pieces[each].edge
+            if rank in (edge.encoder_ranks[0], edge.decoder_ranks[0]):
                 yield Post(((message, True),))

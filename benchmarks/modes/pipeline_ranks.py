@@ -203,12 +203,13 @@ def _forward_step(data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
 def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
     """Of a step, as this rank takes them: all samples, or those of an encoder replica's pieces."""
     pieces = [range(case.samples)]
-    planner = engine.step_planner
-    shares: Mapping[str, Sequence[tuple[Share, ...]]] | None = (
-        None if planner is None else planner.shares(media_of(case))
-    )
-    if shares is None:
-        shares = {each.name: _in_turn(case, engine, each) for each in case.encoders}
+    shares: dict[str, Sequence[tuple[Share, ...]]] = {
+        each.name: _in_turn(case, engine, each) for each in case.encoders
+    }
+    for name, media in media_of(case).items():
+        planner = engine.encoders[name].step_planner
+        if planner is not None:
+            shares[name] = planner.shares(media) or shares[name]
     if engine.own is not None:
         made = engine.encoders[engine.own].place.made_by(dist.get_rank(), training=True)
         pieces = [each.samples for each in made]

@@ -12,8 +12,7 @@ from loongplug.data.source import Assignment
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
 from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.step_programs import PlanClock
-from loongplug.hetero.streamed_pieces import StreamedCosts, Units
-from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
@@ -85,15 +84,15 @@ class Case:
                 f"--virtual-stages {self.chunks} at --pp {len(self.stages)} and --microbatches "
                 f"{self.microbatches}: expected two stages or more, and a multiple of their number."
             )
-        if self.streams and not (self.encoders and len(self.stages) > 1):
+        if self.streams and not (len(self.encoders) == 1 and len(self.stages) > 1):
             raise ValueError(
                 f"--mode {self.mode} with {len(self.encoders)} encoders and --pp "
-                f"{len(self.stages)}: expected an encoder, and two stages or more."
+                f"{len(self.stages)}: expected one encoder, and two stages or more."
             )
 
     @property
     def streams(self) -> bool:
-        """Whether encoders work between the passes of the decoder."""
+        """Whether the encoder works between the passes of the decoder."""
         return IN_A_WORD[self.mode].fills_bubbles
 
     @property
@@ -192,30 +191,21 @@ def paced_costs(case: Case, encoder: PacedEncoder) -> StreamedCosts:
     )
 
 
-def in_turn(units: Units, replicas: int) -> list[tuple[Share, ...]]:
+def in_turn(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
     """Which of an encoder's replicas encodes each unit of a step: each in turn."""
     return Assignment(replicas=replicas).of_step(units)
 
 
 def streamed_time(case: Case) -> float:
     """Milliseconds of a step of a case that streams, by the clock of its plan."""
-    layout = case.decoder
-
-    def replicas(encoder: PacedEncoder) -> Sequence[Sequence[int]]:
-        tp, entry = case.encoder_tp(encoder), encoder.entry
-        return (
-            case.mode_of(encoder)
-            .place(layout, entry=entry, tp=tp)
-            .edge(entry.name, rank=0)
-            .replicas
-        )
-
+    layout, (encoder,) = case.decoder, case.encoders
+    entry, mode = encoder.entry, case.mode_of(encoder)
+    placement = mode.place(layout, entry=entry, tp=case.encoder_tp(encoder))
+    replicas = placement.edge(entry.name, rank=0).replicas
     planner = StepPlanner(
-        {each.name: paced_costs(case, each) for each in case.encoders},
-        {each.name: replicas(each) for each in case.encoders},
-        stages={rank: layout.coordinates(rank).pp for rank in layout.ranks},
+        paced_costs(case, encoder), stages=[layout.coordinates(each[0]).pp for each in replicas]
     )
-    media = media_of(case)
+    media = media_of(case)[encoder.name]
     step, otherwise = planner.step(media), planner.separated_time(media)
     plan = streamed(step, otherwise=otherwise)
     found = PlanClock(step).time(plan) if plan.streamed else otherwise

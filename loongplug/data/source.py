@@ -55,10 +55,8 @@ class PlannedMicrobatch:
     begins: ResumePoint | None  # where a source of packs goes on that begins with it
 
 
-# By the encoder's name, of each microbatch of a step: its media's grids.
-GridsByEncoder = Mapping[str, Sequence[Sequence[Grid]]]
-# Says of a step who encodes what of each microbatch's media, by the encoder's name.
-SharesByPlan = Callable[[GridsByEncoder], Mapping[str, Sequence[tuple[Share, ...]]] | None]
+# Says of a step who encodes what of each microbatch's media, which are given by their grids.
+SharesByPlan = Callable[[Sequence[Sequence[Grid]]], Sequence[tuple[Share, ...]] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +69,7 @@ class Assignment:
     replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked for
     together.
 
-    ``by_plan`` goes before that. It is given the grids of all encoders' media of a whole step, by
-    name, and says who encodes what of each; None where that is as without it.
+    ``by_plan`` goes before that, for a whole step; it says None where that is as without it.
     """
 
     replicas: int = 1
@@ -84,18 +81,12 @@ class Assignment:
         """Which ones of a step of so many microbatches are assigned together."""
         return range(step) if self.by_plan is not None else self._compared(step)
 
-    def planned(self, encoder: str, grids: GridsByEncoder) -> Sequence[tuple[Share, ...]] | None:
-        """The shares of one encoder's units of a whole step, where a plan says them."""
-        found = None if self.by_plan is None else self.by_plan(grids)
-        return None if found is None else found[encoder]
-
     def of(
         self, numbers: range, media: Sequence[Sequence[Grid]], *, step: int
-    ) -> list[tuple[Share, ...]]:
-        """The shares of these microbatches of a step of so many, whose media have such grids.
-
-        That is without a plan.
-        """
+    ) -> Sequence[tuple[Share, ...]]:
+        """The shares of these microbatches of a step of so many, whose media have such grids."""
+        if self.by_plan is not None and (planned := self.by_plan(media)) is not None:
+            return planned
         together = self._compared(step)
         in_turn: list[tuple[Share, ...]] = [
             (Share(encoder_replica=number % self.replicas),)
@@ -108,7 +99,7 @@ class Assignment:
         assert len(of_last) == len(together), "costs are compared"
         return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
 
-    def of_step(self, media: Sequence[Sequence[Grid]]) -> list[tuple[Share, ...]]:
+    def of_step(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]]:
         """The same of all microbatches of a step."""
         return self.of(range(len(media)), media, step=len(media))
 
@@ -147,19 +138,14 @@ def planned_units(
 ) -> list[dict[str, PlannedUnit]]:
     """Of each of these microbatches of a step of so many, with its ``samples``, by encoder."""
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
-    media = {
-        name: [
+    for name, encoder in encoders.items():
+        media = [
             MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
             for index, each in enumerate(samples, first_index)
         ]
-        for name, encoder in encoders.items()
-    }
-    grids = {name: [each.grids for each in of_encoder] for name, of_encoder in media.items()}
-    for name, encoder in encoders.items():
-        assigned = encoder.assignment.planned(name, grids)
-        if assigned is None:
-            assigned = encoder.assignment.of(numbers, grids[name], step=step)
-        for units, each, shares in zip(found, media[name], assigned, strict=True):
+        grids = [each.grids for each in media]
+        assigned = encoder.assignment.of(numbers, grids, step=step)
+        for units, each, shares in zip(found, media, assigned, strict=True):
             units[name] = PlannedUnit(
                 media=each,
                 shares=tuple(

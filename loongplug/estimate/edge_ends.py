@@ -18,24 +18,20 @@ from loongplug.estimate.ledger import (
     STATES,
     Ledger,
 )
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
+    Backward,
+    Cargo,
     Encode,
-    EncoderBackward,
-    GatherFeatures,
-    GiveBack,
-    HandOn,
-    KeepGradient,
+    Hand,
     Operation,
-    ScatterGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeFeatures,
-    TakeStates,
     When,
 )
+from loongplug.hetero.wire import WINDOW
 
 
 @dataclass(kw_only=True)
@@ -65,18 +61,18 @@ class DecoderEnd:
 
     def _enter(self, ledger: Ledger, operation: Operation) -> None:
         match operation:
-            case GatherFeatures(units=range(start=unit)):
+            case Receive(piece=unit):
                 self._post(ledger, unit + WINDOW)
                 received, whole = self.received[unit], self.consumed[unit]
                 copied = whole if received < whole or self.messages > 1 else 0
                 ledger.work("exchange of features", copied)
                 ledger.add(FEATURES, whole - received)
-            case TakeFeatures(unit=unit):
+            case Hand(what=Cargo.FEATURES, microbatch=unit):
                 # Used up before the forward has all that it leaves.
                 ledger.take(FEATURES, self.consumed[unit])
-            case KeepGradient(unit=unit):
+            case Hand(microbatch=unit):
                 ledger.add(FEATURE_GRADIENTS, self.consumed[unit])
-            case ScatterGradients(units=range(start=unit)):
+            case Send(piece=unit):
                 ledger.work("exchange of gradients", 0)
                 sent = self.received[unit]
                 ledger.take(FEATURE_GRADIENTS, self.consumed[unit] - sent)
@@ -161,15 +157,14 @@ class EncoderEnd:
     _sent: deque[int] = field(default_factory=deque, init=False)  # units whose send may not be done
     _made: int = field(default=0, init=False)  # units
     _arrived: int = field(default=0, init=False)  # units of which it is known
-    # Of gradients: units that they are to come for, and whether a receive is posted.
-    _owed: deque[int] = field(default_factory=deque, init=False)
-    _receives: bool = field(default=False, init=False)
+    _posted: int = field(default=0, init=False)  # units whose gradients are received
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:
             ledger.add(INPUT, self.encoded.input(self.plan))
             self._arrived = self._ahead if self.trains else 0  # a receiver may begin late
+            self._post(ledger)
             if self.given is not None:
                 self.given.begin(ledger)
         for operation in self.plan.get(when, ()):
@@ -188,28 +183,28 @@ class EncoderEnd:
     def _enter(self, ledger: Ledger, operation: Operation) -> None:
         encoded, given = self.encoded, self.given
         match operation:
-            case Encode(unit=unit):
-                encoded.encode(ledger, unit)
-                if given is not None and unit is not None:
-                    given.used(ledger, unit)
-            case GatherFeatures(units=range(start=unit)) | HandOn(unit=unit):
+            case Encode(pieces=pieces):
+                encoded.encode(ledger, pieces)
+                if given is not None and pieces:
+                    given.used(ledger, *pieces)
+            case Send(what=Cargo.FEATURES | Cargo.STATES, piece=unit):
                 self._send(ledger, unit)
-            case ScatterGradients(units=range(start=unit)):
+            case Receive(what=Cargo.GRADIENTS, piece=unit):
                 if not self.leads:
                     ledger.add(FEATURE_GRADIENTS, encoded.features(unit))
                 self._hear(ledger)
-                # Whole, beside what came.
+                # Whole, beside what came of each part of the sequence; counted of one, too.
                 ledger.work("exchange of gradients", encoded.features(unit))
-            case TakeBack():
+            case Receive(what=Cargo.STATE_GRADIENTS):
                 self._hear(ledger)
-            case EncoderBackward(unit=unit):
-                encoded.go_back(ledger, unit)
-                if given is not None and unit is not None:
-                    given.gone_back(ledger, unit)
-            case TakeStates(unit=unit):
+            case Backward(pieces=pieces):
+                encoded.go_back(ledger, pieces)
+                if given is not None and pieces:
+                    given.gone_back(ledger, *pieces)
+            case Receive(piece=unit):
                 assert given is not None, "not of the first stage"
                 given.take(ledger, unit)
-            case GiveBack(unit=unit):
+            case Send(piece=unit):
                 assert given is not None, "not of the first stage"
                 given.give_back(ledger, unit)
             case _:
@@ -219,10 +214,6 @@ class EncoderEnd:
         """A unit's features, or the states that the next stage is given."""
         features, kind = self.encoded.features, self.encoded.kind
         self._made = unit + 1
-        if self.trains and self.leads:
-            self._owed.append(unit)
-            if not self._receives:
-                self._post(ledger)
         if not self.leads or not features(unit):  # who has no rows sends nothing
             ledger.take(kind, features(unit))
             return
@@ -245,7 +236,7 @@ class EncoderEnd:
 
     def _post(self, ledger: Ledger) -> None:
         """Receive the next unit's gradient, where there is one."""
-        self._receives = bool(self._owed)
-        if self._owed:
-            unit = self._owed.popleft()
-            ledger.add(self.encoded.kind_of_gradients, self.encoded.features(unit))
+        if self.trains and self.leads and self._posted < len(self.encoded.units):
+            features = self.encoded.features(self._posted)
+            ledger.add(self.encoded.kind_of_gradients, features)
+            self._posted += 1

@@ -69,10 +69,8 @@ class EncodedUnits:
     blank_input: int
     states: tuple[int, ...] | None = None
 
-    def features(self, unit: int | None) -> int:
-        """Bytes of all that is made of a unit; of one without media that is nothing."""
-        if unit is None:
-            return 0
+    def features(self, unit: int) -> int:
+        """Bytes of all that is made of a unit."""
         return self.units[unit].tokens * self.payload if self.states is None else self.states[unit]
 
     @property
@@ -85,16 +83,16 @@ class EncodedUnits:
         """And what their gradients are."""
         return FEATURE_GRADIENTS if self.states is None else STATE_GRADIENTS
 
-    def cost(self, unit: int | None, *, joined: Sequence[int] = ()) -> UnitBytes:
-        """In the encoder; without media that of the blank one, whose input is its own.
+    def cost(self, units: Sequence[int]) -> UnitBytes:
+        """Of a pass in the encoder; without media that of the blank one, whose input is its own.
 
-        That of units ``joined`` to it is a copy, which a backward keeps where it takes the input.
+        The input of several units is a copy, which a backward keeps where it takes the input.
         """
-        rows = sum(map(self._rows, [unit, *joined]))
+        rows = sum(map(self._rows, units))
         cost = self.costs.of(rows)
         if not rows:
             return replace(cost, kept=cost.kept + self.blank_input)
-        several = sum(self._rows(each) > 0 for each in (unit, *joined)) > 1
+        several = sum(self._rows(each) > 0 for each in units) > 1
         copy = rows * self.row if several else 0
         kept = copy if self.blank_input else 0
         return replace(cost, kept=cost.kept + kept, forward=cost.forward + copy)
@@ -102,35 +100,31 @@ class EncodedUnits:
     def input(self, plan: StepPlan) -> int:
         """Bytes of the media of all units that are encoded here."""
         return self.row * sum(
-            self._rows(unit)
+            sum(map(self._rows, each.pieces))
             for operations in plan.values()
             for each in operations
             if isinstance(each, Encode)
-            for unit in (each.unit, *each.joined)
         )
 
-    def encode(self, ledger: Ledger, unit: int | None, *, joined: Sequence[int] = ()) -> None:
-        """Enter the forward of a unit and those in the same pass."""
-        cost = self.cost(unit, joined=joined)
+    def encode(self, ledger: Ledger, units: Sequence[int]) -> None:
+        """Enter the forward of a pass."""
+        cost = self.cost(units)
         ledger.add(ENCODER, cost.kept)
         ledger.work("encoder's forward", cost.forward - cost.kept)
-        ledger.add(self.kind, sum(map(self.features, [unit, *joined])))
+        ledger.add(self.kind, sum(map(self.features, units)))
 
-    def go_back(
-        self, ledger: Ledger, unit: int | None, *, joined: Sequence[int] = (), held: int = 0
-    ) -> None:
-        """Enter the backward of a unit and those in the same pass, while so much is ``held``."""
-        cost = self.cost(unit, joined=joined)
-        gradients = sum(map(self.features, [unit, *joined]))
-        if joined:
+    def go_back(self, ledger: Ledger, units: Sequence[int], *, held: int = 0) -> None:
+        """Enter the backward of a pass, while so much is ``held``."""
+        cost = self.cost(units)
+        gradients = sum(map(self.features, units))
+        if len(units) > 1:
             ledger.work("gradients put together", gradients)
         ledger.work("encoder's backward", held + cost.backward)
         ledger.take(ENCODER, cost.kept)
         ledger.take(self.kind_of_gradients, gradients)
 
-    def _rows(self, unit: int | None) -> int:
-        """Of all media of a unit; None stands for one without any."""
-        return 0 if unit is None else self.units[unit].rows
+    def _rows(self, unit: int) -> int:
+        return self.units[unit].rows
 
 
 def blank_unit(architecture: EncoderArchitecture) -> UnitSize:

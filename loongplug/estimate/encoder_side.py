@@ -10,21 +10,17 @@ from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Await,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncoderBackward,
     Event,
-    GatherFeatures,
-    KeepGradient,
+    Exchange,
+    Hand,
     Kept,
-    Offload,
+    Move,
     Operation,
-    Release,
-    Reload,
-    ScatterGradients,
     StepPlan,
-    TakeFeatures,
+    To,
     When,
 )
 from loongplug.hetero.placement import Edge
@@ -67,41 +63,40 @@ class EncoderSide:
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
-            case Encode(unit=unit, joined=joined):
-                self.encoded.encode(ledger, unit, joined=joined)
-            case GatherFeatures(units=units, to_host=to_host):
-                ledger.work("exchange of features", self._gathered(units, copied=not to_host))
-                ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(units))))
-                if not to_host:
-                    ledger.add(FEATURES, sum(map(self._consumed, units)))
-            case TakeFeatures(unit=unit):
+            case Encode(pieces=pieces):
+                self.encoded.encode(ledger, pieces)
+            case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
+                for some in self.exchanged.lots(pieces):
+                    ledger.work("exchange of features", self._gathered(some, copied=not to_host))
+                    ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(some))))
+                    if not to_host:
+                        ledger.add(FEATURES, sum(map(self._consumed, some)))
+            case Exchange(pieces=pieces):
+                ledger.work("exchange of gradients", self._scattered(pieces))
+                ledger.take(FEATURE_GRADIENTS, sum(map(self._consumed, pieces)))
+                ledger.add(FEATURE_GRADIENTS, sum(map(self.encoded.features, self._mine(pieces))))
+            case Hand(what=Cargo.FEATURES, microbatch=microbatch):
                 # Used up before the forward has all that it leaves.
-                ledger.take(FEATURES, self._consumed(unit))
-            case KeepGradient(unit=unit):
-                ledger.add(FEATURE_GRADIENTS, self._consumed(unit))
-            case ScatterGradients(units=units):
-                ledger.work("exchange of gradients", self._scattered(units))
-                ledger.take(FEATURE_GRADIENTS, sum(map(self._consumed, units)))
-                ledger.add(FEATURE_GRADIENTS, sum(map(self.encoded.features, self._mine(units))))
-            case EncoderBackward(unit=unit, joined=joined):
-                self.encoded.go_back(ledger, unit, joined=joined, held=held)
-            case Release(what=what, units=units) | Reload(what=what, units=units):
-                enter = ledger.take if isinstance(operation, Release) else ledger.add
-                for name, nbytes in self._moved(what, units):
+                ledger.take(FEATURES, self._consumed(microbatch))
+            case Hand(microbatch=microbatch):
+                ledger.add(FEATURE_GRADIENTS, self._consumed(microbatch))
+            case Backward(pieces=pieces):
+                self.encoded.go_back(ledger, pieces, held=held)
+            case Move(to=To.FREE | To.RETURN as to, what=what, pieces=pieces):
+                enter = ledger.take if to is To.FREE else ledger.add
+                for name, nbytes in self._moved(what, pieces):
                     enter(name, nbytes)
-            case EncodeInForward() | Offload() | Await():
-                pass  # traced with the decoder; memory changes with Release and Reload
 
-    def _moved(self, what: Kept, units: tuple[int, ...]) -> list[tuple[str, int]]:
+    def _moved(self, what: Kept, pieces: tuple[int, ...]) -> list[tuple[str, int]]:
         match what:
             case Kept.STATE:
                 return list(self.away.items())
             case Kept.ACTIVATIONS:
-                return [(ENCODER, self.encoded.cost(unit).kept) for unit in units]
+                return [(ENCODER, self.encoded.cost((piece,)).kept) for piece in pieces]
             case Kept.FEATURES:
-                return [(FEATURES, self._consumed(unit)) for unit in units]
+                return [(FEATURES, self._consumed(piece)) for piece in pieces]
             case Kept.GRADIENTS:
-                return [(FEATURE_GRADIENTS, self._consumed(unit)) for unit in units]
+                return [(FEATURE_GRADIENTS, self._consumed(piece)) for piece in pieces]
 
     def _consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
@@ -118,8 +113,8 @@ class EncoderSide:
         """Units whose features are made in one piece with those of others."""
         found: set[int] = set()
         for each in self.plan.get(BEGIN, ()):
-            if isinstance(each, Encode) and each.joined and each.unit is not None:
-                found |= {each.unit, *each.joined}
+            if isinstance(each, Encode) and len(each.pieces) > 1:
+                found |= {*each.pieces}
         return found
 
     def _mine(self, members: range) -> list[int]:

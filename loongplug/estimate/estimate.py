@@ -1,7 +1,7 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import ROLES, EncoderCosts, TracedStep
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.rules.communicators import communicators_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class RankMemory:
     on ranks of its own that the YAML calls so. ``parts`` is what there is at its fullest moment of
     a step, ``when``, by what it is; ``most`` has of each of these the most at any moment. ``step``
     is all that there is in the optimizer's step. ``host`` is the most of the tensors that leave by
-    name, which are none of these.
+    name, which are none of these; nor are the ``communicators`` of NCCL, 0 where the run has none.
     """
 
     stage: int
@@ -37,6 +38,7 @@ class RankMemory:
     most: dict[str, int]
     step: int
     host: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:
@@ -103,7 +105,11 @@ def estimate(
                 trains_apart=trains,
             )
             found[stage] = _fullest(rank, step, states=states)
-    return [found[number] for number in range(every)]
+    in_order = [found[number] for number in range(every)]
+    if parsed.args.target_device == "cpu":
+        return in_order
+    counted = communicators_of(parsed.args, parsed.model)
+    return [replace(each, communicators=counted[each.rank].total) for each in in_order]
 
 
 def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State]) -> RankMemory:

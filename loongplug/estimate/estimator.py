@@ -114,9 +114,10 @@ def parsed_for(
 ) -> "ParsedArguments":
     """The checked arguments of the first rank, for tensors that are on no device.
 
-    In the folder ``stand_ins`` there will be a tokenizer for flags that name none.
+    The run is for GPUs, unless ``--device cpu`` is among the flags. In the folder ``stand_ins``
+    there will be a tokenizer for flags that name none.
     """
-    from loongplug.platform import activate
+    from loongplug.platform import activate, requested_device
 
     activate("cpu")
     from loongplug.training.flags import read_command_line, without_flags
@@ -129,7 +130,9 @@ def parsed_for(
         from loongplug.estimate.stand_in_data import with_stand_ins
 
         flags = with_stand_ins(flags, stand_ins)
-    return first_rank([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"], ranks=ranks)
+    target = "cpu" if requested_device(flags) == "cpu" else "cuda"
+    flags = [*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"]
+    return first_rank(flags, ranks=ranks, target=target)
 
 
 def _require_sizes(args: Namespace) -> None:

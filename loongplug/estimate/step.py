@@ -26,7 +26,6 @@ from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import BEGIN, END
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
 from loongplug.hetero.routes import Rows, size
-from loongplug.hetero.streamed_pieces import StreamedStep
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -169,19 +168,15 @@ class TracedStep:
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
-        planned = self._planned() or {}
-        streaming = {
-            name: self._streamed_side(name, each, rank=rank) for name, each in planned.items()
-        }
         sides = [
             self._decoder_end(name, rank)
             if engine.apart
-            else streaming.get(name) or self._side(name, rank)
+            else self._streamed_side(name, rank) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
+            if engine.steps
         ]
         number = 0
-        plans = [each.plan for each in streaming.values()]
-        for event in events(plans, self._pipeline, len(self._microbatches)):
+        for event in events(self._pipeline, len(self._microbatches)):
             if isinstance(event, Turn):
                 self._work(ledger, number, event)
                 number += 1
@@ -218,21 +213,15 @@ class TracedStep:
             if name not in self._apart and self._rank.chunks[0].pre_process
         )
 
-    def _planned(self) -> Mapping[str, StreamedStep] | None:
-        """Of encoders that stream in this step, by name; None where none does."""
-        planner = self._rank.engine.step_planner
-        if planner is None:
-            return None
-        names = self._rank.engine.encoders
-        return planner.plan(
-            {name: [each.units[name].grids for each in self._microbatches] for name in names}
-        )
-
-    def _streamed_side(self, encoder: str, planned: StreamedStep, *, rank: int) -> StreamedSide:
-        """Of a step that streams."""
+    def _streamed_side(self, encoder: str, rank: int) -> StreamedSide | None:
+        """Of an encoder that streams in this step; None of another one."""
         engine = self._rank.engine.encoders[encoder]
-        edge = engine.place.edge
         units = [each.units[encoder] for each in self._microbatches]
+        planner = engine.step_planner
+        planned = None if planner is None else planner.plan([each.grids for each in units])
+        if planned is None:
+            return None
+        edge = engine.place.edge
         assert edge is not None, "an encoder beside the decoder"
         replica = edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"

@@ -7,28 +7,26 @@ from dataclasses import dataclass, field
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
 from loongplug.estimate.units import UnitSize, parts_of
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    EncodePieces,
+    Backward,
+    Cargo,
+    Encode,
     Event,
-    KeepGradient,
+    Hand,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    Release,
-    Reload,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeFeatures,
+    To,
     When,
 )
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import common, size
 from loongplug.hetero.streamed_pieces import Piece
+from loongplug.hetero.wire import WINDOW
 
 
 def consumed_tokens(
@@ -87,60 +85,67 @@ class StreamedSide:
             for n, each in numbered
             if each.replica == self.replica and not self.consumed[n] and self.trains
         ]
-        self._features = _Posted(FEATURES, coming)
-        self._gradients = _Posted(FEATURE_GRADIENTS, returning)
+        self._features = _Posted(FEATURES, coming, most=WINDOW)
+        self._gradients = _Posted(FEATURE_GRADIENTS, returning, most=1)
         self._features.fill(ledger)
         self._gradients.fill(ledger)
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
-            case EncodePieces(pieces=(piece, *joined)):
-                self.encoded.encode(ledger, piece, joined=joined)
-                if joined:
-                    features = sum(map(self.encoded.features, [piece, *joined]))
+            case Encode(pieces=pieces):
+                self.encoded.encode(ledger, pieces)
+                if len(pieces) > 1:
+                    features = sum(map(self.encoded.features, pieces))
                     ledger.work("features of one pass are taken apart", features)
-            case SendFeatures(piece=piece):
+            case Send(what=Cargo.FEATURES, piece=piece):
                 # What this rank needs itself stays; the rest is gone when it has been received.
                 ledger.take(FEATURES, self.encoded.features(piece) - self.consumed[piece])
-            case ReceiveFeatures(unit=unit, pieces=pieces):
-                for piece in pieces:
-                    if self._comes(piece):
-                        self._features.took(ledger)
-                if len(pieces) > 1:
-                    ledger.work("features of pieces are joined", self._unit(unit))
-            case TakeFeatures(unit=unit):
-                ledger.take(FEATURES, self._unit(unit))
-            case KeepGradient(unit=unit):
-                ledger.add(FEATURE_GRADIENTS, self._unit(unit))
-            case SendGradients(pieces=pieces):
-                gone = sum(self.consumed[each] for each in pieces if not self._own(each))
-                stays = sum(map(self.consumed.__getitem__, pieces)) - gone
-                ledger.work("gradients of pieces are taken apart", stays if len(pieces) > 1 else 0)
-                ledger.take(FEATURE_GRADIENTS, gone)
-            case ReceiveGradient(piece=piece):
+            case Receive(what=Cargo.FEATURES, piece=piece):
+                if self._comes(piece):
+                    self._features.took(ledger)
+            case Hand(what=Cargo.FEATURES, microbatch=microbatch):
+                if self._several(microbatch):
+                    ledger.work("features of pieces are joined", self._unit(microbatch))
+                ledger.take(FEATURES, self._unit(microbatch))
+            case Hand(microbatch=microbatch):
+                ledger.add(FEATURE_GRADIENTS, self._unit(microbatch))
+                if self._several(microbatch):
+                    ledger.work("gradients of pieces are taken apart", self._stays(microbatch))
+            case Send(piece=piece):
+                if not self._own(piece):
+                    ledger.take(FEATURE_GRADIENTS, self.consumed[piece])
+            case Receive(piece=piece):
                 if not self.consumed[piece]:
                     self._gradients.took(ledger)
                 else:  # of all consumers, put together
                     more = self.encoded.features(piece) - self.consumed[piece]
                     ledger.add(FEATURE_GRADIENTS, more)
-            case PiecesBackward(pieces=(piece, *joined)):
-                self.encoded.go_back(ledger, piece, joined=joined, held=held)
-            case Release(units=pieces) | Reload(units=pieces):  # activations alone leave
-                enter = ledger.take if isinstance(operation, Release) else ledger.add
+            case Backward(pieces=pieces):
+                self.encoded.go_back(ledger, pieces, held=held)
+            case Move(to=To.FREE | To.RETURN as to, pieces=pieces):  # activations alone leave
+                enter = ledger.take if to is To.FREE else ledger.add
                 for piece in pieces:
                     enter(ENCODER, self._kept(piece))
-            case _:
-                pass  # nothing that takes memory
 
     def _kept(self, piece: int) -> int:
         """Bytes of what the backward needs of the pass whose first piece it is."""
-        (joined,) = (
-            each.pieces[1:]
+        (pieces,) = (
+            each.pieces
             for operations in self.plan.values()
             for each in operations
-            if isinstance(each, EncodePieces) and each.pieces[0] == piece
+            if isinstance(each, Encode) and each.pieces[0] == piece
         )
-        return self.encoded.cost(piece, joined=joined).kept
+        return self.encoded.cost(pieces).kept
+
+    def _stays(self, microbatch: int) -> int:
+        """Bytes of a microbatch's features that this rank has made for its own decoder."""
+        numbered = enumerate(self.pieces)
+        mine = (n for n, each in numbered if each.microbatch == microbatch and self._own(n))
+        return sum(map(self.consumed.__getitem__, mine))
+
+    def _several(self, microbatch: int) -> bool:
+        """Whether a microbatch has more than one piece."""
+        return sum(each.microbatch == microbatch for each in self.pieces) > 1
 
     def _own(self, piece: int) -> bool:
         return self.pieces[piece].replica == self.replica
@@ -157,14 +162,15 @@ class StreamedSide:
 class _Posted:
     """Receives under way, of which a few are posted ahead."""
 
-    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+    def __init__(self, name: str, sizes: Sequence[int], *, most: int) -> None:
         self._name = name
+        self._most = most
         self._left = deque(size for size in sizes if size)
         self._under_way = 0
 
     def fill(self, ledger: Ledger) -> None:
         """Post as many as there may be."""
-        while self._left and self._under_way < WINDOW:
+        while self._left and self._under_way < self._most:
             ledger.add(self._name, self._left.popleft())
             self._under_way += 1
 

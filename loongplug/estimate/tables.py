@@ -10,6 +10,7 @@ from loongplug.consoles import table_console
 from loongplug.estimate.estimator import GB, USABLE, Estimated, fits_in
 
 _MB = 10**6
+_OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, on their hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ def print_stages(run: Estimated) -> None:
     table.add_row("in the optimizer's step", *(_shown(each.step, unit) for each in found))
     if any(each.host for each in found):
         table.add_row("named tensors on the host", *(_shown(each.host, unit) for each in found))
+    counts = [each.communicators for each in found]
+    if any(counts):
+        table.add_row("communicators of NCCL", *map(str, counts))
+        table.add_row("and their memory **", *(_shown(each * _OF_NCCL, unit) for each in counts))
+        table.caption = "* the fullest\n** not in the total; 160 MiB each, on others' hardware"
     table_console().print(table)
 
 

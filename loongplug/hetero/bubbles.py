@@ -46,35 +46,29 @@ class BubbleWork(Protocol):
 
 
 class BubbleSchedule:
-    """What is put around a schedule within the executors of all encoders that may stream."""
+    """What is put around a schedule within the executor of the encoder that may stream."""
 
     def __init__(
-        self,
-        executors: Sequence[Executor],
-        groups: PipelineGroups,
-        *,
-        recorder: Recorder = NOTHING,
+        self, executor: Executor, groups: PipelineGroups, *, recorder: Recorder = NOTHING
     ) -> None:
-        """``executors`` are in the entries' order; ``groups`` is what stages send over then."""
-        self._executors = executors
+        """``groups`` is what stages send over then."""
+        self._executor = executor
         self._groups = groups
         self._recorder = recorder
-        self._turns = 0  # of the step
 
     def within(self, schedule: Schedule) -> Schedule:
         """``schedule`` as it is; in a step that streams, by a communicator that has work done."""
 
         def forward_backward(*, model: Any, **options: Any) -> Any:
-            streaming = [each.pieces for each in self._executors if each.pieces is not None]
-            if not streaming:
+            pieces = self._executor.pieces
+            if pieces is None:
                 return schedule(model=model, **options)
-            self._turns = max(each.turns for each in self._executors)
             communicator = BubbleCommunicator(
                 parallel_state.get_pipeline_model_parallel_group(),
                 get_model_config(model[0] if isinstance(model, list) else model),
                 groups=self._groups,
-                forwards=streaming[0].forwards,
-                work=self,
+                forwards=pieces.forwards,
+                work=self._executor,
                 recorder=self._recorder,
             )
             groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
@@ -84,12 +78,6 @@ class BubbleSchedule:
             return result
 
         return forward_backward
-
-    def before_pass(self, number: int) -> None:
-        """Before a pass of the stage; see :class:`BubbleWork`."""
-        for turn in range(self._turns):
-            for each in self._executors:
-                each.before_pass(number, turn)
 
 
 class BubbleCommunicator(P2PCommunicator):

@@ -34,17 +34,15 @@ class EncoderOfStep:
         """How many of them the encoder's layers have for a unit."""
         return sum(map(self._architecture.states, unit.grids))
 
-    def payload(
-        self, unit: Unit | None, *, joined: Sequence[Unit] = (), states: Tensor | None = None
-    ) -> Tensor:
-        """What this rank makes of a unit as it travels, [rows, width]; None stands for no media.
+    def payload(self, units: Sequence[Unit], *, states: Tensor | None = None) -> Tensor:
+        """What this rank makes of units in one pass, as it travels, [rows, width].
 
-        That is features, but in a stage before the last one. ``states`` [rows, width] are what the
-        stage before this one has handed on, in the place of media. Features of units ``joined`` to
-        it stand behind its own, as many as :meth:`tokens` of each.
+        Without units, of no media. It is features, but in a stage before the last one. ``states``
+        [rows, width] are what the stage before this one has handed on, in the place of media.
+        Features of units stand one behind the other, as many as :meth:`tokens` of each.
         """
         with torch.set_grad_enabled(self.trains):
-            given = None if unit is None else self._given([unit, *joined], states)
+            given = self._given(units, states) if units else None
             return self._model.payload(self._entry, given)
 
     def tokens(self, unit: Unit) -> int:
@@ -53,11 +51,10 @@ class EncoderOfStep:
         return sum(self._architecture.tokens((time, high, wide)) for time, high, wide in grids)
 
     def _given(self, units: Sequence[Unit], states: Tensor | None) -> EncoderInput:
-        unit, *joined = units
-        if states is None and not joined:
-            return _media(unit)
         if states is None:
-            return put_together([_media(each) for each in units])
+            media = list(map(_media, units))
+            return put_together(media) if len(media) > 1 else media[0]
+        (unit,) = units
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
         return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)

@@ -8,15 +8,18 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.communicators import apart_pairs, reverse, stage_pairs
 from loongplug.hetero.edge import Transport
 from loongplug.hetero.encoder_steps import made_by, needed_by
 from loongplug.hetero.modes import Mode
-from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.hetero.stage_links import StageLink
+from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
-from loongplug.parallel.connections import connect
+from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import (
@@ -57,7 +60,7 @@ class EncoderPlace:
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
-    piece_groups: PieceGroups | None = None
+    piece_groups: Mapping[Cargo, Over] | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -117,7 +120,9 @@ class PlaceOfEncoder:
             )
         piece_groups = None
         if self.mode.fills_bubbles:
-            piece_groups = create_piece_groups(name, placement.edges(name), **self._connected)
+            parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
+            edges = placement.edges(name)
+            piece_groups = create_piece_groups(name, edges, parts=parts, **self._connected)
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
@@ -143,7 +148,7 @@ class PlaceOfEncoder:
     def pipeline_groups(self) -> PipelineGroups:
         """What goes between the decoder's stages where encoders fill its bubbles.
 
-        Collective over all ranks; once in a run, for all encoders.
+        Collective over all ranks; once in a run.
         """
         decoder = decoder_layout()
         found = create_pipeline_groups(
@@ -198,14 +203,7 @@ class PlaceOfEncoder:
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         decoder = decoder_layout()
         parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
-        pairs = sorted(
-            {
-                (sender, receiver)
-                for each in chain(*pieces.values())
-                for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(parts=parts)
-            }
-        )
+        pairs = apart_pairs(chain(*pieces.values()), parts=parts)
         there, back = self._there_and_back(["features", "gradients"], ranks, pairs)
         transport = replica = None
         if state is not None:
@@ -234,10 +232,9 @@ class PlaceOfEncoder:
         """This rank's to the stages before and behind its own. Collective over all ranks."""
         rank = dist.get_rank()
         links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, ranks in enumerate(boundaries(encoder)):
-            pairs = [(each[boundary], each[boundary + 1]) for each in encoder.groups("pp")]
+        for boundary, pairs in enumerate(stage_pairs(encoder)):
             names = [f"states_{boundary}", f"gradients_{boundary}"]
-            there, back = self._there_and_back(names, ranks, pairs)
+            there, back = self._there_and_back(names, sorted(chain(*pairs)), pairs)
             if there is None or back is None:
                 continue
             own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
@@ -257,17 +254,9 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
+        options = {"options_of": "pp", **self._connected}
         there, back = (
-            create_exchange_group(
-                f"{self.entry.name}_{each}",
-                [ranks],
-                options_of="pp",
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
-            )
-            for each in names
+            connected_group(f"{self.entry.name}_{name}", [ranks], ends, **options)
+            for name, ends in zip(names, (pairs, reverse(pairs)), strict=True)
         )
-        device = current_platform().device
-        connect(there, pairs, device=device)
-        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
         return there, back

@@ -10,22 +10,21 @@ from megatron.core import parallel_state
 
 from loongplug.hetero.bubbles import BubbleSchedule
 from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.edge import WINDOW, Edges
+from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.encoder_steps import encoder_step
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.piece_edges import PieceEdges
+from loongplug.hetero.piece_edges import piece_wire
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight
-from loongplug.hetero.pipeline_wires import PipelineGroups
-from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import StreamedCosts
-from loongplug.hetero.streamed_together import StepPlanner
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -73,7 +72,7 @@ class EncoderEngine:
         self._handed_on = handed_on
         self._joined_rows = joined_rows
         self._ahead = ahead
-        self.costs = costs
+        self._costs = costs
         self._found = PlaceOfEncoder(
             mode=mode,
             entry=entry,
@@ -102,10 +101,6 @@ class EncoderEngine:
     def fills_bubbles(self) -> bool:
         """Whether steps of training may stream."""
         return self._mode.fills_bubbles
-
-    def pipeline_groups(self) -> PipelineGroups:
-        """See :meth:`PlaceOfEncoder.pipeline_groups`."""
-        return self._found.pipeline_groups()
 
     @property
     def steps(self) -> bool:
@@ -218,22 +213,35 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def _links(self) -> StageLinks | None:
+    def _links(self) -> Wire[StageSpec] | None:
         before, behind, device = self.place.before, self.place.behind, current_platform().device
         if before is None and behind is None:
             return None
-        return StageLinks(
+        return stage_wire(
             before=before,
             behind=behind,
-            window=WINDOW,
             in_flight=self.in_flight(dist.get_rank()),
             device=device,
             recorder=self.recorder,
         )
 
-    def streaming(self, planner: StepPlanner) -> Executor:
-        """The executor, which from now on streams as ``planner`` has planned for all encoders."""
-        place, rank = self.place, dist.get_rank()
+    @cached_property
+    def step_planner(self) -> StepPlanner | None:
+        """Plans steps of training; None where none may stream. Collective like :attr:`place`."""
+        if self._costs is None:
+            return None
+        decoder, edge = decoder_layout(), self.place.edge
+        assert edge is not None, "an encoder that streams lies on all ranks"
+        stages = [decoder.coordinates(ranks[0]).pp for ranks in edge.replicas]
+        return StepPlanner(self._costs, stages=stages)
+
+    def bubbles(self) -> BubbleSchedule:
+        """What is put around a schedule whose bubbles the executor's steps may fill from now on.
+
+        Collective over all ranks.
+        """
+        place, rank, planner = self.place, dist.get_rank(), self.step_planner
+        assert planner is not None, "steps may stream"
         assert place.edge is not None
         assert place.piece_groups is not None
         replica = place.edge.replica_of(rank)
@@ -241,10 +249,9 @@ class EncoderEngine:
         executor = self.executor()
         executor.streaming = Streaming(
             planner,
-            PieceEdges(
+            piece_wire(
                 place.edge,
                 place.piece_groups,
-                window=WINDOW,
                 device=current_platform().device,
                 recorder=self.recorder,
             ),
@@ -252,21 +259,21 @@ class EncoderEngine:
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
-        return executor
+        groups = self._found.pipeline_groups()
+        return BubbleSchedule(executor, groups, recorder=self.recorder)
 
-    def _exchange(self, *, training: bool) -> Exchange | Edges:
+    def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
         place, device = self.place, current_platform().device
         if place.pieces is not None:
-            return Edges(
+            return apart_wire(
                 place.pieces[training],
                 place.transport,
-                window=WINDOW,
                 in_flight=self.in_flight(dist.get_rank()),
                 device=device,
                 recorder=self.recorder,
             )
         assert place.edge is not None
-        return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
+        return AllToAll(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
 
 class Engine:
@@ -274,42 +281,18 @@ class Engine:
 
     def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
-        self._recorder: Recorder = NOTHING
 
     def report_to(self, recorder: Recorder) -> None:
         """Have exchanges report there, from the first step on."""
-        self._recorder = recorder
         for each in self.encoders.values():
             each.recorder = recorder
 
     @cached_property
-    def step_planner(self) -> StepPlanner | None:
-        """Plans steps of training, of all encoders that may stream; None where none may.
-
-        Collective like their places.
-        """
-        costs, replicas = {}, {}
-        for name, each in self.encoders.items():
-            edge = each.place.edge
-            if each.costs is not None and edge is not None:
-                costs[name], replicas[name] = each.costs, edge.replicas
-        if not costs:
-            return None
-        decoder = decoder_layout()
-        stages = {rank: decoder.coordinates(rank).pp for rank in decoder.ranks}
-        return StepPlanner(costs, replicas, stages=stages)
-
-    @cached_property
     def _bubbles(self) -> BubbleSchedule | None:
-        """Where steps may stream. Collective over all ranks."""
+        """Where steps may stream, of one encoder. Collective over all ranks."""
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
-        if not streaming:
-            return None
-        planner = self.step_planner
-        assert planner is not None, "an encoder streams"
-        executors = [each.streaming(planner) for each in streaming]
-        groups = streaming[0].pipeline_groups()
-        return BubbleSchedule(executors, groups, recorder=self._recorder)
+        assert len(streaming) <= 1, "one streams"
+        return streaming[0].bubbles() if streaming else None
 
     @property
     def states(self) -> dict[str, ModuleState | None]:
@@ -350,7 +333,8 @@ class Engine:
         """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
 
         The encoders nest, the first outermost: it begins a step first and ends it last. Before a
-        forward, the last acts first. What counts is that the order is every rank's.
+        forward, the last acts first. What counts is that the order is every rank's. One that
+        streams is innermost, whatever its place: its plan begins with the schedule.
         """
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
@@ -359,7 +343,9 @@ class Engine:
             schedule = get_schedule(*args, **kwargs)
             if self._bubbles is not None:
                 schedule = self._bubbles.within(schedule)
-            for each in reversed([each for each in self.encoders.values() if each.steps]):
+            nested = [each for each in self.encoders.values() if each.steps]
+            nested.sort(key=lambda each: each.fills_bubbles)
+            for each in reversed(nested):
                 schedule = each.executor().around(schedule)
             return schedule
 

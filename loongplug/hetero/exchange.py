@@ -1,6 +1,6 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ from loongplug.hetero.routes import (
     within,
 )
 from loongplug.observe.recorder import NOTHING, Recorder
+
+_TOGETHER = 16  # units that go over at a time, unless more replicas have one each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,16 @@ class ExchangeSpec:
             first=self.first + units.start,
         )
 
+    def lots(self, units: range) -> Iterator[range]:
+        """These units, as many at a time as go over together; the same on every rank.
+
+        What has come is copied out of what it came in, so that it is there twice for a moment.
+        """
+        replicas = {each for own in self.encoder_replicas[units.start : units.stop] for each in own}
+        most = max(_TOGETHER, len(replicas))
+        for start in range(units.start, units.stop, most):
+            yield range(start, min(start + most, units.stop))
+
     @property
     def parts(self) -> int:
         """How many there are of each sequence."""
@@ -70,10 +82,11 @@ class ExchangeSpec:
 
     def needed(self, transfer: Transfer) -> Rows:
         """What of the transfer's unit the consumer needs, of all shares."""
-        if transfer.shard is None:
-            return self._all(transfer.unit)
-        assert self.shards is not None, "the transfer is of a shard"
-        return self.shards[transfer.unit][transfer.shard]
+        return self.of_parts(transfer.unit)[transfer.shard or 0]
+
+    def of_parts(self, unit: int) -> tuple[Rows, ...]:
+        """The rows that each part of the sequence needs of a unit."""
+        return (self._all(unit),) if self.shards is None else self.shards[unit]
 
     def rows(self, transfer: Transfer) -> Rows:
         """What of its unit a transfer takes along."""
@@ -83,7 +96,7 @@ class ExchangeSpec:
         return (slice(0, self.tokens[unit]),)
 
 
-class Exchange:
+class AllToAll:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
     ``group`` has all ranks of the edge. Every rank of it enters every call; one without rows takes
@@ -111,12 +124,6 @@ class Exchange:
     def consumes(self) -> bool:
         """Whether features come to this rank."""
         return self._rank in self._edge.consumers
-
-    def begin(self, units: ExchangeSpec, *, trains: bool) -> None:
-        """A step of these units begins: nothing to do before they are there."""
-
-    def drain(self) -> None:
-        """The step's end: nothing is under way any more."""
 
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
@@ -227,3 +234,10 @@ def put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
     parts: Iterable[Tensor] = values.split([size((each,)) for each in rows]) if rows else ()
     for each, part in zip(rows, parts, strict=True):
         into[each] = part
+
+
+def own_storage(rows: Tensor) -> Tensor:
+    """Clone views: a view keeps alive all that it is a part of."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.clone()

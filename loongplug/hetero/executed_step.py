@@ -1,53 +1,62 @@
-"""What one step has made of an encoder's units on a rank, and not used up yet."""
+"""What one step has made of an encoder's pieces on a rank, and not used up yet."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.edge import Edges
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import addresses
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
-from loongplug.hetero.operations import StepPlan
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.piece_work import PiecesOfStep
+from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
 
 @dataclass(kw_only=True)
 class ExecutedStep:
-    """What one step has made and not used up, by unit; ``own`` is what this rank encoded."""
+    """What one step has made and not used up, by piece; ``own`` is what this rank encoded."""
 
     plan: StepPlan
     encoder: EncoderOfStep
-    exchange: Exchange | Edges
+    exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
     microbatches: list[Microbatch]
-    spec: ExchangeSpec  # of all units
+    spec: ExchangeSpec  # of all that is exchanged
     pieces: PiecesOfStep | None  # where it streams
+    wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
-    taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
+    taken: dict[int, Tensor] = field(default_factory=dict)  # for a microbatch's forward under way
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # rows of a microbatch's pieces
     arrived: Tensor | None = None  # the gradient that the backward under way has made
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
     # Roots of graphs alone: of what is encoded, features are held where they are consumed.
-    own: dict[int | None, GradientEdge] = field(default_factory=dict)
-    own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
-    saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
+    own: dict[tuple[int, ...], GradientEdge] = field(default_factory=dict)  # by pass
+    own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # None: of no media
+    saved: dict[int, list[Movable]] = field(default_factory=dict)  # that may leave, by pass
 
-    @property
-    def of_pieces(self) -> PiecesOfStep:
-        """In a step that streams."""
-        assert self.pieces is not None, "the step does not stream"
-        return self.pieces
+    def unit(self, piece: int) -> Unit:
+        """The media of a piece that is encoded here."""
+        if self.pieces is not None:
+            return self.pieces.unit(piece)
+        return self.microbatches[piece].units[self.encoder.name]
+
+    def pieces_of(self, microbatch: int) -> range:
+        """Those that a microbatch consists of."""
+        if self.pieces is not None:
+            return self.pieces.stream.pieces[microbatch]
+        return range(microbatch, microbatch + 1)
 
     @cached_property
     def weights(self) -> set[int]:
-        """Addresses of what all units use."""
+        """Addresses of what all pieces use."""
         return addresses(self.model.parameters())
 
     @cached_property
@@ -59,7 +68,7 @@ class ExecutedStep:
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
         for what in (
-            *(self.payloads, self.features, self.taken, self.gradients),
+            *(self.payloads, self.features, self.taken, self.lengths, self.gradients),
             *(self.own, self.own_gradients, self.saved, self.states),
         ):
-            assert not what, f"nobody used what there is of units {list(what)}"
+            assert not what, f"nobody used what there is of pieces {list(what)}"

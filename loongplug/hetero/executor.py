@@ -1,6 +1,6 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,49 +11,33 @@ from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
 from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Await,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncodePieces,
-    EncoderBackward,
-    GatherFeatures,
-    GatherWeights,
-    GiveBack,
-    HandOn,
-    KeepGradient,
-    Offload,
+    Exchange,
+    Hand,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    ReduceGradients,
-    Release,
-    Reload,
-    ScatterGradients,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeFeatures,
-    TakeStates,
+    Weights,
     When,
     backward,
     before_pass,
     forward,
     gradient,
-    turns_of,
 )
-from loongplug.hetero.piece_edges import own_storage
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
-from loongplug.hetero.stage_links import StageLinks, StageUnit
+from loongplug.hetero.stage_links import StageSpec
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -74,14 +58,14 @@ class Executor:
     def __init__(
         self,
         planned: Planned,
-        exchange: Exchange | Edges,
+        exchange: AllToAll | Wire[ExchangeSpec],
         *,
         entry: Entry,
         taps: int,
         outside_schedule: bool,
         platform: Platform,
-        evaluating: Exchange | Edges | None = None,
-        links: StageLinks | None = None,
+        evaluating: AllToAll | Wire[ExchangeSpec] | None = None,
+        links: Wire[StageSpec] | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -214,13 +198,20 @@ class Executor:
             spec=spec,
             pieces=pieces,
         )
-        exchange.begin(spec, trains=encoder.trains)
+        wires = self._step.wires
+        if isinstance(exchange, Wire):
+            exchange.begin(spec, trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), exchange)
+        if pieces is not None:
+            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), pieces.wire)
         if self._links is not None:
-            stage_units = [
-                StageUnit(rows=encoder.states(unit), microbatch=each.number)
-                for unit, each in zip(units, microbatches, strict=True)
-            ]
-            self._links.begin(stage_units, dtype=spec.dtype, comes_back=encoder.trains)
+            states = StageSpec(
+                rows=tuple(map(encoder.states, units)),
+                microbatches=tuple(each.number for each in microbatches),
+                dtype=spec.dtype,
+            )
+            self._links.begin(states, trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.STATES, Cargo.STATE_GRADIENTS), self._links)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,14 +236,9 @@ class Executor:
         """Of the step that has begun; None where it does not stream."""
         return self._now.pieces
 
-    @property
-    def turns(self) -> int:
-        """Of the encoders' work before a pass, as the plan of the step that has begun has it."""
-        return turns_of(self._now.plan)
-
-    def before_pass(self, number: int, turn: int) -> None:
-        """Before a pass of the stage, where a step streams: what is to be done in this turn."""
-        self._do(before_pass(number, turn))
+    def before_pass(self, number: int) -> None:
+        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        self._do(before_pass(number))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
@@ -263,11 +249,8 @@ class Executor:
     def end(self) -> None:
         """The schedule has ended, without an error."""
         self._do(END)
-        self._now.exchange.drain()
-        if self._now.pieces is not None:
-            self._now.pieces.end()
-        if self._links is not None:
-            self._links.drain()
+        for wire in dict.fromkeys(self._now.wires.values()):
+            wire.drain()
         self._now.assert_done()
         self._step = None
 
@@ -302,110 +285,130 @@ class Executor:
     def _operate(self, operation: Operation) -> None:
         step = self._now
         match operation:
-            case Encode(unit=unit, movable=movable, joined=joined):
-                self._encode(unit, movable=movable, joined=joined)
-            case GatherFeatures(units=units, to_host=to_host):
-                self._gather(units, to_host=to_host)
-            case TakeFeatures(unit=unit):
-                step.taken[unit] = step.features.pop(unit)
-            case KeepGradient(unit=unit):
-                assert step.arrived is not None
-                step.gradients[unit], step.arrived = step.arrived, None
-            case ScatterGradients(units=units):
-                self._scatter(units)
-            case TakeStates() | HandOn() | TakeBack() | GiveBack():
-                self._exchange_with_stage(operation)
-            case EncoderBackward(unit=unit, more=more, joined=joined):
-                own, came = step.own.pop(unit), step.own_gradients.pop(unit)
-                if joined:
-                    came = torch.cat([came, *map(step.own_gradients.pop, joined)])
-                step.encoder.backward(own, came, more=more)
-            case Offload() | Release() | Reload() | Await():
-                self.host.operate(operation, step)
-            case ReceiveFeatures(unit=unit, pieces=pieces):
-                step.features[unit] = step.of_pieces.receive(pieces)
-            case SendGradients(unit=unit, pieces=pieces):
-                step.of_pieces.give_back(pieces, step.gradients.pop(unit))
-            case EncodePieces(pieces=pieces, movable=movable):
-                with self.host.saves(step, movable=movable) as saved:
-                    step.of_pieces.operate(operation)
-                if saved is not None:
-                    step.saved[pieces[0]] = list(saved.values())
-            case SendFeatures() | ReceiveGradient() | PiecesBackward():
-                step.of_pieces.operate(operation)
-            case GatherWeights():
+            case Encode(pieces=pieces, movable=movable):
+                self._encode(pieces, movable=movable)
+            case Backward(pieces=pieces, more=more):
+                self._backward(pieces, more=more)
+            case Send(what=Cargo.STATE_GRADIENTS as what, piece=piece):
+                states = step.states.pop(piece)
+                if len(states):  # else they have no gradient
+                    assert states.grad is not None, f"piece {piece} has no gradient"
+                    self._wire(what).send(what, piece, states.grad)
+            case Send(what=what, piece=piece):
+                leaving = step.gradients if what is Cargo.GRADIENTS else step.payloads
+                self._wire(what).send(what, piece, leaving.pop(piece))
+            case Receive(what=what, piece=piece):
+                coming = {Cargo.FEATURES: step.features, Cargo.STATES: step.states}
+                coming.get(what, step.own_gradients)[piece] = self._wire(what).receive(what, piece)
+            case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
+                self._gather(pieces, to_host=to_host)
+            case Exchange(pieces=pieces):
+                self._scatter(pieces)
+            case Hand(what=Cargo.FEATURES, microbatch=microbatch):
+                self._features_to_decoder(microbatch)
+            case Hand(microbatch=microbatch):
+                self._gradient_of_decoder(microbatch)
+            case Move(to=to, what=what, pieces=pieces):
+                self.host.move(to, what, pieces, step)
+            case Weights(gather=True):
                 step.encoder.gather_weights()
-            case ReduceGradients():
+            case Weights():
                 step.encoder.reduce_gradients()
-            case EncodeInForward():
-                raise AssertionError("the decoder's forward does it without this executor")
 
-    def _encode(self, unit: int | None, *, movable: bool, joined: tuple[int, ...]) -> None:
+    def _encode(self, pieces: tuple[int, ...], *, movable: bool) -> None:
         step = self._now
-        encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
-        behind = [step.microbatches[each].units[self._entry.name] for each in joined]
+        units = list(map(step.unit, pieces))
         with self.host.saves(step, movable=movable) as saved:
-            states = self._handed_on(unit)
-            payload = step.encoder.payload(encoded, joined=behind, states=states)
+            payload = step.encoder.payload(units, states=self._given(pieces))
         if saved is not None:
-            step.saved[unit] = list(saved.values())
+            step.saved[pieces[0]] = list(saved.values())
         if step.encoder.trains:
-            step.own[unit] = get_gradient_edge(payload)
-        if unit is None:
+            step.own[pieces] = get_gradient_edge(payload)
+        payload = payload.detach()
+        if not pieces and step.encoder.trains:
             step.own_gradients[None] = torch.zeros_like(payload)  # [0, width]
-        elif encoded is not None and joined:
-            parts = payload.detach().split(list(map(step.encoder.tokens, [encoded, *behind])))
-            step.payloads |= zip([unit, *joined], parts, strict=True)
-        else:
-            step.payloads[unit] = payload
+        parts: Sequence[Tensor] = [payload] if pieces else []
+        if len(pieces) > 1:
+            parts = payload.split(list(map(step.encoder.tokens, units)))
+            if step.pieces is not None:  # a view of one piece would keep the memory of all
+                parts = [each.clone() for each in parts]
+        step.payloads |= zip(pieces, parts, strict=True)
 
-    def _handed_on(self, unit: int | None) -> Tensor | None:
-        """What the stage before has made of a unit; held on to where it gets a gradient."""
+    def _backward(self, pieces: tuple[int, ...], *, more: bool) -> None:
         step = self._now
-        if unit is None or unit not in step.states:
+        first, *others = map(step.own_gradients.pop, pieces or (None,))
+        came = torch.cat([first, *others]) if others else first
+        step.encoder.backward(step.own.pop(pieces), came, more=more)
+
+    def _given(self, pieces: tuple[int, ...]) -> Tensor | None:
+        """What the stage before has made of a piece; held on to where it gets a gradient."""
+        step = self._now
+        if not pieces or pieces[0] not in step.states:
             return None
-        return step.states[unit] if step.encoder.trains_before else step.states.pop(unit)
+        (piece,) = pieces
+        return step.states[piece] if step.encoder.trains_before else step.states.pop(piece)
 
-    def _gather(self, units: range, *, to_host: bool) -> None:
+    def _features_to_decoder(self, microbatch: int) -> None:
+        """They are in the order of the text, as pieces are, and rows within one."""
         step = self._now
-        own = [unit for unit in units if unit in step.payloads]
-        arrived = step.exchange.gather_variable_shape_embeddings(
-            {unit - units.start: step.payloads.pop(unit) for unit in own}, step.spec.part(units)
-        )
-        if not to_host:
-            for unit in sorted(arrived):
-                step.features[units.start + unit] = own_storage(arrived.pop(unit))
+        found = [step.features.pop(each) for each in step.pieces_of(microbatch)]
+        if step.encoder.trains:
+            step.lengths[microbatch] = list(map(len, found))
+        if len(found) == 1:
+            (step.taken[microbatch],) = found
             return
-        features = {units.start + unit: arrived.pop(unit) for unit in sorted(arrived)}
-        self.host.features_leave(features)
+        nothing = torch.empty(
+            0, step.spec.width, dtype=step.spec.dtype, device=self._platform.device
+        )  # [0, width]
+        step.taken[microbatch] = torch.cat([nothing, *found])
 
-    def _scatter(self, units: range) -> None:
+    def _gradient_of_decoder(self, microbatch: int) -> None:
+        step, pieces = self._now, self._now.pieces_of(microbatch)
+        assert step.arrived is not None
+        came, step.arrived = step.arrived, None
+        lengths = step.lengths.pop(microbatch)
+        parts = [came] if len(pieces) == 1 else came.split(lengths) if lengths else ()
+        step.gradients |= zip(pieces, parts, strict=True)
+
+    def _gather(self, pieces: range, *, to_host: bool) -> None:
         step = self._now
-        if step.exchange.consumes:
-            missing = [unit for unit in units if unit not in step.gradients]
-            assert not missing, f"no gradient came for units {missing}"
-        found = step.exchange.scatter_variable_shape_embeddings(
-            {
-                unit - units.start: step.gradients.pop(unit)
-                for unit in units
-                if unit in step.gradients
-            },
-            step.spec.part(units),
-        )
-        step.own_gradients |= {units.start + unit: each for unit, each in found.items()}
+        for some in step.spec.lots(pieces):
+            own = [piece for piece in some if piece in step.payloads]
+            arrived = self._all_to_all.gather_variable_shape_embeddings(
+                {piece - some.start: step.payloads.pop(piece) for piece in own},
+                step.spec.part(some),
+            )
+            features = {some.start + piece: arrived.pop(piece) for piece in sorted(arrived)}
+            if to_host:
+                self.host.features_leave(features)
+                continue
+            for piece in sorted(features):
+                step.features[piece] = own_storage(features.pop(piece))
 
-    def _exchange_with_stage(self, operation: TakeStates | HandOn | TakeBack | GiveBack) -> None:
-        step, links, unit = self._now, self._links, operation.unit
-        assert links is not None, "the encoder has stages"
-        match operation:
-            case TakeStates():
-                step.states[unit] = links.take(unit)
-            case HandOn():
-                links.hand_on(unit, step.payloads.pop(unit))
-            case TakeBack():
-                step.own_gradients[unit] = links.take_back(unit)
-            case GiveBack():
-                links.give_back(unit, step.states.pop(unit).grad)
+    def _scatter(self, pieces: range) -> None:
+        step, exchange = self._now, self._all_to_all
+        if exchange.consumes:
+            missing = [piece for piece in pieces if piece not in step.gradients]
+            assert not missing, f"no gradient came for pieces {missing}"
+        found = exchange.scatter_variable_shape_embeddings(
+            {
+                piece - pieces.start: step.gradients.pop(piece)
+                for piece in pieces
+                if piece in step.gradients
+            },
+            step.spec.part(pieces),
+        )
+        step.own_gradients |= {pieces.start + piece: each for piece, each in found.items()}
+
+    @property
+    def _all_to_all(self) -> AllToAll:
+        exchange = self._now.exchange
+        assert not isinstance(exchange, Wire), "the encoder lies with the decoder"
+        return exchange
+
+    def _wire(self, what: Cargo) -> Wire[Any]:
+        """What carries it between ranks."""
+        return self._now.wires[what]
 
 
 def _rows(unit: Unit) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from loongplug.hetero.encoder_state import EncoderState, movable_saves
 from loongplug.hetero.executed_step import ExecutedStep
-from loongplug.hetero.operations import Await, Kept, Offload, Release, Reload
+from loongplug.hetero.operations import Kept, To
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
@@ -31,55 +31,54 @@ class HostMoves:
             return nullcontext()
         return movable_saves(device=self._device, stays=step.weights | step.media)
 
-    def operate(self, operation: Offload | Release | Reload | Await, step: ExecutedStep) -> None:
-        """One of those; what leaves is the ``step``'s, and what comes back is it again."""
-        what, units = operation.what, operation.units
-        match operation:
-            case Offload():
-                self.queue.leave(self._leaving(what, units, step))
-            case Release():
-                self.queue.let_go(*_names(what, units))
-            case Reload():
-                self.queue.send_for(*_names(what, units))
-            case Await():
-                self._arrives(what, units, step)
+    def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+        """What leaves is the ``step``'s, and what comes back is it again."""
+        match to:
+            case To.LEAVE:
+                self.queue.leave(self._leaving(what, pieces, step))
+            case To.FREE:
+                self.queue.let_go(*_names(what, pieces))
+            case To.RETURN:
+                self.queue.send_for(*_names(what, pieces))
+            case To.HERE:
+                self._arrives(what, pieces, step)
 
     def features_leave(self, features: dict[int, Tensor]) -> None:
-        """They are on the host alone, by unit."""
+        """They are on the host alone, by piece."""
         lots: dict[Hashable, Sequence[Movable]] = {
-            (Kept.FEATURES, unit): [self._movable(each)] for unit, each in features.items()
+            (Kept.FEATURES, piece): [self._movable(each)] for piece, each in features.items()
         }
         self.queue.leave(lots)
         features.clear()
         self.queue.let_go(*lots)
 
     def _leaving(
-        self, what: Kept, units: tuple[int, ...], step: ExecutedStep
+        self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep
     ) -> Mapping[Hashable, Sequence[Movable]]:
         match what:
             case Kept.STATE:
                 assert self.state is not None
-                return dict.fromkeys(_names(what, units), self.state.movable())
+                return dict.fromkeys(_names(what, pieces), self.state.movable())
             case Kept.ACTIVATIONS:
-                return {(what, unit): step.saved.pop(unit) for unit in units}
+                return {(what, piece): step.saved.pop(piece) for piece in pieces}
             case Kept.GRADIENTS:
-                return {(what, unit): [self._movable(step.gradients.pop(unit))] for unit in units}
+                return {(what, each): [self._movable(step.gradients.pop(each))] for each in pieces}
             case Kept.FEATURES:
                 raise AssertionError("they leave when they are gathered")
 
-    def _arrives(self, what: Kept, units: tuple[int, ...], step: ExecutedStep) -> None:
+    def _arrives(self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
         """Nothing here holds activations."""
         arriving = {Kept.FEATURES: step.features, Kept.GRADIENTS: step.gradients}
-        taken = self.queue.take(*_names(what, units))
-        for unit in units if what in arriving else ():
-            (found,) = taken[what, unit]
+        taken = self.queue.take(*_names(what, pieces))
+        for piece in pieces if what in arriving else ():
+            (found,) = taken[what, piece]
             assert found.device is not None
-            arriving[what][unit] = found.device
+            arriving[what][piece] = found.device
 
     def _movable(self, tensor: Tensor) -> Movable:
         return Movable(device=tensor, where=self._device)
 
 
-def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
-    """As the queue knows them; the encoder's state is of no unit."""
-    return [(what, unit) for unit in units or (None,)]
+def _names(what: Kept, pieces: tuple[int, ...]) -> list[Hashable]:
+    """As the queue knows them; the encoder's state is of no piece."""
+    return [(what, piece) for piece in pieces or (None,)]

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from loongplug.hetero.balance import THRESHOLD, Balance
 from loongplug.hetero.operations import Kept
@@ -15,6 +16,7 @@ from loongplug.hetero.placement import (
     one_apart,
 )
 from loongplug.hetero.policies import Policy, apart, group_ahead, inline, separated, streamed
+from loongplug.models.amounts import macs_for_a_token
 from loongplug.models.architecture import EncoderArchitecture
 
 
@@ -88,9 +90,28 @@ SCHEDULES = (*SCHEDULED, "auto")
 IN_A_WORD = {**NAMED, "own_ranks": APART, "streamed": STREAMED}
 
 
+def modes_of(args: Namespace, model: Any) -> dict[str, Mode]:
+    """Of all encoders of a model, by name.
+
+    One streams at a time. Where several could, it is the one with most work for each token that it
+    gives the text, by :func:`macs_for_a_token`; of equal ones the first. How many tokens each will
+    give is in the data, and this has to be known at start, alike on every rank. The others are
+    separated.
+    """
+    found = {name: mode_of(args, model.encoder(name)) for name in model.encoders}
+    streaming = [name for name, mode in found.items() if mode.fills_bubbles]
+    if len(streaming) > 1:
+        most = max(streaming, key=lambda name: macs_for_a_token(model.encoder(name)))
+        for name in streaming:
+            if name != most:
+                found[name] = replace(FULL_HETERO_DP, on_host=found[name].on_host)
+    return found
+
+
 def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode:
     """What the flags ask for, or the ``encoder``'s YAML, which stands above them.
 
+    That is of an encoder that is alone; :func:`modes_of` says which one of several streams.
     Heterogeneous TP is the uniform mode with another encoder size.
     """
     if encoder is not None and encoder.rank_offset is not None:

@@ -1,7 +1,12 @@
 """The plan of a step: what one rank's encoder side does, and when. Pure; no tensor is here.
 
-A plan is read by whoever needs it: the executor does its operations, the estimate adds up their
-bytes. What an operation means is told here and nowhere else.
+A plan is read by the executor, which does its operations, and by who adds up their bytes or their
+time. What an operation means is told here and nowhere else.
+
+What goes through an encoder at once are *pieces*: a microbatch's media, or some of them, or those
+of several microbatches. They are numbered over the step, in the order of microbatches and within
+each. Where media are not cut, piece n is what there is of microbatch n; several replicas may then
+have shares of it. A rank of an encoder apart numbers what it makes itself.
 """
 
 from collections.abc import Mapping
@@ -25,26 +30,22 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class When:
-    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes.
-
-    Before one pass there are several moments where several encoders take turns.
-    """
+    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes."""
 
     event: Event
     microbatch: int | None = None
     number: int | None = None
-    turn: int = 0
 
 
 BEGIN, END = When(Event.BEGIN), When(Event.END)
 
 
-def before_pass(number: int, turn: int = 0) -> When:
+def before_pass(number: int) -> When:
     """Before a pass of the stage, forward or backward, from 0 on; their count is behind the last.
 
     What the pass before has made has set out, and nobody waits for what this one takes yet.
     """
-    return When(Event.PASS, number=number, turn=turn)
+    return When(Event.PASS, number=number)
 
 
 def forward(microbatch: int) -> When:
@@ -62,6 +63,24 @@ def gradient(microbatch: int) -> When:
     return When(Event.GRADIENT, microbatch)
 
 
+class Cargo(Enum):
+    """Rows of pieces that go from one rank to another, and how a trace calls them."""
+
+    FEATURES = "features", "sends"
+    GRADIENTS = "gradients", "sends"  # of features
+    STATES = "states", "sends of states between stages"  # of a stage, for the next
+    STATE_GRADIENTS = "gradients", "sends of gradients between stages"
+
+    def __init__(self, said: str, waits: str) -> None:
+        """``waits``: the wait for what is sent."""
+        self.said, self.waits = said, waits
+
+    @property
+    def back(self) -> bool:
+        """Whether they come back from where others went."""
+        return self in (Cargo.GRADIENTS, Cargo.STATE_GRADIENTS)
+
+
 class Kept(Enum):
     """What can be on the host while the decoder works."""
 
@@ -71,203 +90,93 @@ class Kept(Enum):
     STATE = "the encoder's parameters, gradients and optimizer state"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OfUnit:
-    unit: int
+class To(Enum):
+    """What becomes of something that can be on the host."""
 
-
-class EncodeInForward(_OfUnit):
-    """The decoder's own forward encodes the unit, in its graph."""
+    LEAVE = "leave"  # copies to the host set out; the device's memory is not free yet
+    FREE = "free"  # these copies are done; the device's memory is free
+    RETURN = "return"  # memory is taken on the device, and copies back set out
+    HERE = "here"  # it may be used from here on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encode:
-    """Make a unit's features here. ``unit`` None: of no media, so that parameters get gradients.
+    """The features of these pieces are made here, in one pass, or the states of this stage.
 
-    With ``movable``, what its backward needs can leave for the host. The units ``joined`` to it are
-    made in the same pass through the encoder.
+    Without ``pieces``, of no media, so that parameters get gradients. With ``movable``, what the
+    backward needs can leave for the host, by the number of the first piece.
     """
 
-    unit: int | None
+    pieces: tuple[int, ...]
     movable: bool = False
-    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherFeatures:
-    """These units' features go from the ranks that made them to their consumers.
+class Backward:
+    """The gradients of pieces that were made in one pass go through the encoder, in one, too.
+
+    With ``more`` to come they are not reduced yet.
+    """
+
+    pieces: tuple[int, ...]
+    more: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """A piece's rows set out for the ranks that need them. Nobody waits for that."""
+
+    what: Cargo
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receive:
+    """The rows of a piece that this rank needs are here."""
+
+    what: Cargo
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """These pieces' features go to their consumers, or gradients back, of all ranks at once.
 
     Collective: the exchange's group. With ``to_host`` consumers have them on the host alone.
     """
 
-    units: range
+    what: Cargo
+    pieces: range
     to_host: bool = False
 
 
-class TakeFeatures(_OfUnit):
-    """The decoder's forward uses the unit's features up."""
+@dataclass(frozen=True, kw_only=True)
+class Hand:
+    """The decoder's forward uses a microbatch's features up, or has just made their gradient."""
 
-
-class KeepGradient(_OfUnit):
-    """The gradient of the unit's features, which the decoder has just made, waits."""
+    what: Cargo
+    microbatch: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScatterGradients:
-    """The gradients of these units' features go back to the ranks that encoded them.
+class Move:
+    """``pieces``: of which ones, each for its pass; empty for the encoder's state, of none."""
 
-    Collective: the exchange's group.
-    """
-
-    units: range
-
-
-class TakeStates(_OfUnit):
-    """What the encoder's stage before has made of the unit is there, in the place of its media."""
-
-
-class HandOn(_OfUnit):
-    """What this stage of the encoder has made of the unit goes to the next one."""
-
-
-class TakeBack(_OfUnit):
-    """The gradient of what was handed on is there."""
-
-
-class GiveBack(_OfUnit):
-    """The gradient of what was taken goes to the stage before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderBackward:
-    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet.
-
-    With it go those of the units that were ``joined`` to it.
-    """
-
-    unit: int | None
-    more: bool
-    joined: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodePieces:
-    """Make these pieces' features here, in one pass; pieces are numbered over all of the step.
-
-    With ``movable``, what its backward needs can leave for the host, by the name of the first.
-    """
-
-    pieces: tuple[int, ...]
-    movable: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendFeatures:
-    """A piece's features set out for their consumers. Nobody waits for that."""
-
-    piece: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReceiveFeatures(_OfUnit):
-    """The features of these pieces, which are all of the unit's, are here."""
-
-    pieces: range
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendGradients(_OfUnit):
-    """The gradient of the unit's features sets out, piece by piece, for who encoded them."""
-
-    pieces: range
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReceiveGradient:
-    """The gradient of a piece's features is here."""
-
-    piece: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PiecesBackward:
-    """The gradients of pieces that were made in one pass go through the encoder, in one, too.
-
-    :class:`ReduceGradients` comes behind all.
-    """
-
-    pieces: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherWeights:
-    """The encoder's weights are whole on this rank, where an optimizer has left parts of them.
-
-    Collective: the encoder's data parallel group. Replicas that work at times of their own cannot
-    gather them in the forward.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceGradients:
-    """The reduction of the encoder's gradients sets out. Collective as :class:`GatherWeights`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Move:
-    """``units``: of which units; empty for the encoder's state, which is of none.
-
-    In a step that streams they are pieces, of which each stands for all of its pass.
-    """
-
+    to: To
     what: Kept
-    units: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
 
 
-class Offload(_Move):
-    """Copies to the host set out; the device's memory is not free before :class:`Release`."""
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The encoder's weights become whole on this rank, or the reduction of gradients sets out.
+
+    Collective: the encoder's data parallel group. For replicas that work at times of their own:
+    they cannot gather in a forward, and they reduce together when all are through.
+    """
+
+    gather: bool
 
 
-class Release(_Move):
-    """The copies to the host are done; the device's memory is free."""
-
-
-class Reload(_Move):
-    """Memory is taken on the device, and copies back set out."""
-
-
-class Await(_Move):
-    """What was sent for may be used from here on."""
-
-
-Operation = (
-    EncodeInForward
-    | Encode
-    | GatherFeatures
-    | TakeFeatures
-    | KeepGradient
-    | ScatterGradients
-    | TakeStates
-    | HandOn
-    | TakeBack
-    | GiveBack
-    | EncoderBackward
-    | EncodePieces
-    | SendFeatures
-    | ReceiveFeatures
-    | SendGradients
-    | ReceiveGradient
-    | PiecesBackward
-    | GatherWeights
-    | ReduceGradients
-    | Offload
-    | Release
-    | Reload
-    | Await
-)
+Operation = Encode | Backward | Send | Receive | Exchange | Hand | Move | Weights
 StepPlan = Mapping[When, tuple[Operation, ...]]
-
-
-def turns_of(plan: StepPlan) -> int:
-    """How many moments there are before a pass, at most."""
-    return 1 + max((when.turn for when in plan), default=0)

@@ -1,6 +1,6 @@
 """The order of a pipeline stage's passes within a step, as Megatron's schedules have it. Pure."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -8,13 +8,11 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    StepPlan,
     When,
     backward,
     before_pass,
     forward,
     gradient,
-    turns_of,
 )
 
 
@@ -94,20 +92,17 @@ def around(turn: Turn) -> Iterator[When | Turn]:
         yield gradient(turn.backward.microbatch)
 
 
-def events(
-    streamed: Iterable[StepPlan], pipeline: Pipeline, microbatches: int
-) -> Iterator[When | Turn]:
+def events(pipeline: Pipeline, microbatches: int) -> Iterator[When | Turn]:
     """All turns of a stage in a step, and all moments of the plans of its encoders.
 
-    Those of ``streamed`` plans have moments between passes; no two passes are one turn there.
+    Where two passes are one turn, no plan has moments between passes.
     """
-    places = range(max(map(turns_of, streamed), default=0))
     passes = [*turns(pipeline, microbatches)]
     yield BEGIN
     for number, turn in enumerate(passes):
-        yield from (before_pass(number, place) for place in places)
+        yield before_pass(number)
         yield from around(turn)
-    yield from (before_pass(len(passes), place) for place in places)
+    yield before_pass(len(passes))
     yield END
 
 

@@ -9,15 +9,16 @@ waits for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.communicators import pipeline_pairs
 from loongplug.observe.recorder import Recorder, Span
-from loongplug.parallel.connections import connect
-from loongplug.parallel.states import create_exchange_group
+from loongplug.parallel.connections import connected_group
 
 _DIMENSIONS = 3  # of what stages send: [sequence, batch, hidden]
 
@@ -37,45 +38,21 @@ class PipelineGroups:
 
 
 def create_pipeline_groups(
-    pipelines: Sequence[Sequence[int]],
-    *,
-    virtual: bool,
-    device: torch.device,
-    timeout_minutes: float = 30,
-    nccl_config_path: str | None = None,
+    pipelines: Sequence[Sequence[int]], *, virtual: bool, **options: Any
 ) -> PipelineGroups | None:
     """The groups of this rank's pipeline, connected; None where it is in none of ``pipelines``.
 
     ``pipelines`` are all of the decoder's, each by the ranks of its stages; ``virtual``: it has
-    virtual stages. Collective over the world.
+    virtual stages. ``options`` are :func:`connected_group`'s. Collective over the world.
     """
-    made: dict[str, dist.ProcessGroup | None] = {}
-    names = ("activations", "gradients")
-    for name in (*names, *(f"{each}_around" for each in names if virtual)):
-        made[name] = create_exchange_group(
-            name,
-            pipelines,
-            options_of="pp",
-            timeout_minutes=timeout_minutes,
-            nccl_config_path=nccl_config_path,
+    pairs = [pipeline_pairs(ranks, virtual=virtual) for ranks in pipelines]
+    made: dict[str, Any] = {
+        name: connected_group(
+            name, pipelines, chain(*(each[name] for each in pairs)), options_of="pp", **options
         )
-        for ranks in pipelines:
-            pairs = list(pairwise(ranks))
-            if name.endswith("_around"):
-                pairs = [(ranks[-1], ranks[0])]
-            if name.startswith("gradients"):
-                pairs = [(target, source) for source, target in pairs]
-            if dist.get_rank() in ranks:
-                connect(made[name], pairs, device=device)
-    activations, gradients = (made[name] for name in names)
-    if activations is None or gradients is None:
-        return None
-    return PipelineGroups(
-        activations=activations,
-        gradients=gradients,
-        activations_around=made.get("activations_around"),
-        gradients_around=made.get("gradients_around"),
-    )
+        for name in pairs[0]
+    }
+    return None if made["activations"] is None else PipelineGroups(**made)
 
 
 @dataclass(frozen=True, kw_only=True)

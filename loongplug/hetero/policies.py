@@ -7,32 +7,19 @@ from dataclasses import dataclass, replace
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Await,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncodePieces,
-    EncoderBackward,
-    GatherFeatures,
-    GatherWeights,
-    GiveBack,
-    HandOn,
-    KeepGradient,
+    Exchange,
+    Hand,
     Kept,
-    Offload,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    ReduceGradients,
-    Release,
-    Reload,
-    ScatterGradients,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeFeatures,
-    TakeStates,
+    To,
+    Weights,
     When,
     backward,
     before_pass,
@@ -106,10 +93,16 @@ Policy = Callable[[EncoderStep], StepPlan]
 
 
 def inline(step: EncoderStep) -> StepPlan:
-    """Each forward encodes its own unit, and each backward goes on through the encoder."""
-    if not step.consumes:
-        return {}
-    return {forward(unit): (EncodeInForward(unit=unit),) for unit in step.units}
+    """Each forward encodes its own microbatch, and each backward goes on through the encoder.
+
+    The decoder's graph does that by itself, and the plan says when.
+    """
+    plan = _Draft()
+    for unit in step.units if step.consumes else ():
+        plan.at(forward(unit), Encode(pieces=(unit,)))
+        if step.trains:
+            plan.at(gradient(unit), Backward(pieces=(unit,), more=unit != step.units[-1]))
+    return plan.done()
 
 
 def group_ahead(step: EncoderStep) -> StepPlan:
@@ -126,20 +119,20 @@ def group_ahead(step: EncoderStep) -> StepPlan:
         return plan.done()
     for first in step.units[:: step.replicas]:
         members = step.units[first : first + step.replicas]
-        encoded: list[int | None] = [*step.mine(members)]
+        encoded: list[tuple[int, ...]] = [(unit,) for unit in step.mine(members)]
         if not encoded and step.trains:
-            encoded = [None]
-        plan.at(forward(first), *(Encode(unit=unit) for unit in encoded))
-        plan.at(forward(first), GatherFeatures(units=members))
+            encoded = [()]
+        plan.at(forward(first), *(Encode(pieces=each) for each in encoded))
+        plan.at(forward(first), Exchange(what=Cargo.FEATURES, pieces=members))
         for unit in members:
-            plan.at(forward(unit), TakeFeatures(unit=unit))
+            plan.at(forward(unit), Hand(what=Cargo.FEATURES, microbatch=unit))
             if step.trains:
-                plan.at(gradient(unit), KeepGradient(unit=unit))
+                plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
         if step.trains:
             last = gradient(members[-1])
-            plan.at(last, ScatterGradients(units=members))
-            plan.at(last, *(EncoderBackward(unit=unit, more=True) for unit in encoded[:-1]))
-            plan.at(last, EncoderBackward(unit=encoded[-1], more=False))
+            plan.at(last, Exchange(what=Cargo.GRADIENTS, pieces=members))
+            plan.at(last, *(Backward(pieces=each, more=True) for each in encoded[:-1]))
+            plan.at(last, Backward(pieces=encoded[-1], more=False))
     return plan.done()
 
 
@@ -157,30 +150,30 @@ def separated(step: EncoderStep) -> StepPlan:
     passes = step.passes()
     if moves:
         passes = [(unit,) for unit in mine]
-    for before, (unit, *joined) in zip([None, *mine], passes, strict=False):
-        plan.at(BEGIN, Encode(unit=unit, movable=moves, joined=tuple(joined)))
+    for before, pieces in zip([None, *mine], passes, strict=False):
+        plan.at(BEGIN, Encode(pieces=pieces, movable=moves))
         if moves and before is not None:
-            plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(before,)))
+            plan.at(BEGIN, Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=(before,)))
         if moves:
-            plan.at(BEGIN, Offload(what=Kept.ACTIVATIONS, units=(unit,)))
+            plan.at(BEGIN, Move(to=To.LEAVE, what=Kept.ACTIVATIONS, pieces=pieces))
     if moves and mine:
-        plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(mine[-1],)))
+        plan.at(BEGIN, Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=(mine[-1],)))
     # A reduction that overlaps starts when every parameter has a gradient.
     blank = step.trains and not mine
     if blank:
-        plan.at(BEGIN, Encode(unit=None))
-    plan.at(BEGIN, GatherFeatures(units=step.units, to_host=on_host))
+        plan.at(BEGIN, Encode(pieces=()))
+    plan.at(BEGIN, Exchange(what=Cargo.FEATURES, pieces=step.units, to_host=on_host))
     if on_host and step.consumes:
-        plan.at(BEGIN, Reload(what=Kept.FEATURES, units=(0,)))
+        plan.at(BEGIN, Move(to=To.RETURN, what=Kept.FEATURES, pieces=(0,)))
     if Kept.STATE in step.on_host:
         _state_away(plan, step)
     if step.consumes:
         _decode(plan, step, on_host=on_host)
     if step.trains:
-        plan.at(END, ScatterGradients(units=step.units))
+        plan.at(END, Exchange(what=Cargo.GRADIENTS, pieces=step.units))
         _encoders_backward(plan, passes, moves=moves)
         if blank:
-            plan.at(END, EncoderBackward(unit=None, more=False))
+            plan.at(END, Backward(pieces=(), more=False))
     return plan.done()
 
 
@@ -192,14 +185,14 @@ def streamed(step: EncoderStep) -> StepPlan:
     """
     plan = _Draft()
     if step.trains:
-        plan.at(BEGIN, GatherWeights())
+        plan.at(BEGIN, Weights(gather=True))
     if step.stream is None:
         for when, operations in separated(step).items():
             plan.at(when, *(_reduced_later(each) for each in operations))
     else:
         _bubbles(plan, step, step.stream)
     if step.trains:
-        plan.at(END, ReduceGradients())
+        plan.at(END, Weights(gather=False))
     return plan.done()
 
 
@@ -215,14 +208,15 @@ def apart(step: EncoderStep) -> StepPlan:
     plan = _Draft()
     if step.replica is None:
         for unit in step.units if step.consumes else ():
-            alone = range(unit, unit + 1)
-            plan.at(forward(unit), GatherFeatures(units=alone), TakeFeatures(unit=unit))
+            plan.at(forward(unit), Receive(what=Cargo.FEATURES, piece=unit))
+            plan.at(forward(unit), Hand(what=Cargo.FEATURES, microbatch=unit))
             if step.trains:
-                plan.at(gradient(unit), KeepGradient(unit=unit), ScatterGradients(units=alone))
+                plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
+                plan.at(gradient(unit), Send(what=Cargo.GRADIENTS, piece=unit))
         return plan.done()
     if not step.units:  # no sample is this replica's, and parameters have gradients nevertheless
         if step.trains:
-            plan.at(BEGIN, Encode(unit=None), EncoderBackward(unit=None, more=False))
+            plan.at(BEGIN, Encode(pieces=()), Backward(pieces=(), more=False))
         return plan.done()
     slots = [step.units[first : first + step.pieces] for first in step.units[:: step.pieces]]
     ahead = min(step.warmup, len(slots)) if step.trains else len(slots)
@@ -250,9 +244,7 @@ class _Draft:
 
 def _reduced_later(operation: Operation) -> Operation:
     """As it is where all replicas' reductions come behind the plan."""
-    if isinstance(operation, EncoderBackward):
-        return replace(operation, more=True)
-    return operation
+    return replace(operation, more=True) if isinstance(operation, Backward) else operation
 
 
 def _activations_move(step: EncoderStep) -> bool:
@@ -264,37 +256,38 @@ def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     moves = activations_away(stream.work if _activations_move(step) else ())
     for number, operations in moves.before.items():
         plan.at(before_pass(number), *operations)
-    for place, (before, forwards, together, turn) in enumerate(stream.work):
-        when, moving = before_pass(before, turn), moves.within.get(place, ())
+    for place, (before, forwards, together) in enumerate(stream.work):
+        when, moving = before_pass(before), moves.within.get(place, ())
         if forwards:
-            plan.at(when, EncodePieces(pieces=together, movable=together in moves.leaving))
-            plan.at(when, *moving, *(SendFeatures(piece=piece) for piece in together))
+            plan.at(when, Encode(pieces=together, movable=together in moves.leaving), *moving)
+            plan.at(when, *(Send(what=Cargo.FEATURES, piece=piece) for piece in together))
         else:
-            plan.at(when, *(ReceiveGradient(piece=piece) for piece in together), *moving)
-            plan.at(when, PiecesBackward(pieces=together))
+            plan.at(when, *(Receive(what=Cargo.GRADIENTS, piece=piece) for piece in together))
+            plan.at(when, *moving, Backward(pieces=together, more=True))
     for unit in step.units if step.consumes else ():
         pieces = stream.pieces[unit]
-        plan.at(forward(unit), ReceiveFeatures(unit=unit, pieces=pieces), TakeFeatures(unit=unit))
+        plan.at(forward(unit), *(Receive(what=Cargo.FEATURES, piece=each) for each in pieces))
+        plan.at(forward(unit), Hand(what=Cargo.FEATURES, microbatch=unit))
         if step.trains:
-            given = SendGradients(unit=unit, pieces=pieces)
-            plan.at(gradient(unit), KeepGradient(unit=unit), given)
+            plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
+            plan.at(gradient(unit), *(Send(what=Cargo.GRADIENTS, piece=each) for each in pieces))
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
     """Of a stage of an encoder with ranks of its own."""
     if step.stage:
-        plan.at(BEGIN, TakeStates(unit=unit))
-    plan.at(BEGIN, Encode(unit=unit))
-    last = step.stage == step.stages - 1
-    plan.at(BEGIN, GatherFeatures(units=range(unit, unit + 1)) if last else HandOn(unit=unit))
+        plan.at(BEGIN, Receive(what=Cargo.STATES, piece=unit))
+    made = Cargo.FEATURES if step.stage == step.stages - 1 else Cargo.STATES
+    plan.at(BEGIN, Encode(pieces=(unit,)), Send(what=made, piece=unit))
 
 
 def _stage_backward(plan: _Draft, step: EncoderStep, unit: int) -> None:
     last = step.stage == step.stages - 1
-    plan.at(BEGIN, ScatterGradients(units=range(unit, unit + 1)) if last else TakeBack(unit=unit))
-    plan.at(BEGIN, EncoderBackward(unit=unit, more=unit != step.units[-1]))
+    came = Cargo.GRADIENTS if last else Cargo.STATE_GRADIENTS
+    plan.at(BEGIN, Receive(what=came, piece=unit))
+    plan.at(BEGIN, Backward(pieces=(unit,), more=unit != step.units[-1]))
     if step.trains_before:
-        plan.at(BEGIN, GiveBack(unit=unit))
+        plan.at(BEGIN, Send(what=Cargo.STATE_GRADIENTS, piece=unit))
 
 
 def _state_away(plan: _Draft, step: EncoderStep) -> None:
@@ -307,42 +300,42 @@ def _state_away(plan: _Draft, step: EncoderStep) -> None:
     forward and come back after the last backward. A last stage waits for the others then anyway.
     """
     beside = not step.last_stage and len(step.units) > 1
-    plan.at(BEGIN, Offload(what=Kept.STATE))
-    plan.at(forward(1) if beside else BEGIN, Release(what=Kept.STATE))
+    plan.at(BEGIN, Move(to=To.LEAVE, what=Kept.STATE))
+    plan.at(forward(1) if beside else BEGIN, Move(to=To.FREE, what=Kept.STATE))
     back = backward(step.units[-1]) if beside and step.training else END
-    plan.at(back, Reload(what=Kept.STATE))
-    plan.at(END, Await(what=Kept.STATE))
+    plan.at(back, Move(to=To.RETURN, what=Kept.STATE))
+    plan.at(END, Move(to=To.HERE, what=Kept.STATE))
 
 
 def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
     """Phase 2. On the host are all features but the one in use and the next, and all gradients."""
     for unit in step.units:
         if on_host:
-            plan.at(forward(unit), Await(what=Kept.FEATURES, units=(unit,)))
+            plan.at(forward(unit), Move(to=To.HERE, what=Kept.FEATURES, pieces=(unit,)))
             if unit + 1 in step.units:
-                plan.at(forward(unit), Reload(what=Kept.FEATURES, units=(unit + 1,)))
-        plan.at(forward(unit), TakeFeatures(unit=unit))
+                plan.at(forward(unit), Move(to=To.RETURN, what=Kept.FEATURES, pieces=(unit + 1,)))
+        plan.at(forward(unit), Hand(what=Cargo.FEATURES, microbatch=unit))
         if step.trains:
-            plan.at(gradient(unit), KeepGradient(unit=unit))
+            plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
         if step.trains and on_host:
             if unit:
-                plan.at(gradient(unit), Release(what=Kept.GRADIENTS, units=(unit - 1,)))
-            plan.at(gradient(unit), Offload(what=Kept.GRADIENTS, units=(unit,)))
+                plan.at(gradient(unit), Move(to=To.FREE, what=Kept.GRADIENTS, pieces=(unit - 1,)))
+            plan.at(gradient(unit), Move(to=To.LEAVE, what=Kept.GRADIENTS, pieces=(unit,)))
     if step.trains and on_host:
         everything = tuple(step.units)
-        plan.at(END, Release(what=Kept.GRADIENTS, units=everything[-1:]))
-        plan.at(END, Reload(what=Kept.GRADIENTS, units=everything))
-        plan.at(END, Await(what=Kept.GRADIENTS, units=everything))
+        plan.at(END, Move(to=To.FREE, what=Kept.GRADIENTS, pieces=everything[-1:]))
+        plan.at(END, Move(to=To.RETURN, what=Kept.GRADIENTS, pieces=everything))
+        plan.at(END, Move(to=To.HERE, what=Kept.GRADIENTS, pieces=everything))
 
 
 def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool) -> None:
     """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
     if moves and passes:
-        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=passes[0]))
-    for number, (unit, *joined) in enumerate(passes):
+        plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=passes[0]))
+    for number, pieces in enumerate(passes):
         behind = passes[number + 1 : number + 2]
         if moves:
-            plan.at(END, Await(what=Kept.ACTIVATIONS, units=(unit,)))
+            plan.at(END, Move(to=To.HERE, what=Kept.ACTIVATIONS, pieces=pieces))
         if moves and behind:
-            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=behind[0]))
-        plan.at(END, EncoderBackward(unit=unit, more=bool(behind), joined=tuple(joined)))
+            plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=behind[0]))
+        plan.at(END, Backward(pieces=pieces, more=bool(behind)))

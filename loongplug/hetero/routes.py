@@ -65,14 +65,15 @@ def gradient_transfers(
 ) -> list[Transfer]:
     """Each share's gradient to every rank of the replica that made it.
 
-    All consumers have the whole gradient and one of them sends it, each in turn. Of a sequence in
-    several ``parts``, those of one have the gradient of its rows, and one of each part sends.
+    All consumers have the whole gradient and one of them sends it: they share the encoder's ranks,
+    so that few pairs need a connection. Of a sequence in several ``parts``, those of one have the
+    gradient of its rows, and one of each part sends.
     """
     transfers = []
     for unit, encoder_replica in _shares(encoder_replicas):
         replica = edge.replicas[encoder_replica]
         for index, target in enumerate(replica):
-            turn = unit * len(replica) + index
+            turn = encoder_replica * len(replica) + index
             transfers += [
                 Transfer(
                     unit=unit,
@@ -84,6 +85,14 @@ def gradient_transfers(
                 for shard, ranks in _by_part(edge, parts)
             ]
     return transfers
+
+
+def used_pairs(edge: Edge, *, back: bool, parts: int = 1) -> list[tuple[int, int]]:
+    """Who sends whom features, or gradients ``back``, in some step; whoever encodes which unit."""
+    transfers = gradient_transfers if back else feature_transfers
+    every = transfers(edge, [tuple(range(len(edge.replicas)))], parts=parts)
+    pairs = {(each.source, each.target) for each in every}
+    return sorted((source, target) for source, target in pairs if source != target)
 
 
 def _by_part(edge: Edge, parts: int) -> list[tuple[int | None, tuple[int, ...]]]:

@@ -1,9 +1,8 @@
-"""Rows on their way from one rank to another, and how much a rank may be sending at a time."""
+"""Messages that a rank is sending, and how many there may be at a time."""
 
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,34 +19,6 @@ class _Sent:
     work: dist.Work
     tensor: Tensor
     microbatch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coming:
-    """Rows [rows, width] that this rank receives from ``source``."""
-
-    work: dist.Work
-    rows: Tensor
-    source: int
-
-    def arrived(self, recorder: Recorder, what: str, **details: Any) -> Tensor:
-        """The rows, once they are there; a trace has ``what`` they are, and ``details``."""
-        with recorder.span(
-            "exchange",
-            f"receive {what}",
-            bytes=self.rows.nbytes,
-            source=self.source,
-            **details,
-        ):
-            self.work.wait()
-        return self.rows
-
-
-def receive(rows: Tensor, *, source: int, group: dist.ProcessGroup) -> Coming:
-    """Post a receive into ``rows`` [rows, width]."""
-    work = dist.irecv(rows, src=source, group=group)
-    assert work is not None, "this rank is in the group"
-    return Coming(work=work, rows=rows, source=source)
 
 
 class Sends:
@@ -69,21 +40,10 @@ class Sends:
     What the current stream waits for has gone by then, so it holds up no later work.
     """
 
-    def __init__(
-        self,
-        *,
-        most: int,
-        recorder: Recorder = NOTHING,
-        name: str = "sends",
-        of_pieces: bool = False,
-    ) -> None:
-        """``name``: of the time in which it waits, as the ``recorder`` is told.
-
-        ``of_pieces``: messages are counted by these where elsewhere by microbatches.
-        """
+    def __init__(self, *, most: float, recorder: Recorder = NOTHING, name: str = "sends") -> None:
+        """``name``: of the time in which it waits, as the ``recorder`` is told."""
         assert most > 0, most
         self._most = most
-        self._of_pieces = of_pieces
         self._recorder = recorder
         self._name = name
         self._under_way: deque[_Sent] = deque()
@@ -91,18 +51,6 @@ class Sends:
     def __len__(self) -> int:
         """How many messages are held."""
         return len(self._under_way)
-
-    def send(
-        self, rows: Tensor, what: str, *, target: int, group: dist.ProcessGroup, microbatch: int
-    ) -> None:
-        """``rows`` [rows, width] set out; a trace has ``what`` they are. Waits as :meth:`add`."""
-        sent = rows.contiguous()
-        details = {} if self._of_pieces else {"microbatch": microbatch}
-        with self._recorder.span(
-            "exchange", f"send {what}", bytes=sent.nbytes, target=target, **details
-        ):
-            work = dist.isend(sent, dst=target, group=group)
-        self.add(work, sent, microbatch=microbatch)
 
     def add(self, work: dist.Work | None, tensor: Tensor, *, microbatch: int) -> None:
         """``tensor`` has set out, of ``microbatch``; they come in order.

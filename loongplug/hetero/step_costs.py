@@ -1,4 +1,4 @@
-"""One step of full separation: the decoder's passes, the encoders' work, and plans of it. Pure.
+"""One step of full separation: the decoder's passes, the encoder's work, and plans of it. Pure.
 
 Costs are integers of one unit, such as counted operations.
 """
@@ -51,8 +51,8 @@ class EncoderWork(NamedTuple):
     ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
     are stands for behind the last. What earlier passes made has been sent then, and what the next
     one takes is not waited for yet. ``pieces`` go together, forward and backward, each by its
-    microbatch and its number in it, in order, and all are of one encoder: features are there when
-    all of them are made, and the backward waits for the gradients of all.
+    microbatch and its number in it, in order: features are there when all of them are made, and
+    the backward waits for the gradients of all.
     """
 
     before: int
@@ -62,7 +62,7 @@ class EncoderWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PassCosts:
-    """What holds for every pass through one encoder.
+    """What holds for every pass through the encoder.
 
     ``trains``: it has a backward. ``each`` is what a pass takes besides its pieces, however many
     these are; pieces go together as long as their forwards take no more than ``joined``.
@@ -84,8 +84,7 @@ class Step:
         passes: of each stage, in Megatron's order (:func:`decoder_passes`).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
-        encoders: all that there are; each lies on every replica.
-        kinds: which one of them each piece is for, as ``pieces``; without, all are for the first.
+        encoder: what holds for its passes.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
@@ -93,8 +92,7 @@ class Step:
     passes: tuple[tuple[DecoderPass, ...], ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    encoders: tuple[PassCosts, ...] = (PassCosts(),)
-    kinds: tuple[tuple[int, ...], ...] = ()
+    encoder: PassCosts = PassCosts()
 
     def __post_init__(self) -> None:
         stages = len(self.passes)
@@ -103,8 +101,6 @@ class Step:
         assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
         each = 2 * len(self.pieces) * len(self.forward) // stages
         assert all(len(passes) == each for passes in self.passes), "not a step's passes"
-        counts = list(map(len, self.pieces))
-        assert not self.kinds or list(map(len, self.kinds)) == counts, "one for each piece"
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""
@@ -128,29 +124,16 @@ class Step:
             return DecoderPass(False, place, microbatch)
         return DecoderPass(True, place + 1, microbatch)
 
-    def kind(self, name: Name) -> int:
-        """The number of the encoder that a piece is for."""
-        return self.kinds[name[0]][name[1]] if self.kinds else 0
-
-    def encoder(self, name: Name) -> PassCosts:
-        """The one that a piece is for."""
-        return self.encoders[self.kind(name)]
-
     def encoding(self, microbatch: int, piece: int) -> int:
-        """What a piece takes forward and, where its encoder trains, backward."""
+        """What a piece takes forward and, where the encoder trains, backward."""
         cost = self.pieces[microbatch][piece]
-        trains = self.encoder((microbatch, piece)).trains
-        return cost.forward + cost.backward if trains else cost.forward
+        return cost.forward + cost.backward if self.encoder.trains else cost.forward
 
     def encoder_pass(self, work: EncoderWork) -> int:
         """What it takes."""
-        way, each = 0 if work.forward else 1, self.encoder(work.pieces[0]).each
-        return each[way] + sum(self.pieces[unit][piece][way] for unit, piece in work.pieces)
-
-    @cached_property
-    def trains(self) -> bool:
-        """Whether any encoder has a backward."""
-        return any(each.trains for each in self.encoders)
+        way = 0 if work.forward else 1
+        of_pieces = sum(self.pieces[unit][piece][way] for unit, piece in work.pieces)
+        return self.encoder.each[way] + of_pieces
 
     @cached_property
     def names(self) -> tuple[Name, ...]:

@@ -163,7 +163,7 @@ class PassOnClock(NamedTuple):
 
 def decoder_alone(step: Step) -> list[PassOnClock]:
     """All passes of a step without encoders, each behind what it waits for."""
-    bare = replace(step, pieces=((),) * len(step.pieces), kinds=())
+    bare = replace(step, pieces=((),) * len(step.pieces))
     idle = EncoderPlan(work=((),) * len(step.replicas), streamed=True)
     programs = PlanClock(bare).programs(idle)
     begins = {each[:2]: int(each.begin) for spans in run(programs).spans for each in spans}

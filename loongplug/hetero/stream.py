@@ -5,19 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loongplug.hetero.operations import Await, Kept, Offload, Operation, Release, Reload
+from loongplug.hetero.operations import Kept, Move, To
 
 
 class PieceWork(NamedTuple):
-    """Pieces that go through the encoder together, before a pass of this rank's stage.
-
-    Several encoders that work before the same pass do so in ``turn``.
-    """
+    """Pieces that go through the encoder together, before a pass of this rank's stage."""
 
     before: int
     forward: bool
     pieces: tuple[int, ...]
-    turn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +37,8 @@ class Moves:
     """
 
     leaving: frozenset[tuple[int, ...]]
-    before: Mapping[int, Sequence[Operation]]
-    within: Mapping[int, Sequence[Operation]]
+    before: Mapping[int, Sequence[Move]]
+    within: Mapping[int, Sequence[Move]]
 
 
 def activations_away(work: Sequence[PieceWork]) -> Moves:
@@ -58,20 +54,20 @@ def activations_away(work: Sequence[PieceWork]) -> Moves:
         for place, each in enumerate(work)
         if end[each.pieces] - begin[each.pieces] > 2
     ]
-    before: defaultdict[int, list[Operation]] = defaultdict(list)
-    within: defaultdict[int, list[Operation]] = defaultdict(list)
+    before: defaultdict[int, list[Move]] = defaultdict(list)
+    within: defaultdict[int, list[Move]] = defaultdict(list)
     forwards = [each for each in moved if each[1].forward]
     for (place, one), behind in zip(forwards, [*forwards[1:], None], strict=False):
-        within[place].append(Offload(what=Kept.ACTIVATIONS, units=one.pieces[:1]))
-        gone = Release(what=Kept.ACTIVATIONS, units=one.pieces[:1])
+        within[place].append(Move(to=To.LEAVE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1]))
+        gone = Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1])
         if behind is not None and behind[1].before == one.before:
             within[behind[0]].append(gone)
         else:
             before[one.before + 1].append(gone)
     backwards = [each for each in moved if not each[1].forward]
     for (place, one), ahead in zip(backwards, [None, *backwards[:-1]], strict=False):
-        comes = Reload(what=Kept.ACTIVATIONS, units=one.pieces[:1])
-        within[place].append(Await(what=Kept.ACTIVATIONS, units=one.pieces[:1]))
+        comes = Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=one.pieces[:1])
+        within[place].append(Move(to=To.HERE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1]))
         if ahead is not None and ahead[1].before == one.before:
             within[ahead[0]].append(comes)
         else:

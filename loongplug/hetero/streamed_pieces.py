@@ -1,27 +1,40 @@
-"""Pieces of a step that encoders stream: which there are, who encodes them, and when. Pure.
+"""Steps of the encoder that streams: its pieces, who encodes them, and when. Pure.
 
-The same on every rank of a model replica: it follows from the grids of the step's media alone.
+The same on every rank of a model replica: it follows from the grids of the step's media alone. A
+plan says who loads media, and is asked for again when they are encoded: the last ones are kept.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from math import prod
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import shares_of
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.pieces import cut, in_passes
 from loongplug.hetero.step_costs import (
     DecoderPass,
+    EncoderPlan,
     EncoderWork,
     Name,
     PassCosts,
     PieceCost,
+    Step,
+    decoder_passes,
 )
+from loongplug.hetero.step_programs import separated_time
 from loongplug.hetero.stream import PieceWork, Stream
+from loongplug.hetero.streaming import streamed
 
-Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for an encoder
+Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for the encoder
+
+# Of a microbatch. There are more where replicas would have fewer than so many in a step.
+_PIECES, _EACH = 4, 2
+# Steps whose plans are kept: who loads media is ahead of who encodes them.
+_KEPT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,33 +103,114 @@ class StreamedStep:
         )
 
 
-class InTurn(NamedTuple):
-    """An encoder's work of a replica, and in which turn it comes of those before the same pass."""
+class StepPlanner:
+    """Plans the steps of a model replica for the encoder that streams; keeps the last ones."""
 
-    work: EncoderWork
-    turn: int
+    def __init__(self, costs: StreamedCosts, *, stages: Sequence[int]) -> None:
+        """``stages`` are the decoder's that the encoder's replicas lie on."""
+        self._costs, self._stages = costs, tuple(stages)
+        self._kept: OrderedDict[tuple[tuple[Grid, ...], ...], StreamedStep | None] = OrderedDict()
+
+    def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
+        """Who encodes what of each unit of a step; None as :meth:`plan`."""
+        planned = self.plan(units)
+        return None if planned is None else planned.shares
+
+    def plan(self, units: Units) -> StreamedStep | None:
+        """None where streaming is not faster by the clock."""
+        key = tuple(map(tuple, units))
+        if key not in self._kept:
+            self._kept[key] = self._planned(units)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def step(self, units: Units) -> Step:
+        """What a plan is made of."""
+        return self._step(units, [self._cut(grids, len(units)) for grids in units])
+
+    def separated_time(self, units: Units) -> int:
+        """When the step ends by the clock where it does not stream."""
+        shares = self._costs.assigned(units, len(self._stages))
+        media = [
+            [range(len(grids)) if each.media is None else each.media for each in of_unit]
+            for grids, of_unit in zip(units, shares, strict=True)
+        ]
+        step = self._step(units, media)
+        held: list[list[Name]] = [[] for _ in self._stages]
+        for unit, of_unit in enumerate(shares):
+            for piece, share in enumerate(of_unit):
+                held[share.encoder_replica].append((unit, piece))
+        work = []
+        for names, stage in zip(held, self._stages, strict=True):
+            rows = [sum(prod(units[unit][each]) for each in media[unit][n]) for unit, n in names]
+            runs = [range(at, at + 1) for at in range(len(names))]
+            if self._costs.joined_rows is not None:
+                runs = in_passes(rows, joined_rows=self._costs.joined_rows)
+            passes = [tuple(names[each.start : each.stop]) for each in runs]
+            last = len(step.passes[stage])
+            backwards = passes if step.encoder.trains else []
+            work.append(
+                (
+                    *(EncoderWork(0, True, each) for each in passes),
+                    *(EncoderWork(last, False, each) for each in backwards),
+                )
+            )
+        plan = EncoderPlan(work=tuple(work), streamed=False)
+        return separated_time(step, plan, group=self._costs.group)
+
+    def _planned(self, units: Units) -> StreamedStep | None:
+        cuts = [self._cut(grids, len(units)) for grids in units]
+        step = self._step(units, cuts)
+        plan = streamed(step, otherwise=self.separated_time(units))
+        return _of_plan(plan, step, self._costs, units, cuts) if plan.streamed else None
+
+    def _cut(self, grids: Sequence[Grid], microbatches: int) -> tuple[range, ...]:
+        """The media of a unit, of a step of so many, in pieces of about one cost."""
+        pieces = max(_PIECES, -(-_EACH * len(self._stages) // microbatches))
+        return cut([sum(self._costs.of_media([grid])) for grid in grids], pieces)
+
+    def _step(self, units: Units, media: Sequence[Sequence[Sequence[int]]]) -> Step:
+        """Each of a unit's ``media``, by their numbers, is a piece."""
+        costs, stages = self._costs, 1 + max(self._stages)
+        pipelines = (
+            Pipeline(
+                stages=stages,
+                stage=stage,
+                chunks=len(costs.forward) // stages,
+                group=costs.group,
+            )
+            for stage in range(stages)
+        )
+        return Step(
+            pieces=tuple(
+                tuple(costs.of_media([grids[medium] for medium in own]) for own in of_unit)
+                for grids, of_unit in zip(units, media, strict=True)
+            ),
+            replicas=self._stages,
+            passes=tuple(decoder_passes(each, len(units)) for each in pipelines),
+            forward=costs.forward,
+            backward=costs.backward,
+            encoder=costs.of_passes,
+        )
 
 
-def streamed_step(
-    work: Sequence[Sequence[InTurn]],
-    *,
+def _of_plan(
+    plan: EncoderPlan,
+    step: Step,
     costs: StreamedCosts,
     units: Units,
     cuts: Sequence[Sequence[range]],
-    passes: tuple[tuple[DecoderPass, ...], ...],
 ) -> StreamedStep:
-    """What is to be sent and done of one encoder's ``work``, by replica.
-
-    Names of pieces number ``cuts``: of each of the ``units``, the media of each piece.
-    """
-    forwards = [each.work.pieces for of_one in work for each in of_one if each.work.forward]
+    """What is to be sent and done; ``cuts`` are of each unit the media of each of its pieces."""
+    forwards = [each.pieces for of_one in plan.work for each in of_one if each.forward]
     runs = _runs(forwards)
     first = {names[0]: number for number, names in enumerate(runs)}
     owners = {
         name: replica
-        for replica, of_one in enumerate(work)
+        for replica, of_one in enumerate(plan.work)
         for each in of_one
-        for name in each.work.pieces
+        for name in each.pieces
     }
     tokens = [list(map(costs.tokens, grids)) for grids in units]
     ends = [list(accumulate(each, initial=0)) for each in tokens]
@@ -136,13 +230,12 @@ def streamed_step(
                     one.before,
                     one.forward,
                     tuple(first[name] for name in one.pieces if name in first),
-                    turn,
                 )
-                for one, turn in of_one
+                for one in of_one
             )
-            for of_one in work
+            for of_one in plan.work
         ),
-        passes=passes,
+        passes=step.passes,
         microbatches=len(units),
         trains=costs.of_passes.trains,
     )
@@ -167,7 +260,7 @@ def _shares(
 def _runs(passes: Iterable[Sequence[Name]]) -> list[list[Name]]:
     """The names of pieces that are sent as one, together; all, in order.
 
-    Those are neighbours of a microbatch that go through an encoder in one pass.
+    Those are neighbours of a microbatch that go through the encoder in one pass.
     """
     found: list[list[Name]] = []
     for names in passes:

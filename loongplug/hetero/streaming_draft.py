@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -16,7 +16,7 @@ from loongplug.hetero.step_programs import PassOnClock
 class Habits:
     """How a draft decides; which are best depends on the step.
 
-    The decoder's first forward may wait until ``start`` sixteenths of the encoders' forward could
+    The decoder's first forward may wait until ``start`` sixteenths of the encoder's forward could
     be done. Encoder work may end so late that the decoder is through ``late`` quarters of a piece's
     backward later than it could be. With ``urgent`` it may make the decoder wait where the first
     stage would soon wait for its features. A replica encodes up to the mean of all, and ``extra``
@@ -28,18 +28,7 @@ class Habits:
     late: int
     urgent: bool
     extra: int
-    together: int = 0
-
-    def neighbours(self) -> list["Habits"]:
-        """Those that differ a little."""
-        changed = [
-            replace(self, start=max(0, self.start + start), late=max(0, self.late + late))
-            for start, late in ((1, 0), (-1, 0), (0, 1), (0, -1), (2, 0), (-2, 0))
-        ]
-        if not self.together:
-            return changed
-        sizes = (replace(self, together=max(1, self.together + more)) for more in (1, -1))
-        return [*sizes, *changed]
+    together: int
 
 
 _Queue = deque[tuple[tuple[Name, ...], int]]  # of passes: their pieces, and what each takes
@@ -69,16 +58,9 @@ def passes_ahead(step: Step, alone: Sequence[PassOnClock]) -> list[list[PassAhea
         if behind is not None:
             tail, lanes = tails[behind], step.lanes[behind.place % len(step.passes)]
         else:
-            costs, lanes = step.pieces[one.microbatch], ()
-            encoders = [step.encoder((one.microbatch, piece)) for piece in range(len(costs))]
-            tail = max(
-                (
-                    encoder.each.backward + cost.backward
-                    for encoder, cost in zip(encoders, costs, strict=True)
-                    if encoder.trains
-                ),
-                default=0,
-            )
+            costs, lanes, encoder = step.pieces[one.microbatch], (), step.encoder
+            largest = max((each.backward for each in costs), default=0)
+            tail = encoder.each.backward + largest if encoder.trains and costs else 0
         if found[stage]:
             tail = max(tail, found[stage][-1].tail)
         takes = step.cost(one)
@@ -87,7 +69,14 @@ def passes_ahead(step: Step, alone: Sequence[PassOnClock]) -> list[list[PassAhea
     return [each[::-1] for each in found]
 
 
-class Draft:
+def drafted(step: Step, passes: list[list[PassAhead]], habits: Habits) -> EncoderPlan:
+    """A plan by these ``habits``; ``passes`` are the step's :func:`passes_ahead`."""
+    draft = _Draft(step, passes, habits)
+    draft.fill()
+    return EncoderPlan(work=tuple(map(tuple, draft.work)), streamed=True)
+
+
+class _Draft:
     """A plan in the making: whoever is free takes what fits, from the step's begin to its end.
 
     A rank that waits for the decoder does encoder work that is done before the pass has to begin:
@@ -96,15 +85,11 @@ class Draft:
     """
 
     def __init__(self, step: Step, passes: list[list[PassAhead]], habits: Habits) -> None:
-        """``passes`` are the step's :func:`passes_ahead`."""
         self._step, self._passes, self._habits = step, passes, habits
         replicas = range(len(step.replicas))
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(replicas)
-        piece = max(
-            cost.backward if step.encoder(name).trains else cost.forward
-            for name, cost in zip(step.names, costs, strict=True)
-        )
+        piece = max(cost.backward if step.encoder.trains else cost.forward for cost in costs)
         longest = max(of_stage[0].tail for of_stage in passes)
         self._target = longest + phase * habits.start // 16 + piece * habits.late // 4
         self._needed = {  # when the first pass of a microbatch must begin
@@ -129,20 +114,9 @@ class Draft:
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._gradients: list[int | None] = [None for _ in step.pieces]  # when they are there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
-        # By replica and encoder: each one's graphs go back in the order in which they were made.
-        self._to_go_backward: list[list[_Queue]] = [
-            [deque() for _ in step.encoders] for _ in replicas
-        ]
-        self._work: list[list[EncoderWork]] = [[] for _ in replicas]
-
-    @property
-    def ends(self) -> int:
-        """When all is done."""
-        return max([*self._free, *self._ends.values()])
-
-    def plan(self) -> EncoderPlan:
-        """What has been placed."""
-        return EncoderPlan(work=tuple(map(tuple, self._work)), streamed=True)
+        # By replica, whose graphs go back in the order in which they were made.
+        self._to_go_backward: list[_Queue] = [deque() for _ in replicas]
+        self.work: list[list[EncoderWork]] = [[] for _ in replicas]
 
     def fill(self) -> None:
         """Place all there is."""
@@ -158,7 +132,7 @@ class Draft:
                 # All wait for features that nobody has room for.
                 replica = max(replicas, key=lambda at: (self._room[at], -at))
                 self._ready[replica] = False
-                self._encode(replica, now, self._to_encode[0])
+                self._encode(replica, now, 1)
 
     def _look(self, when: int, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -171,11 +145,10 @@ class Draft:
         one = passes[here] if here < len(passes) else None
         comes = None if one is None else self._comes(one)
         bound = inf if one is None else max(self._target - one.tail, comes or 0)
-        names = self._may_encode(replica, now, bound)
-        if names:
-            self._encode(replica, now, *names)
-        elif queue := self._may_go_backward(replica, now, bound):
-            self._place(replica, now, *queue.popleft(), forward=False)
+        if count := self._may_encode(replica, now, bound):
+            self._encode(replica, now, count)
+        elif self._may_go_backward(replica, now, bound):
+            self._place(replica, now, *self._to_go_backward[replica].popleft(), forward=False)
         elif one is not None and comes is not None and comes <= now:
             self._ready[replica] = True
             if all(self._ready[each] for each in self._step.lanes[stage]):
@@ -188,45 +161,37 @@ class Draft:
         microbatch = one.one.microbatch
         return None if self._missing[microbatch] else self._features[microbatch]
 
-    def _may_encode(self, replica: int, now: int, bound: float) -> list[Name]:
-        """Which pieces in one pass: the next one, and more for the same encoder."""
-        step, room, queue = self._step, self._room[replica], self._to_encode
-        found: list[Name] = []
-        if not queue or room <= 0:
-            return found
-        kind, encoder = step.kind(queue[0]), step.encoder(queue[0])
-        end, taken = now + encoder.each.forward, 0
-        for name in islice((x for x in queue if step.kind(x) == kind), self._together):
-            takes = step.pieces[name[0]][name[1]].forward
-            end, taken = end + takes, taken + takes
-            if room <= 0 or (found and taken > encoder.joined):
+    def _may_encode(self, replica: int, now: int, bound: float) -> int:
+        """How many of the next pieces in one pass."""
+        step, room = self._step, self._room[replica]
+        count, taken, end = 0, 0, now + step.encoder.each.forward
+        for unit, piece in islice(self._to_encode, self._together):
+            takes = step.pieces[unit][piece].forward
+            taken, end = taken + takes, end + takes
+            if room <= 0 or (count and taken > step.encoder.joined):
                 break
-            urgent = self._habits.urgent and end > self._needed[name[0]]
+            urgent = self._habits.urgent and end > self._needed[unit]
             if end > bound and not urgent:
                 break
-            room -= self._encoding[name]
-            found.append(name)
-        return found
+            room -= self._encoding[unit, piece]
+            count += 1
+        return count
 
-    def _may_go_backward(self, replica: int, now: int, bound: float) -> _Queue | None:
-        """Where what goes next is: of those whose gradients are there, where they are longest."""
-        found: list[tuple[int, int]] = []
-        for kind, queue in enumerate(self._to_go_backward[replica]):
-            if queue:
-                names, takes = queue[0]
-                came = self._gradients[names[-1][0]]
-                if came is not None and came <= now and now + takes <= bound:
-                    found.append((came, kind))
-        return self._to_go_backward[replica][min(found)[1]] if found else None
+    def _may_go_backward(self, replica: int, now: int, bound: float) -> bool:
+        """Whether the next ones may, whose gradients have to be there."""
+        queue = self._to_go_backward[replica]
+        if not queue:
+            return False
+        names, takes = queue[0]
+        came = self._gradients[names[-1][0]]
+        return came is not None and came <= now and now + takes <= bound
 
-    def _encode(self, replica: int, now: int, *names: Name) -> None:
-        for name in names:
-            self._to_encode.remove(name)
-        step = self._step
+    def _encode(self, replica: int, now: int, count: int) -> None:
+        names, step = tuple(self._to_encode.popleft() for _ in range(count)), self._step
         takes, back = (step.encoder_pass(EncoderWork(0, way, names)) for way in (True, False))
         end = self._place(replica, now, names, takes, forward=True)
-        if step.encoder(names[0]).trains:
-            self._to_go_backward[replica][step.kind(names[0])].append((names, back))
+        if step.encoder.trains:
+            self._to_go_backward[replica].append((names, back))
             self._owners[names[-1][0]].add(replica)
         for name in names:
             microbatch = name[0]
@@ -242,7 +207,7 @@ class Draft:
     ) -> int:
         """When it ends."""
         before = self._next[self._step.replicas[replica]]
-        self._work[replica].append(EncoderWork(before, forward, names))
+        self.work[replica].append(EncoderWork(before, forward, names))
         end = self._free[replica] = now + takes
         self._look(end, [replica])
         return end

@@ -100,6 +100,15 @@ def frame_macs(encoder: EncoderArchitecture) -> Callable[[int, int], int]:
     return macs
 
 
+def macs_for_a_token(encoder: EncoderArchitecture) -> int:
+    """Multiplications and additions of an encoder's forward for one token of its smallest medium.
+
+    As :func:`frame_macs` counts them.
+    """
+    time, height, width = grid = encoder.blank_grid()
+    return time * frame_macs(encoder)(height, width) // encoder.tokens(grid)
+
+
 class _Part(NamedTuple):
     """A parameter, in the order in which a model uses it, and what it multiplies per state.
 

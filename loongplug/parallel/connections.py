@@ -1,9 +1,12 @@
 """Connections between two ranks, made before they are needed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from loongplug.parallel.states import create_exchange_group
 
 
 def connect(
@@ -24,3 +27,21 @@ def connect(
             dist.send(number, dst=receiver, group=group)
         elif rank == receiver:
             dist.recv(number, src=sender, group=group)
+
+
+def connected_group(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    pairs: Iterable[tuple[int, int]],
+    *,
+    device: torch.device,
+    **options: Any,
+) -> dist.ProcessGroup | None:
+    """A process group for what ``name`` exchanges at any time, whose ``pairs`` are connected.
+
+    None on a rank that is of none of ``groups``. ``options`` are :func:`create_exchange_group`'s.
+    Collective over the world.
+    """
+    group = create_exchange_group(name, groups, messages=True, **options)
+    connect(group, pairs, device=device)
+    return group

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from loongplug.platform.upstream_seams import rank_order_table
 TEXT_DECODER = "text_decoder"
 _BETWEEN_STAGES = 100  # seeds, as in Megatron
 _NOWHERE = "no decoder"  # of ranks that the decoder has not: what Megatron has between modules
+# Of a GPU's some 130 multiprocessors, those that a message may hold until its other end comes. NCCL
+# would take 32; several messages wait at a time.
+_CTAS_OF_A_MESSAGE = 4
 
 # Called after each switch with the names of the state that was left and the one now in use.
 OnSwitch = Callable[[str, str], None]
@@ -245,20 +249,29 @@ def create_exchange_group(
     groups: Sequence[Sequence[int]],
     *,
     options_of: str,
+    messages: bool = False,
     timeout_minutes: float = 30,
     nccl_config_path: str | None = None,
 ) -> dist.ProcessGroup | None:
     """A process group for what ``name`` exchanges; None on a rank that is of none of ``groups``.
 
     Collective over the world: every rank calls this in the same order with the same arguments.
-    ``groups`` have no rank in common. NCCL's options are those of the groups that Megatron calls
-    ``options_of``. Like the groups of a state, this one lives as long as the default group, and
-    Megatron's change of the timeout after the first step reaches it.
+    ``groups`` have no rank in common. With ``messages``, ranks send each other messages there, at
+    any time. NCCL's options are those of the groups that Megatron calls ``options_of``; what the
+    user leaves open of them is ours. Like the groups of a state, this one lives as long as the
+    default group, and Megatron's change of the timeout after the first step reaches it.
     """
+    # Else two ranks' messages would go through the one communicator of the whole group.
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    assert bound is None, "communicators are made at the first message"
     options = None
-    if nccl_config_path is not None:
-        configured = yaml.safe_load(Path(nccl_config_path).read_text())
-        options = parallel_state.get_nccl_options(options_of, configured)
+    if dist.get_backend() == "nccl" and dist.is_nccl_available():
+        # Of the pool of streams that Megatron's groups leave alone: no two of ours share one.
+        chosen: dict[str, Any] = {"is_high_priority_stream": True}
+        chosen |= {"max_ctas": _CTAS_OF_A_MESSAGE} if messages else {}
+        if nccl_config_path is not None:
+            chosen |= yaml.safe_load(Path(nccl_config_path).read_text()).get(options_of) or {}
+        options = parallel_state.get_nccl_options(options_of, {options_of: chosen})
     mine = None
     for ranks in groups:
         made = parallel_state.create_group(

@@ -123,17 +123,18 @@ def finalized_together(model: Sequence[Any], num_tokens: Tensor, **options: Any)
 
     The gradients of every module are divided by the tokens of the global batch that count, which
     the decoder's last stage knows; ``num_tokens`` are those of all ranks afterwards. Collective
-    over the world, before what Megatron does.
+    over the world, which goes on beside what Megatron does.
     """
     decodes = dist.get_rank() in decoder_layout().ranks
     # On the last stage, all ranks of a tensor parallel group count the same tokens.
     counts = decodes and parallel_state.get_tensor_model_parallel_rank() == 0
     tokens = num_tokens.clone() if counts else torch.zeros_like(num_tokens)
-    dist.all_reduce(tokens)
+    coming = dist.all_reduce(tokens, async_op=True)
+    assert coming is not None, "every rank is in the world"
+    finalized(model, num_tokens if decodes else None, **options)
+    coming.wait()
     if decodes:
-        finalized(model, num_tokens, **options)
         return
-    finalized(model, None, **options)
     num_tokens.copy_(tokens)
     for chunk in model:
         chunk.scale_gradients(1.0 / tokens.clamp(min=1))

@@ -16,6 +16,7 @@ from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
 from loongplug.parallel.world import this_rank
+from loongplug.platform.active import DeviceName
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -45,7 +46,11 @@ class ParsedArguments:
 
 
 def parse_arguments(
-    argv: Sequence[str], *, training: bool = True, verified: bool = False
+    argv: Sequence[str],
+    *,
+    training: bool = True,
+    verified: bool = False,
+    target: DeviceName | None = None,
 ) -> ParsedArguments:
     """Parse and check ``argv`` (without the program's name) for this rank.
 
@@ -53,7 +58,7 @@ def parse_arguments(
     environment as torchrun sets them; nothing is communicated, and every rank comes to the same
     answer. Megatron's global variables are left for the caller to set. Without ``training``, what
     only a run that trains needs is not asked for; a run that is ``verified`` may be in fp32 where
-    others may not.
+    others may not. ``target`` is the device that the run is for, where it is not this one.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -70,7 +75,7 @@ def parse_arguments(
     composed = compose_asked_for(args, overrides=line.overrides, converts=not training)
     if not training:  # whatever is done with the model, its modules lie together
         composed = replace(composed, config=composed.config.beside_the_decoder())
-    complete(args, device=platform.name)
+    complete(args, device=platform.name, target=target)
     # To Megatron, and to the rules, the decoder's ranks are all there are.
     args.world_size -= ranks_apart(composed.config)
     args.own_ranks = [
@@ -165,7 +170,7 @@ def _why_separated(args: Namespace, model: Any, *, asked: bool) -> tuple[str, bo
     """What stands against streaming, and whether to be silent: nobody asked, or nothing is lost."""
     if args.pipeline_model_parallel_size == 1:
         return "a pipeline of one stage has no bubble", not asked
-    if not asked and args.device == "cuda":
+    if not asked and args.target_device == "cuda":
         return "streaming has not been measured on GPUs, and waits to be asked for", True
     tried = Namespace(**vars(args))
     settle_bubbles(tried, filled=True)
@@ -173,11 +178,11 @@ def _why_separated(args: Namespace, model: Any, *, asked: bool) -> tuple[str, bo
     return next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), ""), False
 
 
-def complete(args: Namespace, *, device: str) -> None:
-    """Add what is known beside the flags: the device, and what Megatron's parse_args adds."""
+def complete(args: Namespace, *, device: str, target: str | None = None) -> None:
+    """Add what is known beside the flags: both devices, and what Megatron's parse_args adds."""
     from megatron.core.msc_utils import MultiStorageClientFeature
 
-    args.device = device
+    args.device, args.target_device = device, target or device
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.ranks = this_rank()
     args.world_size = args.ranks

@@ -53,17 +53,17 @@ class DecoderData(RankData):
     def _encoder_units(self, *, training: bool) -> dict[str, EncoderUnits]:
         """How this rank makes units, by encoder. Collective like the engine's places."""
         found = {}
-        planner = self.engine.step_planner if training else None
         for entry in encoders(self.model.entries()):
-            edge = self.engine.encoders[entry.name].place.edge
+            engine = self.engine.encoders[entry.name]
+            edge = engine.place.edge
             if edge is None:  # media are loaded on the encoder's own ranks
                 found[entry.name] = EncoderUnits(kinds=entry.media, loads=())
                 continue
             assignment = assignment_of(
                 self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
             )
-            if planner is not None:
-                assignment = replace(assignment, by_plan=planner.shares)
+            if training and engine.step_planner is not None:
+                assignment = replace(assignment, by_plan=engine.step_planner.shares)
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,
                 assignment=assignment,

@@ -19,7 +19,7 @@ from loongplug.checkpoint.adapter_files import load_adapters
 from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import EncoderEngine, Engine
-from loongplug.hetero.modes import mode_of
+from loongplug.hetero.modes import modes_of
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder_stages import payload_widths
@@ -46,9 +46,10 @@ def backend_of(args: Namespace) -> Backend:
 
 def engine_of(args: Namespace, model: Any) -> Engine:
     """The engine that the flags and the encoders' YAML ask for."""
+    modes = modes_of(args, model)
 
     def of_encoder(entry: Entry) -> EncoderEngine:
-        encoder, mode = model.encoder(entry.name), mode_of(args, model.encoder(entry.name))
+        encoder, mode = model.encoder(entry.name), modes[entry.name]
         return EncoderEngine(
             mode,
             entry=entry,

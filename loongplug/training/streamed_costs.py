@@ -1,4 +1,4 @@
-"""What a step of full separation takes, for who puts encoders into the pipeline's bubbles.
+"""What a step of full separation takes, for who puts an encoder into the pipeline's bubbles.
 
 Counted from sizes, in operations of one rank; the same on every rank, which all plan alike.
 """
@@ -32,7 +32,7 @@ OF_A_LAYER = {"cpu": 40_000_000, "cuda": 24_000_000_000}
 
 
 def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCosts:
-    """Of checked arguments, for one of the model's encoders.
+    """Of checked arguments, for the encoder that streams.
 
     A microbatch of the decoder counts with its padding, and a pack as one whole row.
     """
@@ -45,10 +45,10 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
         ways = amounts.of_media(entry.name, grids, recomputed=encoder.recompute)
         return PieceCost(*(round(each / tp / speed) for each in ways))
 
-    def assigned(units: Units, replicas: int) -> list[tuple[Share, ...]]:
+    def assigned(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
         return assignment_of(args, encoder, replicas=replicas).of_step(units)
 
-    of_a_pass = OF_A_LAYER[args.device] * (encoder.computed_layers + 1)  # with the projectors
+    of_a_pass = OF_A_LAYER[args.target_device] * (encoder.computed_layers + 1)  # with projectors
     joined = encoder.joined_rows // encoder.rows_per_state * own.forward["states"]
     rows = [(args.seq_length,) * args.micro_batch_size]
     decoder = decoder_costs(args, amounts.decoder, rows)

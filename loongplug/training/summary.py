@@ -17,7 +17,7 @@ from rich.text import Text
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.blend import parse_blend
 from loongplug.data.step_sizes import StepSizes
-from loongplug.hetero.modes import mode_of
+from loongplug.hetero.modes import modes_of
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_mapping import Mapping, is_carried
 from loongplug.training.arguments import ParsedArguments
@@ -143,7 +143,7 @@ def _layout(args: Namespace, model: Any) -> str:
 def _encoder_layout(args: Namespace, model: Any, name: str) -> str:
     """Its mode, and what it has otherwise than the decoder."""
     encoder = model.encoder(name)
-    words, tp = [mode_of(args, encoder).name], encoder_tp(args, encoder)
+    words, tp = [modes_of(args, model)[name].name], encoder_tp(args, encoder)
     words += [] if encoder.rank_offset is None else [f"from rank {encoder.rank_offset} on"]
     words += [f"TP {tp}"] if tp != args.tensor_model_parallel_size else []
     sizes = {"PP": encoder.pipeline_model_parallel_size, "DP": encoder.data_parallel_size}

@@ -269,14 +269,14 @@ class _Planner:
         return flags
 
 
-def first_rank(flags: Sequence[str], *, ranks: int, verified: bool = False) -> "ParsedArguments":
+def first_rank(flags: Sequence[str], *, ranks: int, **options: Any) -> "ParsedArguments":
     """The checked arguments of the first of so many ranks; as :func:`parse_arguments`."""
     from loongplug.training.arguments import parse_arguments
 
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
-        return parse_arguments(flags, verified=verified)
+        return parse_arguments(flags, **options)
     finally:
         for name, value in before.items():
             if value is None:

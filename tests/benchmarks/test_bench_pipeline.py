@@ -18,6 +18,7 @@ OWN_RANKS, STREAMED = "own_ranks", "streamed"
 FULL = "full_hetero_dp"
 STAGE = StageTime(forward=10, backward=20)
 SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))
+HEARING = replace(SEEING, name="ears")
 
 
 def case(mode: str, *, pp: int = 2, encoders=(SEEING,), microbatches: int = 4, **options) -> Case:
@@ -70,8 +71,8 @@ def test_what_is_no_encoder_is_one_sentence(text):
         ({"mode": "uniform", "chunks": 0}, "--virtual-stages is 0"),
         ({"mode": "uniform", "pp": 1, "chunks": 2}, "expected two stages or more"),
         ({"mode": "uniform", "microbatches": 3, "chunks": 2}, "a multiple of their number"),
-        ({"mode": STREAMED, "encoders": []}, "streamed with 0 encoders"),
-        ({"mode": STREAMED, "pp": 1}, "and --pp 1: expected an encoder, and two stages"),
+        ({"mode": STREAMED, "encoders": [SEEING, HEARING]}, "streamed with 2 encoders"),
+        ({"mode": STREAMED, "pp": 1}, "and --pp 1: expected one encoder, and two stages"),
     ],
 )
 def test_cases_that_cannot_be_run(options, said):
@@ -204,25 +205,20 @@ def test_eight_ranks_fill_their_bubbles():
     assert counted(found, "forward") == counted(found, "backward") == [16] * 8
 
 
-def test_two_encoders_fill_the_bubbles_of_two_ranks_to_a_stage():
-    """One of them is frozen. The other's media are encoded by all, as the plan has it."""
+def test_an_encoder_fills_the_bubbles_of_two_ranks_to_a_stage():
+    """Its media are encoded by all, as the plan has it."""
     preload("cpu")
-    encoders = (
-        PacedEncoder(name="eyes", time=StageTime(forward=80, backward=160)),
-        PacedEncoder(name="ears", time=StageTime(forward=40, backward=0)),
-    )
+    encoder = PacedEncoder(name="eyes", time=StageTime(forward=80, backward=160))
     stages = (StageTime(forward=30, backward=60),) * 2
-    here = Case(mode=STREAMED, stages=stages, encoders=encoders, microbatches=8, tp=2)
+    here = Case(mode=STREAMED, stages=stages, encoders=(encoder,), microbatches=8, tp=2)
     (found,) = measure([here], steps=2)
-    assert sum(found.work) == pytest.approx(8 * (4 * 90 + 240 + 40))
+    assert sum(found.work) == pytest.approx(8 * (4 * 90 + 240))
     clock = predicted(here)
     assert 0.97 * clock <= min(found.step) <= 1.2 * clock
     assert clock < 0.97 * predicted(replace(here, mode=FULL))
     assert counted(found, "forward") == counted(found, "backward") == [8] * 4
-    forwards, backwards = counted(found, "encoder_forward"), counted(found, "encoder_backward")
-    assert all(forwards)
-    assert all(backwards)
-    assert sum(backwards) < sum(forwards)
+    assert all(counted(found, "encoder_forward"))
+    assert all(counted(found, "encoder_backward"))
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -232,4 +228,4 @@ def test_virtual_stages_fill_their_bubbles(trains):
     (found,) = measure([case(STREAMED, pp=2, encoders=[encoder], chunks=2)], steps=1)
     assert sum(found.work) == pytest.approx(4 * (2 * 30 + 6 + 12 * trains))
     assert found.median >= 0.99 * predicted(found.case)
-    assert sum(counted(found, "encoder_backward")) == 16 * trains
+    assert any(counted(found, "encoder_backward")) == trains

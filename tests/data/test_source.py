@@ -25,7 +25,6 @@ from loongplug.data.processor import Processor
 from loongplug.data.source import (
     Assignment,
     EncoderUnits,
-    GridsByEncoder,
     LocalSource,
     PlannedMicrobatch,
     PlannedUnit,
@@ -424,36 +423,26 @@ def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed: ChatDataset) 
     assert steps.decoded == sum(each.decoded for each in loaded) > 0
 
 
-def test_a_plan_of_all_encoders_says_who_loads_what(mixed: ChatDataset) -> None:
-    """It sees all media of a step; of a step that it leaves alone, units go as without it."""
-    asked: list[GridsByEncoder] = []
+def test_a_plan_says_who_loads_what_of_one_encoder(mixed: ChatDataset) -> None:
+    """It sees its media of a whole step; in a step that it leaves alone they go as without it."""
+    asked: list[list[Sequence[Grid]]] = []
 
-    def by_plan(grids: GridsByEncoder) -> dict[str, list[tuple[Share, ...]]] | None:
-        asked.append(grids)
-        if len(grids[FILMS]) == 1:
-            return None
-        owners = {ENCODER: 1, FILMS: 2}
-        return {
-            name: [(Share(encoder_replica=owner),)] * len(grids[name])
-            for name, owner in owners.items()
-        }
+    def by_plan(grids: Sequence[Sequence[Grid]]) -> list[tuple[Share, ...]] | None:
+        asked.append(list(grids))
+        return None if len(grids) == 1 else [(Share(encoder_replica=2),)] * len(grids)
 
-    assignment = Assignment(replicas=3, by_plan=by_plan)
     encoders = apart(
-        image_encoder={"assignment": assignment, "loads": (1,)},
-        films={"assignment": assignment, "loads": (0,)},
+        image_encoder={"assignment": Assignment(replicas=2), "loads": (1,)},
+        films={"assignment": Assignment(replicas=3, by_plan=by_plan), "loads": (0,)},
     )
     found = steps_of(source(mixed, encoders=encoders))
-    sizes = [len(each[FILMS]) for each in asked]
-    assert sizes == [1, 1, 1, 1, 1, 1, 3, 3, 3, 3]  # of each step, for either encoder
-    for name in (ENCODER, FILMS):
-        units = [each.units[name] for each in found]
-        grids = [grids for each in asked[::2] for grids in each[name]]
-        assert grids == [unit.media.grids for unit in units]
-        planned = {ENCODER: 1, FILMS: 2}[name]
-        assert [owner_of(unit) for unit in units] == [0, 0, 0, *[planned] * 6]
-        loads = {ENCODER: [False] * 3 + [True] * 6, FILMS: [True] * 3 + [False] * 6}[name]
-        assert [loaded_by(unit) is not None for unit in units] == loads
+    assert [len(each) for each in asked] == [1, 1, 1, 3, 3]
+    films, images = ([each.units[name] for each in found] for name in (FILMS, ENCODER))
+    assert [grids for each in asked for grids in each] == [unit.media.grids for unit in films]
+    assert [owner_of(unit) for unit in films] == [0, 0, 0, *[2] * 6]
+    assert [loaded_by(unit) is not None for unit in films] == [True] * 3 + [False] * 6
+    assert [owner_of(unit) for unit in images] == [each.number % 2 for each in found]
+    assert [loaded_by(unit) is not None for unit in images] == [each.number == 1 for each in found]
 
 
 def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:

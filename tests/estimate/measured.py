@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from free_passes import free_passes
@@ -29,16 +30,11 @@ from loongplug.estimate.ledger import (
 from loongplug.estimate.tape import Tape
 from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import Kept
-from loongplug.hetero.piece_edges import PieceEdges
-from loongplug.hetero.piece_work import PiecesOfStep
-from loongplug.hetero.routes import Transfer
-from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageLinks
+from loongplug.hetero.operations import Cargo, Kept
+from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
@@ -52,6 +48,12 @@ _REGIONS = {
     Kept.FEATURES: FEATURES,
     Kept.GRADIENTS: FEATURE_GRADIENTS,
     Kept.ACTIVATIONS: ENCODER,
+}
+_KINDS = {
+    Cargo.FEATURES: FEATURES,
+    Cargo.GRADIENTS: FEATURE_GRADIENTS,
+    Cargo.STATES: STATES,
+    Cargo.STATE_GRADIENTS: STATE_GRADIENTS,
 }
 AWAY = "encoder's state on the host"  # counts below zero
 
@@ -89,7 +91,7 @@ class _Watch:
         self.chunks, self.optimizer = chunks, optimizer
         self.decodes = hasattr(unwrapped(chunks[0]), "text_decoder")
         self._name_regions()
-        self._follow_edges()
+        self._follow_wires()
         self.entered.enter_context(self.tape.resizes())
         self.entered.enter_context(all_to_alls_apart())
         self.entered.enter_context(self.tape)
@@ -186,7 +188,7 @@ class _Watch:
         around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
         around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
-            setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
+            setattr(AllToAll, name, exchange_counted(getattr(AllToAll, name)))
         around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
         if self.apart:
             Features.packed = packed_counted
@@ -196,71 +198,54 @@ class _Watch:
         around(ChainedOptimizer, "step", before=self._step_begins, behind=self._step_ends)
         self._follow_offload()
 
-    def _follow_edges(self) -> None:
-        """What comes to a rank by an edge; one that encodes alone has no passes of a schedule's."""
-        receive, tape = Edges._irecv, self.tape
+    def _follow_wires(self) -> None:
+        """What comes to a rank, or is kept there; one that encodes alone has no passes.
 
-        def received(edges: Edges, *args: Any, back: bool) -> Any:
-            with tape.region(FEATURE_GRADIENTS if back else FEATURES):
-                return receive(edges, *args, back=back)
-
-        Edges._irecv = received
-        around(Edges, "_isend", before=lambda edges, *_, **__: _go(edges._sends, edges._trains))
-        around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
-        self._follow_links()
-        self._follow_pieces()
-        if not self.decodes:
-            around(EncoderOfStep, "backward", before=self._sample)
-
-    def _follow_pieces(self) -> None:
-        """What comes to a rank piece by piece, and what it keeps for itself.
-
-        What goes, to other stages too, is gone at once, as it is where it has been received: a copy
-        that does not count is sent. Nobody can wait for a send here.
+        Of pieces, what goes is gone at once, as it is where it has been received, and so is what
+        goes to other stages: a copy that does not count is sent. Nobody can wait for a send there.
         """
-        tape, give, send = self.tape, PieceEdges._give, BubbleCommunicator._send
+        tape, send, bubbles = self.tape, Wire._send, BubbleCommunicator._send
+        post, receive, give = Wire._post, Wire.receive, Wire.send
+        payload = EncoderOfStep.payload
 
-        def sent(communicator: BubbleCommunicator, name: str, tensor: Tensor) -> Any:
+        def copied(tensor: Tensor) -> Tensor:
             with _disable_current_modes():
-                copied = tensor.clone()
-            return send(communicator, name, copied)
+                return tensor.clone()
 
-        def given(edges: PieceEdges, way: Any, transfer: Transfer, rows: Tensor) -> None:
-            if transfer.target != edges._rank:
-                with _disable_current_modes():
-                    rows = rows.clone()
-            give(edges, way, transfer, rows)
-
-        def posted(post: Any) -> Any:
-            def posting(edges: PieceEdges, way: Any) -> None:
-                with tape.region(FEATURES if way.name == "features" else FEATURE_GRADIENTS):
-                    post(edges, way)
-
-            return posting
-
-        def noted() -> None:
-            self._note(FEATURES)
-
-        BubbleCommunicator._send = sent
-        PieceEdges._give, PieceEdges._post = given, posted(PieceEdges._post)
-        around(PieceEdges, "receive_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
-        around(PieceEdges, "send_features", inside=lambda: tape.region(FEATURES))
-        around(PieceEdges, "_take", behind=noted)
-        around(PiecesOfStep, "_encode", inside=lambda: tape.region(FEATURES), behind=noted)
-        around(PiecesOfStep, "receive", inside=lambda: tape.region(FEATURES))
-
-    def _follow_links(self) -> None:
-        """What goes between an encoder's stages, and what each of them makes."""
-        receive, payload, tape = StageLinks._receive, EncoderOfStep.payload, self.tape
-
-        def received(links: StageLinks, unit: int, link: StageLink, *, group: Any) -> Any:
-            with tape.region(STATE_GRADIENTS if group is link.back else STATES):
-                return receive(links, unit, link, group=group)
-
-        def sends(links: StageLinks, _: int, rows: Tensor, *__: Any, back: bool) -> None:
-            _go(links._gradients_sent if back else links._states_sent, links._comes_back)
-            if back:
+        def gone(wire: Any, what: Cargo, rows: Tensor, *args: Any, **options: Any) -> None:
+            if what is Cargo.STATE_GRADIENTS:
                 self._belongs(rows, STATE_GRADIENTS)
+            if _of_pieces(wire):
+                rows = copied(rows)
+            elif any(each.back for each in wire.ways):
+                # Only who waits for a send hears from gloo that it is done; NCCL says so at once.
+                wire.sends[what].drain()
+            send(wire, what, rows, *args, **options)
+
+        def given(wire: Any, what: Cargo, *args: Any) -> None:
+            with tape.region(FEATURES) if what is Cargo.FEATURES else nullcontext():
+                give(wire, what, *args)
+
+        def posted(wire: Any, what: Cargo) -> None:
+            with tape.region(_KINDS[what]):
+                post(wire, what)
+
+        def received(wire: Any, what: Cargo, piece: int) -> Tensor:
+            with tape.region(_KINDS[what]):
+                found = receive(wire, what, piece)
+            if _of_pieces(wire):
+                self._note(FEATURES)
+            return found
+
+        encode = Executor._encode
+
+        def encoded(executor: Executor, *args: Any, **kwargs: Any) -> None:
+            if executor.pieces is None:
+                encode(executor, *args, **kwargs)
+                return
+            with tape.region(FEATURES):
+                encode(executor, *args, **kwargs)
+            self._note(FEATURES)
 
         def made(encoder: EncoderOfStep, *args: Any, **kwargs: Any) -> Tensor:
             found = payload(encoder, *args, **kwargs)
@@ -270,8 +255,13 @@ class _Watch:
                 self._sample()
             return found
 
-        StageLinks._receive, EncoderOfStep.payload = received, made
-        around(StageLinks, "_send", before=sends)
+        Wire._send, Wire.send, Wire._post, Wire.receive = gone, given, posted, received
+        BubbleCommunicator._send = lambda self, name, tensor: bubbles(self, name, copied(tensor))
+        EncoderOfStep.payload = made
+        Executor._encode = encoded
+        around(Executor, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
+        if not self.decodes:
+            around(EncoderOfStep, "backward", before=self._sample)
 
     def _belongs(self, tensor: Tensor, region: str) -> None:
         """What was made elsewhere is of ``region`` from now on."""
@@ -321,7 +311,7 @@ class _Watch:
         around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
-        around(Exchange, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
+        around(AllToAll, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
         around(Executor, "features", before=lambda *_: self._note(FEATURES))
         around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
 
@@ -358,10 +348,11 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if _streams(executor):
-        kept = executor.pieces._edges._gradients.kept
+        kept = executor.pieces.wire.ways[Cargo.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
-    if isinstance(executor._exchange, Edges):
-        leaving += [each.tensor for each in executor._exchange._sends._under_way]
+    if isinstance(executor._exchange, Wire):
+        sends = executor._exchange.sends.values()
+        leaving += [each.tensor for own in sends for each in own._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
 
 
@@ -369,13 +360,8 @@ def _streams(executor: Executor) -> bool:
     return executor._step is not None and executor._step.pieces is not None
 
 
-def _go(sends: Sends, known: bool) -> None:
-    """Have what is sent be gone where, as ``known``, gradients come back.
-
-    Only who waits for a send hears from gloo that it is done; NCCL says so at once.
-    """
-    if known:
-        sends.drain()
+def _of_pieces(wire: Any) -> bool:
+    return all(each._most == inf for each in wire.sends.values())
 
 
 def around(

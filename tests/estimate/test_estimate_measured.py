@@ -169,7 +169,7 @@ def estimated(rank, *, flags, ranks, freely):
     if freely:
         free_passes(rank)
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
-    parsed = parsed_for(flags, ranks=ranks)
+    parsed = parsed_for([*flags, "--device", "cpu"], ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
     units = microbatches_of_data(parsed.args, parsed.model, step=1)
     own = own_units_of_data(parsed.args, parsed.model, step=1)

@@ -104,7 +104,7 @@ def test_as_many_units_are_in_flight_as_the_plan_s_warmup_says(decoder, microbat
 # features are there when it is done, and each send finds those before done.
 BY_HAND = [
     # at work, activations of units, features of sends, receives of gradients
-    ("encoder's forward", 1, 0, 0),  # 0
+    ("encoder's forward", 1, 0, 1),  # 0
     ("encoder's forward", 2, 1, 1),  # 1, while 0 is sent
     ("encoder's forward", 3, 1, 1),  # 2
     ("encoder's backward", 3, 1, 2),  # of 0

@@ -6,9 +6,9 @@ from math import prod
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from one_encoder import OneEncoder, in_turn
 
 from loongplug.data.positions import Grid
+from loongplug.data.source import Assignment
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
@@ -18,7 +18,7 @@ from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, 
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> Stream
     return found
 
 
-def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> OneEncoder:
+def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> StepPlanner:
     """Media cost as much as their rows."""
 
     def of_media(grids: Sequence[Grid]) -> PieceCost:
@@ -48,10 +48,10 @@ def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> OneEncoder:
         backward=(1600 // stages,) * stages,
         group=stages,
         of_passes=PassCosts(each=each, joined=100 * joined),
-        assigned=in_turn,
+        assigned=lambda units, replicas: Assignment(replicas=replicas).of_step(units),
         joined_rows=None,
     )
-    return OneEncoder(costs, stages=range(stages))
+    return StepPlanner(costs, stages=range(stages))
 
 
 def followed(

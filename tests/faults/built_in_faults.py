@@ -18,8 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from loongplug.checkpoint.atomic import AtomicSaves
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
-from loongplug.hetero.edge import Edges
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.multimodal import MultimodalModel
@@ -138,11 +137,11 @@ class _Full(io.FileIO):
 def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
     if draw.mode == "apart":
-        return Edges, "gather_variable_shape_embeddings"
+        return Executor, "_wire"
     if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
         return Executor, "_do"
     if exchanges_features(draw.mode):
-        return Exchange, "_move"
+        return AllToAll, "_move"
     return P2PCommunicator, "_communicate"
 
 

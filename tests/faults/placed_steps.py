@@ -7,7 +7,7 @@ They are small whole numbers, of which fp32 makes exact sums.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,8 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.edge import WINDOW, Edges, Transport
+from loongplug.hetero.communicators import stage_pairs
+from loongplug.hetero.edge import Transport, apart_wire
 from loongplug.hetero.encoder_steps import encoder_step, made_by
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
@@ -35,7 +36,8 @@ from loongplug.hetero.operations import StepPlan
 from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
@@ -196,10 +198,9 @@ class _World:
         )
         platform = current_platform()
         most = in_flight(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
-        wires = Edges(
+        wires = apart_wire(
             place.pieces,
             self._transport(place, groups),
-            window=WINDOW,
             in_flight=most,
             device=platform.device,
         )
@@ -231,10 +232,11 @@ class _World:
         mine = next((each for each in together if each is not None), None)
         return Transport(there=there, back=back, together=mine)
 
-    def _links(self, layout: Layout, groups: Groups, *, most: int) -> StageLinks | None:
+    def _links(self, layout: Layout, groups: Groups, *, most: int) -> Wire[StageSpec] | None:
         """To the stages before and behind this rank's."""
         links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, ranks in enumerate(boundaries(layout)):
+        for boundary, pairs in enumerate(stage_pairs(layout)):
+            ranks = sorted(chain(*pairs))
             there, back = groups.of("states", ranks), groups.of("of states", ranks)
             if there is None or back is None:
                 continue
@@ -245,10 +247,9 @@ class _World:
             return None
         own = layout.coordinates(self.rank).pp
         device = current_platform().device
-        return StageLinks(
+        return stage_wire(
             before=links.get(own - 1),
             behind=links.get(own),
-            window=WINDOW,
             in_flight=most,
             device=device,
         )

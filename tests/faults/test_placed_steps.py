@@ -14,6 +14,8 @@ from parity.mutations import FAULTS
 from placed_steps import play
 from ranks import RankError, run_ranks
 
+from loongplug.hetero.operations import Cargo
+
 DRAWS = drawn_placements(200, seed=0)
 
 
@@ -37,8 +39,9 @@ STAGES = DrawnPlacement(encoders=(DrawnEncoder(trains=(True, False)),), media="m
 
 def gradients_of_stages_turned_round(rank: int) -> int:
     around(
-        "loongplug.hetero.stage_links:StageLinks.take_back",
-        lambda original, self, unit: original(self, unit).flip(0),
+        "loongplug.hetero.wire:Wire.receive",
+        lambda original, self, what, unit: original(self, what, unit).flip(0),
+        where=lambda self, what, unit: what is Cargo.STATE_GRADIENTS,
     )
     return play(rank, draws=[STAGES])
 

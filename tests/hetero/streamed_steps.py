@@ -57,7 +57,7 @@ def even(
         passes=passes(stages, microbatches, chunks=chunks),
         forward=(FORWARD // chunks,) * (stages * chunks),
         backward=(2 * FORWARD // chunks,) * (stages * chunks),
-        encoders=(PassCosts(trains=trains),),
+        encoder=PassCosts(trains=trains),
     )
 
 
@@ -117,8 +117,6 @@ def steps(draw: st.DrawFn) -> Step:
         microbatches = stages * draw(st.integers(1, 3))
     costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
     pieces = tuple(tuple(draw(st.lists(costs, max_size=4))) for _ in range(microbatches))
-    encoders = draw(st.lists(passes_of_an_encoder(), min_size=1, max_size=2))
-
     times = st.lists(st.integers(1, 30), min_size=stages * chunks, max_size=stages * chunks)
     return Step(
         pieces=pieces,
@@ -126,20 +124,11 @@ def steps(draw: st.DrawFn) -> Step:
         passes=passes(stages, microbatches, chunks=chunks),
         forward=tuple(draw(times)),
         backward=tuple(draw(times)),
-        encoders=tuple(encoders),
-        kinds=tuple(tuple(draw(st.integers(0, 1)) for _ in each) for each in pieces)
-        if len(encoders) > 1
-        else (),
-    )
-
-
-def passes_of_an_encoder() -> st.SearchStrategy[PassCosts]:
-    """Frozen or not."""
-    return st.builds(
-        PassCosts,
-        trains=st.booleans(),
-        each=st.builds(PieceCost, st.integers(0, 20), st.integers(0, 40)),
-        joined=st.sampled_from([0, 60, 10_000]),
+        encoder=PassCosts(
+            trains=draw(st.booleans()),
+            each=PieceCost(draw(st.integers(0, 20)), draw(st.integers(0, 40))),
+            joined=draw(st.sampled_from([0, 60, 10_000])),
+        ),
     )
 
 
@@ -147,10 +136,10 @@ def passes_of_an_encoder() -> st.SearchStrategy[PassCosts]:
 class Traffic:
     """What ranks send and receive: in which order, and the programs of all ranks.
 
-    ``pieces`` has, by what they are and of which encoder, source, target and end, which pieces pass
-    in turn. A replica is one rank; those of one stage are in one tensor parallel group, which does
-    a pass together. So do those of other model replicas, by ``name``, that this one is ``tied`` to,
-    as experts tie them.
+    ``pieces`` has, by what they are, source, target and end, which pieces pass in turn. A replica
+    is one rank; those of one stage are in one tensor parallel group, which does a pass together. So
+    do those of other model replicas, by ``name``, that this one is ``tied`` to, as experts tie
+    them.
     """
 
     step: Step
@@ -214,8 +203,7 @@ class Traffic:
         if one[:2] == (True, 0):
             takes += self._pieces("features", replica, owned, sends=False)
         elif one[:2] == (False, 0) and replica == self.step.lanes[0][0]:
-            back = [(owner, name) for owner, name in owned if self.step.encoder(name).trains]
-            gives += self._pieces("gradients", replica, back)
+            gives += self._pieces("gradients", replica, owned if self.step.encoder.trains else [])
         here, elsewhere = (self.name, replica), [(name, replica) for name in self.tied]
         ties = (
             tuple(Move(sends=True, what="tie", source=here, target=each) for each in elsewhere),
@@ -235,9 +223,8 @@ class Traffic:
         moves = []
         for other, name in others:
             source, target = (rank, other) if sends else (other, rank)
-            way = f"{what} of {self.step.kind(name)}"
-            self.pieces[way, source, target, sends].append(name)
-            moves.append(self._move(way, source, target, sends=sends))
+            self.pieces[what, source, target, sends].append(name)
+            moves.append(self._move(what, source, target, sends=sends))
         return tuple(moves)
 
     def _move(self, what: str, source: int, target: int, *, sends: bool = True) -> Move:

@@ -4,22 +4,26 @@ import random
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from delivered import delivered
 from parity.mutations import FAULTS
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
-from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.edge import Transport, apart_ends, apart_wire
 from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.routes import Rows, sequence_shards
+from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
 
@@ -84,8 +88,44 @@ def made(case: Case, step: int, replica: int, number: int, samples: range) -> to
     return torch.cat(rows).unsqueeze(1) + torch.arange(1, WIDTH + 1) / 10
 
 
-def spec_of(case: Case, units: list[list[np.ndarray]]) -> ExchangeSpec:
-    """What both sides know of units, of which each has some samples' places."""
+Piece = tuple[int, int, range]  # of a decoder replica, the number of a microbatch, its samples
+
+
+def pieces_of(case: Case) -> tuple[ApartPiece, ...]:
+    sizes = {"tp": case.encoder.tp, "dp": case.encoder.dp, "rank_offset": case.decoder.world_size}
+    placement = one_apart(case.decoder, entry=ENCODER, **sizes)
+    return placement.pieces(ENCODER.name, micro_batch_size=case.samples)
+
+
+def units_of(case: Case, rank: int) -> list[Piece]:
+    """What a rank makes in a step, or needs."""
+    numbers = range(MICROBATCHES)
+    if rank in case.decoder.ranks:
+        replica = case.decoder.coordinates(rank).dp
+        return [(replica, number, range(case.samples)) for number in numbers]
+    mine = [each for each in pieces_of(case) if rank in each.edge.encoder_ranks]
+    return [(each.edge.decoder, number, each.samples) for number in numbers for each in mine]
+
+
+def rows_of(case: Case, rank: int, unit: Piece, *, step: int = 0) -> torch.Tensor:
+    """What a rank makes of a unit, or needs of it, [rows, WIDTH]."""
+    replica, number, samples = unit
+    whole = made(case, step, replica, number, samples)
+    if rank not in case.decoder.ranks:
+        return whole
+    place = case.decoder.coordinates(rank)
+    held = case.shares.parts[place.cp].places
+    if case.split:
+        held = np.split(held, case.decoder.tp)[place.tp]
+    return whole[np.isin(np.concatenate(case.places(replica, number)), held)]
+
+
+def spec_of(case: Case, rank: int) -> ExchangeSpec:
+    """What a rank knows of its units."""
+    units = [
+        case.places(replica, number)[samples.start : samples.stop]
+        for replica, number, samples in units_of(case, rank)
+    ]
     shards: tuple[tuple[Rows, ...], ...] | None = None
     if case.split or case.decoder.cp > 1:
         tp = case.decoder.tp if case.split else 1
@@ -99,6 +139,30 @@ def spec_of(case: Case, units: list[list[np.ndarray]]) -> ExchangeSpec:
         shards=shards,
         row_tokens=row_tokens,
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("what", [Cargo.FEATURES, Cargo.GRADIENTS])
+def test_both_ends_list_the_same_messages(name: str, what: Cargo) -> None:
+    """Of each part of the sequence to its first rank, from a replica's first; and back."""
+    case = cases()[name]
+    pieces, specs = pieces_of(case), {rank: spec_of(case, rank) for rank in range(case.ranks)}
+
+    def rows(rank: int, unit: int) -> list[float]:
+        return rows_of(case, rank, units_of(case, rank)[unit])[:, 0].tolist()
+
+    ends = {rank: apart_ends(what, spec, pieces=pieces, rank=rank) for rank, spec in specs.items()}
+    for rank, own in ends.items():
+        for end, (_, number, _) in zip(own.given.values(), units_of(case, rank), strict=False):
+            assert end.microbatch == number
+    makers = {each.edge.encoder_ranks[0] for each in pieces}
+    first = (each.edge.feature_receivers(parts=specs[0].parts) for each in pieces)
+    takers = makers if what.back else {*chain(*first)}
+    expected = {
+        (rank, unit): rows(rank, unit) for rank in takers for unit in range(len(specs[rank].tokens))
+    }
+    assert delivered(ends, rows) == {key: found for key, found in expected.items() if found}
 
 
 @dataclass
@@ -128,9 +192,6 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
     """Steps of microbatches in the order of a pipeline; what this rank has sent."""
     if fault:
         FAULTS[fault].put_in(rank)
-    sizes = {"tp": case.encoder.tp, "dp": case.encoder.dp, "rank_offset": case.decoder.world_size}
-    placement = one_apart(case.decoder, entry=ENCODER, **sizes)
-    pieces = placement.pieces(ENCODER.name, micro_batch_size=case.samples)
     everyone = [list(range(case.ranks))]
     there, back = (create_exchange_group(name, everyone, options_of="pp") for name in "tb")
     encodes = [] if case.encoder.tp == 1 else case.encoder.groups("tp")
@@ -141,69 +202,37 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
     # The first of either side sends last what the others have sent long before.
     counted = Counted(late=rank in (0, case.encoder.first_rank), groups=[there, back])
     dist.isend = counted.around(dist.isend)
-    edges = Edges(
-        pieces,
+    edges = apart_wire(
+        pieces_of(case),
         Transport(there=there, back=back, together=together),
-        window=2,
         in_flight=AHEAD + 1,
         device=torch.device("cpu"),
     )
-    assert edges.consumes == (rank in case.decoder.ranks)
-    side = decode if edges.consumes else encode
+    side = decode if rank in case.decoder.ranks else encode
     for step in range(STEPS):
-        side(edges, case, rank=rank, step=step, trains=trains, pieces=pieces)
+        edges.begin(spec_of(case, rank), trains=trains)
+        side(edges, [rows_of(case, rank, unit, step=step) for unit in units_of(case, rank)], trains)
         edges.drain()
     counted.groups.clear()
     return counted
 
 
-def encode(
-    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[ApartPiece, ...]
-) -> None:
-    mine = [
-        (number, each)
-        for number in range(MICROBATCHES)
-        for each in pieces
-        if rank in each.edge.encoder_ranks
-    ]
-    spec = spec_of(
-        case,
-        [
-            case.places(each.edge.decoder, number)[each.samples.start : each.samples.stop]
-            for number, each in mine
-        ],
-    )
-    edges.begin(spec, trains=trains)
-    payloads = [made(case, step, x.edge.decoder, number, x.samples) for number, x in mine]
-    ahead = AHEAD * len(mine) // MICROBATCHES
-    for unit in range(len(mine) + ahead):
-        if unit < len(mine):
-            alone = spec.part(range(unit, unit + 1))
-            assert not edges.gather_variable_shape_embeddings({0: payloads[unit]}, alone)
+def encode(edges: Wire[ExchangeSpec], payloads: list[torch.Tensor], trains: bool) -> None:
+    """Ahead of the gradients by some microbatches."""
+    ahead = AHEAD * len(payloads) // MICROBATCHES
+    for unit in range(len(payloads) + ahead):
+        if unit < len(payloads):
+            edges.send(Cargo.FEATURES, unit, payloads[unit])
         if trains and (old := unit - ahead) >= 0:
-            alone = spec.part(range(old, old + 1))
-            (found,) = edges.scatter_variable_shape_embeddings({}, alone).values()
-            assert torch.equal(found, -payloads[old]), old
+            assert torch.equal(edges.receive(Cargo.GRADIENTS, old), -payloads[old]), old
 
 
-def decode(
-    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[ApartPiece, ...]
-) -> None:
-    place = case.decoder.coordinates(rank)
-    places = [case.places(place.dp, number) for number in range(MICROBATCHES)]
-    spec = spec_of(case, places)
-    edges.begin(spec, trains=trains)
-    for number in range(MICROBATCHES):
-        alone = spec.part(range(number, number + 1))
-        (rows,) = edges.gather_variable_shape_embeddings({}, alone).values()
-        whole = made(case, step, place.dp, number, range(case.samples))
-        held = case.shares.parts[place.cp].places
-        if case.split:
-            held = np.split(held, case.decoder.tp)[place.tp]
-        whole = whole[np.isin(np.concatenate(places[number]), held)]
-        assert torch.equal(rows, whole), number
+def decode(edges: Wire[ExchangeSpec], needed: list[torch.Tensor], trains: bool) -> None:
+    for number, expected in enumerate(needed):
+        rows = edges.receive(Cargo.FEATURES, number)
+        assert torch.equal(rows, expected), number
         if trains:
-            assert not edges.scatter_variable_shape_embeddings({0: -rows}, alone)
+            edges.send(Cargo.GRADIENTS, number, -rows)
 
 
 def needed(case: Case) -> int:

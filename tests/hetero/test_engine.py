@@ -1,6 +1,10 @@
 """Several encoders around one schedule: their operations nest, each has its own gradients."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from toy_step import (
 
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import BEGIN, END, Kept, backward, forward, gradient
 from loongplug.hetero.policies import group_ahead, separated
@@ -93,6 +98,31 @@ def test_operations_nest_and_gradients_are_finalized_behind_all(monkeypatch):
         *(("ears", END), ("eyes", END)),
         [model],
     ]
+
+
+def test_one_that_streams_is_innermost() -> None:
+    """The others encode before its plan begins, and go backward behind its end."""
+    done: list[str] = []
+
+    def layer(name: str, schedule: Callable[[], None]) -> Callable[[], None]:
+        def around() -> None:
+            done.append(name)
+            schedule()
+
+        return around
+
+    engines: Any = {
+        name: SimpleNamespace(
+            steps=True,
+            here=False,
+            fills_bubbles=name == "eyes",
+            bubbles=lambda: SimpleNamespace(within=partial(layer, "bubbles")),
+            executor=lambda name=name: SimpleNamespace(around=partial(layer, name)),
+        )
+        for name in ("eyes", "ears")
+    }
+    Engine(engines).schedules(lambda: partial(done.append, "decoder"))()()
+    assert done == ["ears", "eyes", "bubbles", "decoder"]
 
 
 @pytest.mark.parametrize("last_stage", [True, False])

@@ -1,7 +1,7 @@
 """Rows on their way: every one comes, to the right rank and place, and no other is sent."""
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ranks import RankError, run_ranks
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import exchange as exchange_module
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
 from loongplug.hetero.routes import Rows
 from loongplug.observe.recorder import TraceRecorder
@@ -100,7 +100,7 @@ def there_and_back(
         ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
     )
     assert (group is None) == (rank not in edge.ranks)
-    exchange = Exchange(edge, group, device=torch.device("cpu"), recorder=recorder)
+    exchange = AllToAll(edge, group, device=torch.device("cpu"), recorder=recorder)
     encodes = any(rank in each for each in edge.replicas)
     consumes = rank in edge.consumers
     if not encodes and not consumes:
@@ -191,6 +191,29 @@ def test_units_come_and_gradients_return(name, split):
     assert sent == needed > 0
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("units", "replicas", "lots"),
+    [
+        (range(0), 1, []),
+        (range(4, 20), 1, [16]),
+        (range(4, 44), 2, [16, 16, 8]),
+        (range(64), 24, [24, 24, 16]),
+    ],
+)
+def test_sixteen_units_go_over_at_a_time_or_one_of_each_replica(units, replicas, lots):
+    owners = [unit % replicas for unit in range(64)]
+    spec = ExchangeSpec(
+        tokens=(1,) * 64,
+        shares=tuple((Share(encoder_replica=each),) for each in owners),
+        width=WIDTH,
+        dtype=torch.float32,
+    )
+    found = [*spec.lots(units)]
+    assert [*chain(*found)] == [*units]
+    assert [*map(len, found)] == lots
+
+
 def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
     """Of a step's two exchanges, whether what is sent is what was given."""
     decoder = Layout(pp=2)
@@ -199,7 +222,7 @@ def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
     group = create_exchange_group(
         ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
     )
-    exchange = Exchange(edge, group, device=torch.device("cpu"))
+    exchange = AllToAll(edge, group, device=torch.device("cpu"))
     spec = ExchangeSpec(
         tokens=(3,) * units,
         shares=((Share(encoder_replica=1),),) * units,

@@ -13,7 +13,7 @@ from toy_step import ENTRY, WIDTH, Device, Model, Wires, executor_of, microbatch
 
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.operations import BEGIN, Encode, Kept, TakeFeatures, forward
+from loongplug.hetero.operations import BEGIN, Cargo, Encode, Hand, Kept, forward
 from loongplug.hetero.policies import group_ahead, separated
 from loongplug.platform import current_platform
 from loongplug.platform.copies import Copies, CudaCopies, HostCopies
@@ -245,24 +245,49 @@ def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
     assert set(alive) == {0}
 
 
+@pytest.mark.parametrize("on_host", [frozenset(), frozenset({Kept.FEATURES})], ids=["here", "away"])
+def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
+    """What comes is copied out of what it came in, which is gone before more comes."""
+    rows = [2] * 40
+    features, came, most = Noted(), Noted(), []
+
+    class Watched(Wires):
+        def gather_variable_shape_embeddings(self, payloads, spec):
+            assert came.alive() == 0
+            for each in executor._now.features.values():
+                features.note(each)
+            found = super().gather_variable_shape_embeddings(payloads, spec)
+            came.note(found[0])
+            most.append(features.alive() + 2 * came.alive())
+            return found
+
+    executor = executor_of(separated, HostCopies(), on_host=on_host)
+    executor._exchange = Watched()
+    run_step(executor, Model(), rows)
+    each = 2 * WIDTH * 4
+    assert max(most) == (2 * 16 if on_host else 40 + 8) * each
+
+
 def test_a_gradient_that_did_not_come_is_missed():
     executor = executor_of(separated, HostCopies())
     model = Model()
-    with pytest.raises(AssertionError, match=r"no gradient came for units \[0, 1\]"):
+    with pytest.raises(AssertionError, match=r"no gradient came for pieces \[0, 1\]"):
         run_step(executor, model, [3, 4], backwards=False)
 
 
 def test_a_unit_that_was_not_gathered_is_refused():
-    executor = executor_of(lambda step: {forward(0): (TakeFeatures(unit=0),)}, HostCopies())
+    executor = executor_of(
+        lambda step: {forward(0): (Hand(what=Cargo.FEATURES, microbatch=0),)}, HostCopies()
+    )
     with pytest.raises(KeyError):
         run_step(executor, Model(), [3])
 
 
 def test_what_a_plan_makes_and_nobody_uses_is_missed():
-    executor = executor_of(lambda step: {BEGIN: (Encode(unit=0),)}, HostCopies())
+    executor = executor_of(lambda step: {BEGIN: (Encode(pieces=(0,)),)}, HostCopies())
     executor.begin(model := Model(), microbatches([3]), training=False)
     assert model.outside_schedule == {"eyes"}
-    with pytest.raises(AssertionError, match=r"nobody used what there is of units \[0\]"):
+    with pytest.raises(AssertionError, match=r"nobody used what there is of pieces \[0\]"):
         executor.end()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import loongplug
 from loongplug.hetero import modes, operations, pieces, policies, stream
-from loongplug.hetero.operations import BEGIN, END, Encode, EncodeInForward, EncoderBackward
+from loongplug.hetero.operations import BEGIN, END, Backward, Encode
 from loongplug.hetero.policies import EncoderStep
 
 pytestmark = pytest.mark.quick
@@ -201,5 +201,5 @@ def test_the_table_says_whether_encoders_work_outside_of_the_schedule(
         )
         for when, done in mode.policy(step).items():
             for each in done:
-                if isinstance(each, Encode | EncoderBackward | EncodeInForward):
+                if isinstance(each, Encode | Backward):
                     assert (when in (BEGIN, END)) == mode.outside_schedule

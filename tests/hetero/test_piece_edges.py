@@ -3,32 +3,30 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from delivered import delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed import ENCODER
-from ranks import run_ranks
+from placed import ENCODER, placements
 from streamed_steps import even, steps
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.exchange import ExchangeSpec, taken
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_edges import piece_ends, piece_wire
 from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import Rows
+from loongplug.hetero.routes import Rows, used_pairs
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.streaming import separated, streamed
+from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
 from loongplug.simulate.wires import on_streams
-
-WIDTH = 3
-
 
 Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
 
@@ -118,22 +116,21 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
 
 
 def drive(
-    of_encoders: list[PieceEdges], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
+    edges: Wire[ExchangeSpec], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
-    numbers = {name: number for own in names_by_encoder(step) for number, name in enumerate(own)}
+    numbers = {name: number for number, name in enumerate(step.names)}
     work = list(plan.work[replica])
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
             forward, names = work.pop(0)[1:]
-            edges = of_encoders[step.kind(names[0])]
             for number in map(numbers.__getitem__, names):
                 if forward:
-                    edges.send_features(number, torch.zeros(number + 1, 1))
+                    edges.send(Cargo.FEATURES, number, torch.zeros(number + 1, 1))
                 else:
-                    edges.receive_gradient(number)
+                    edges.receive(Cargo.GRADIENTS, number)
         if one is None:
             break
         if posted is not None:
@@ -142,25 +139,15 @@ def drive(
         pieces = [(one.microbatch, piece) for piece in range(count)]
         if one.forward:
             for name in pieces:
-                of_encoders[step.kind(name)].receive_features(numbers[name])
+                edges.receive(Cargo.FEATURES, numbers[name])
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group
             wires.does("waits", ("pass", one, other))
         if not one.forward:
-            for name in (each for each in pieces if step.encoder(each).trains):
-                rows = torch.zeros(numbers[name] + 1, 1)
-                of_encoders[step.kind(name)].send_gradient(numbers[name], rows)
+            for number in map(numbers.__getitem__, pieces if step.encoder.trains else ()):
+                edges.send(Cargo.GRADIENTS, number, torch.zeros(number + 1, 1))
         pipeline_output(step, replica, one, wires=wires)
-    for edges in of_encoders:
-        edges.drain()
-
-
-def names_by_encoder(step: Step) -> list[list[tuple[int, int]]]:
-    """Each one's pieces, in order."""
-    return [
-        [name for name in step.names if step.kind(name) == kind]
-        for kind in range(len(step.encoders))
-    ]
+    edges.drain()
 
 
 def peer(step: Step, replica: int, one: DecoderPass) -> int:
@@ -189,18 +176,15 @@ def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires)
         wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
 
 
-def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> Wires:
+def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: dict[Cargo, Any]) -> Wires:
     """All ranks' step, by real edges and the names of their groups."""
     owners = owners_of(plan)
-    specs = [
-        ExchangeSpec(
-            tokens=tuple(range(1, len(names) + 1)),
-            shares=tuple((Share(encoder_replica=owners[name]),) for name in names),
-            width=1,
-            dtype=torch.float32,
-        )
-        for names in names_by_encoder(step)
-    ]
+    spec = ExchangeSpec(
+        tokens=tuple(range(1, len(step.names) + 1)),
+        shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
+        width=1,
+        dtype=torch.float32,
+    )
     ranks = range(len(step.replicas))
     edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=step.lanes[0])
     wires = Wires()
@@ -208,13 +192,10 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
         for wires.rank in ranks:
-            of_encoders = []
-            for kind, (spec, encoder) in enumerate(zip(specs, step.encoders, strict=True)):
-                own = groups or GROUPS[kind]
-                edges = PieceEdges(edge, own, window=window, device=torch.device("cpu"))
-                edges.begin(spec, trains=encoder.trains)
-                of_encoders.append(edges)
-            drive(of_encoders, wires.rank, step=step, plan=plan, wires=wires)
+            edges = piece_wire(edge, groups, device=torch.device("cpu"))
+            edges.windows = dict.fromkeys(edges.windows, window)
+            edges.begin(spec, trains=step.encoder.trains)
+            drive(edges, wires.rank, step=step, plan=plan, wires=wires)
     return wires
 
 
@@ -228,12 +209,16 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     }
 
 
-FEATURES: Any = [(f"features up {kind}", f"features down {kind}") for kind in range(2)]
-GRADIENTS: Any = [(f"gradients up {kind}", f"gradients down {kind}") for kind in range(2)]
-GROUPS = [
-    PieceGroups(features=there, gradients=back)
-    for there, back in zip(FEATURES, GRADIENTS, strict=True)
-]
+KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
+
+
+def over(what: Cargo) -> Any:
+    """The group of a message; the name of one stands for it here."""
+    return lambda source, target: f"{what.said} {'up' if source < target else 'down'}"
+
+
+GROUPS = {what: over(what) for what in KINDS}
+OF_PIECES = {over(what)(*ends) for what in KINDS for ends in ((0, 1), (1, 0))}
 
 
 @given(steps(), st.integers(1, 5), st.booleans())
@@ -241,14 +226,14 @@ GROUPS = [
 def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
     """A message's rows are the number of its piece: queues of one stream cannot cross."""
     plan = streamed(step) if fills else separated(step)
-    wires = drawn(step, plan, window=window)
+    wires = drawn(step, plan, window=window, groups=GROUPS)
     assert wires.sent == wires.posted
     for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
-        assert rows == sorted(rows) or name not in {*chain(*FEATURES, *GRADIENTS)}
+        assert rows == sorted(rows) or name not in OF_PIECES
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(rows) for way, rows in wires.sent.items() if way[0] in {*chain(*FEATURES)})
+    count = sum(len(rows) for way, rows in wires.sent.items() if way[0].startswith("features"))
     owners = owners_of(plan).values()
     assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
     assert ends(wires.did)
@@ -257,9 +242,9 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
 def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     """Two ranks of the first stage that each wait for the other's features first."""
     step = even(2, percent=50, lanes=2)
-    both: Any = PieceGroups(features=("there",) * 2, gradients=("back",) * 2)  # type: ignore[arg-type]
+    both = {what: lambda *_, group=what.said: group for what in KINDS}
     for plan in (streamed(step), separated(step)):
-        assert ends(drawn(step, plan, window=1).did)
+        assert ends(drawn(step, plan, window=1, groups=GROUPS).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
 
 
@@ -269,7 +254,7 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
     for stages, percent in ((2, 30), (8, 20)):
         step = even(stages, percent=percent)
         for plan in (streamed(step), separated(step)):
-            did = drawn(step, plan, window=window).did
+            did = drawn(step, plan, window=window, groups=GROUPS).did
             assert ends(did)
             assert not ends(did, one_queue=True)
 
@@ -284,73 +269,79 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = PieceEdges(edge, GROUPS[0], window=1, device=torch.device("cpu"))
+        edges = piece_wire(edge, GROUPS, device=torch.device("cpu"))
+        edges.windows[Cargo.FEATURES] = 1
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):
-            edges.receive_features(1)
-        edges.receive_features(0)
+            edges.receive(Cargo.FEATURES, 1)
+        edges.receive(Cargo.FEATURES, 0)
         with pytest.raises(AssertionError, match="nobody took features"):
             edges.drain()
 
 
-# Of five pieces: their tokens, who encodes them, and what each of two sequence shards needs.
-TOKENS, OWNERS = (4, 0, 3, 5, 1), (1, 0, 3, 2, 0)
-SHARDS: tuple[tuple[Rows, ...], ...] = (
-    ((slice(0, 1), slice(2, 3)), (slice(1, 2), slice(3, 4))),
-    ((), ()),
-    ((slice(0, 3),), ()),
-    ((slice(0, 2),), (slice(2, 5),)),
-    ((), (slice(0, 1),)),
-)
-
-
-def made(piece: int) -> torch.Tensor:
-    """Features that say where they belong, [tokens, WIDTH]."""
-    rows = torch.arange(TOKENS[piece]) + 10.0 * (piece + 1)
-    return rows.unsqueeze(1) + torch.arange(1, WIDTH + 1) / 10
-
-
-def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
-    """Two steps at tp 2 and pp 2; the rows whose values were looked at."""
-    placement = all_ranks_dp(Layout(tp=2, pp=2), entry=ENCODER, tp=1)
+@st.composite
+def pieces_of_a_step(draw: st.DrawFn) -> tuple[Edge, ExchangeSpec]:
+    """An edge within a model replica, and pieces that go over it."""
+    placement, _, rank = draw(placements())
     edge = placement.edge(ENCODER.name, rank=rank)
-    groups = create_piece_groups(
-        ENCODER.name, placement.edges(ENCODER.name), device=torch.device("cpu")
-    )
-    assert groups is not None
-    edges = PieceEdges(edge, groups, window=2, device=torch.device("cpu"))
-    pieces = ExchangeSpec(
-        tokens=TOKENS,
-        shares=tuple((Share(encoder_replica=each),) for each in OWNERS),
-        width=WIDTH,
+    consumers = len(edge.consumers)
+    parts = draw(st.sampled_from([n for n in range(1, consumers + 1) if consumers % n == 0]))
+    # Of each row of each piece, the part of the sequence that needs it.
+    rows = draw(st.lists(st.lists(st.integers(0, parts - 1), max_size=6), max_size=8))
+    shards = [[_slices(piece, part) for part in range(parts)] for piece in rows]
+    owner = st.integers(0, len(edge.replicas) - 1)
+    return edge, ExchangeSpec(
+        tokens=tuple(map(len, rows)),
+        shares=tuple((Share(encoder_replica=draw(owner)),) for _ in rows),
+        width=1,
         dtype=torch.float32,
-        shards=SHARDS if split else None,
+        shards=tuple(map(tuple, shards)) if parts > 1 else None,
     )
-    mine = [piece for piece, owner in enumerate(OWNERS) if rank in edge.replicas[owner]]
-    seen = 0
-    for step in range(2):
-        edges.begin(pieces, trains=trains)
-        for piece in mine:
-            edges.send_features(piece, made(piece) + step)
-        if rank in edge.consumers:
-            shard = edge.consumers.index(rank)
-            for piece in range(len(TOKENS)):
-                rows = SHARDS[piece][shard] if split else (slice(0, TOKENS[piece]),)
-                found = edges.receive_features(piece)
-                assert torch.equal(found, taken(made(piece) + step, rows))
-                seen += len(found)
-                if trains:
-                    edges.send_gradient(piece, -2 * found)
-        for piece in mine if trains else ():
-            found = edges.receive_gradient(piece)
-            assert torch.equal(found, -2 * (made(piece) + step))
-            seen += len(found)
-        edges.drain()
-    return seen
 
 
-@pytest.mark.parametrize(("split", "trains"), [(False, True), (True, True), (True, False)])
-def test_features_and_gradients_arrive_once(split: bool, trains: bool) -> None:
-    seen = run_ranks(there_and_back, 4, split=split, trains=trains)
-    rows = sum(TOKENS)
-    assert sum(seen) == 2 * (rows * (1 if split else 2) + rows * trains)
+def _slices(piece: list[int], part: int) -> Rows:
+    return tuple(slice(row, row + 1) for row, own in enumerate(piece) if own == part)
+
+
+@pytest.mark.quick
+@given(pieces_of_a_step())
+@settings(max_examples=50, deadline=None)
+def test_both_ends_list_the_same_messages(step: tuple[Edge, ExchangeSpec]) -> None:
+    """Each piece to all consumers, its gradient to all who made it; over pairs that are used."""
+    edge, spec = step
+    pieces = range(len(spec.tokens))
+
+    def whole(rank: int, piece: int) -> list[tuple[int, int]]:
+        assert (rank, piece) in owners
+        return [(piece, row) for row in range(spec.tokens[piece])]
+
+    def needed(rank: int, piece: int) -> list[tuple[int, int]]:
+        rows = spec.of_parts(piece)[edge.part_of(rank, parts=spec.parts)]
+        return [(piece, row) for row in places_of(rows)]
+
+    consumers = {(rank, piece) for rank in edge.consumers for piece in pieces}
+    owners = {
+        (rank, piece) for piece in pieces for rank in edge.replicas[spec.encoder_replicas[piece][0]]
+    }
+    for what, gives, takes, takers in (
+        (Cargo.FEATURES, whole, needed, consumers),
+        (Cargo.GRADIENTS, needed, whole, owners),
+    ):
+        ends = {rank: piece_ends(what, spec, edge=edge, rank=rank) for rank in edge.ranks}
+        assert delivered(ends, gives) == {each: takes(*each) for each in takers if takes(*each)}
+        pairs = {
+            (rank, message.peer)
+            for rank, own in ends.items()
+            for end in own.given.values()
+            for message in end.messages
+        }
+        used = used_pairs(edge, back=what.back, parts=spec.parts)
+        assert pairs <= {*used, *((rank, rank) for rank in edge.ranks)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("back", "parts", "own"), [(False, 8, 70), (True, 1, 7), (True, 8, 70)])
+def test_only_pairs_that_a_transfer_can_use_are_connected(back: bool, parts: int, own: int) -> None:
+    """Of a consumer at TP 8 and PP 8."""
+    edge = all_ranks_dp(Layout(tp=8, pp=8), entry=ENCODER, tp=1).edge(ENCODER.name, rank=0)
+    assert sum(3 in pair for pair in used_pairs(edge, back=back, parts=parts)) == own

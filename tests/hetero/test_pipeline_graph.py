@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 from simulated import Graph, GraphModule, distances, finish
 
-from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, warmup
 from loongplug.hetero.recorded_schedule import Posted, calls
+from loongplug.hetero.wire import WINDOW
 from loongplug.partition import clock
 from loongplug.partition.clock import StageTime
 from loongplug.simulate.order import Deadlock

@@ -27,7 +27,7 @@ SMALL = Step(
     forward=(1, 1),
     backward=(2, 2),
 )
-FROZEN = (PassCosts(trains=False),)
+FROZEN = PassCosts(trains=False)
 
 
 def work(*each: tuple[int, bool, int]) -> tuple[EncoderWork, ...]:
@@ -48,7 +48,7 @@ def test_by_hand() -> None:
     assert times.used == {0: 4, 1: 5}
     assert times.features_held() == 2
     frozen = simulate(
-        replace(SMALL, encoders=FROZEN),
+        replace(SMALL, encoder=FROZEN),
         EncoderPlan(work=(work((0, True, 0)), work((0, True, 1))), streamed=True),
     )
     assert frozen is not None
@@ -65,7 +65,7 @@ def test_separated_waits_for_all() -> None:
 
 def test_two_replicas_on_a_stage() -> None:
     """A pass waits for both, and they work side by side."""
-    step = replace(SMALL, replicas=(0, 0, 1, 1), encoders=FROZEN)
+    step = replace(SMALL, replicas=(0, 0, 1, 1), encoder=FROZEN)
     plan = EncoderPlan(work=(work((0, True, 0)), work((0, True, 1)), (), ()), streamed=True)
     times = simulate(step, plan)
     assert times is not None
@@ -80,7 +80,7 @@ def test_pieces_in_one_pass_by_hand() -> None:
     """Features come with the pass's last piece, a backward waits for the last gradient."""
     # Stage 0: encodes both 0-7, F0 7-8, F1 8-9, B0 11-13, B1 14-16, encodes both back 16-28.
     # Stage 1: F0 8-9, B0 9-11, F1 11-12, B1 12-14.
-    step = replace(SMALL, encoders=(PassCosts(each=PieceCost(1, 2)),))
+    step = replace(SMALL, encoder=PassCosts(each=PieceCost(1, 2)))
     both = ((0, 0), (1, 0))
     work = (EncoderWork(0, True, both), EncoderWork(4, False, both))
     times = simulate(step, EncoderPlan(work=(work, ()), streamed=True))
@@ -132,7 +132,7 @@ def test_interleaving_divides_the_bubble() -> None:
 def test_the_decoder_alone(step: Step) -> None:
     """As the partition's clock has it."""
     microbatches = len(step.pieces)
-    alone = replace(step, pieces=((),) * microbatches, kinds=())
+    alone = replace(step, pieces=((),) * microbatches)
     times = simulate(alone, EncoderPlan(work=((),) * len(step.replicas), streamed=True))
     assert times is not None
     stages = [
@@ -149,7 +149,7 @@ def test_idle_is_what_is_not_work(step: Step) -> None:
     assert times is not None
     all_work = sum(step.encoding(*name) for name in step.names)
     passes = [one for work in plan.work for one in work]
-    all_work += sum(step.encoder(one.pieces[0]).each[not one.forward] for one in passes)
+    all_work += sum(step.encoder.each[not one.forward] for one in passes)
     all_work += sum(step.decoding[stage] for stage in step.replicas)
     assert sum(times.idle) == times.step * len(step.replicas) - all_work
 

@@ -7,29 +7,24 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from walked_plans import walk
+from walked_plans import walk, walked
 
 from loongplug.hetero.operations import (
     BEGIN,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncodePieces,
-    EncoderBackward,
-    GatherFeatures,
-    GatherWeights,
-    KeepGradient,
+    Hand,
     Kept,
     Operation,
-    PiecesBackward,
-    ReduceGradients,
-    ScatterGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeFeatures,
+    Weights,
     When,
     before_pass,
     forward,
     gradient,
-    turns_of,
 )
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated, streamed
@@ -153,13 +148,7 @@ def works(
         if trains:
             moments.append((draw(st.integers(begin, passes)), False, together))
     moments.sort(key=lambda each: (each[0], not each[1]))
-    of_others = draw(st.booleans())  # whose turns are between
-    found: list[PieceWork] = []
-    for before, forwards, together in moments:
-        again = found and found[-1].before == before
-        turn = found[-1].turn + of_others * draw(st.integers(0, 2)) if again else 0
-        found.append(PieceWork(before, forwards, together, turn))
-    return tuple(found)
+    return tuple(PieceWork(*each) for each in moments)
 
 
 def at_once(ranks: list[tuple[EncoderStep, Pipeline]]) -> list[tuple[EncoderStep, Pipeline]]:
@@ -176,14 +165,12 @@ def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
     entered = [walk(streamed(step), step, pipeline) for step, pipeline in ranks]
     assert all(each == entered[0] for each in entered)
     step, _ = ranks[0]
-    around: list[Operation] = [GatherWeights(), ReduceGradients()] if step.trains else []
+    around: list[Operation] = [Weights(gather=True), Weights(gather=False)] if step.trains else []
     assert [each for each in entered[0] if each in around] == around
     for step, _ in ranks:
         if step.stream is not None:
             assert entered[0] == around
-            assert worked(streamed(step)) == in_turn(step.stream)
-            last = max((each.turn for each in step.stream.work), default=0)
-            assert turns_of(streamed(step)) == last + 1
+            assert worked(streamed(step)) == planned(step.stream)
 
 
 Worked = dict[When, list[tuple[bool, tuple[int, ...]]]]  # forwards and backwards of pieces
@@ -193,17 +180,15 @@ def worked(plan: StepPlan) -> Worked:
     found: Worked = {}
     for when, operations in plan.items():
         for each in operations:
-            if isinstance(each, EncodePieces | PiecesBackward):
-                found.setdefault(when, []).append((isinstance(each, EncodePieces), each.pieces))
+            if isinstance(each, Encode | Backward):
+                found.setdefault(when, []).append((isinstance(each, Encode), each.pieces))
     return found
 
 
-def in_turn(stream: Stream) -> Worked:
-    """Among the encoders' work before a pass, each has the turn that all ranks know of."""
+def planned(stream: Stream) -> Worked:
     found: Worked = {}
     for each in stream.work:
-        when = before_pass(each.before, each.turn)
-        found.setdefault(when, []).append((each.forward, each.pieces))
+        found.setdefault(before_pass(each.before), []).append((each.forward, each.pieces))
     return found
 
 
@@ -255,13 +240,16 @@ def test_apart(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
         if step.replica is None and not step.consumes:
             assert not plan
             continue
-        entered = walk(plan, step, pipeline)
-        alone = [range(unit, unit + 1) for unit in step.units]
-        there = [each for each in entered if isinstance(each, GatherFeatures)]
-        back = [each for each in entered if isinstance(each, ScatterGradients)]
-        assert there == [GatherFeatures(units=each) for each in alone]
-        assert back == [ScatterGradients(units=each) for each in alone if step.trains]
-        more = [x.more for each in plan.values() for x in each if isinstance(x, EncoderBackward)]
+        entered = walked(plan, step, pipeline).wired
+        features, gradients = (
+            [each for each in entered if isinstance(each, Send | Receive) and each.what is what]
+            for what in (Cargo.FEATURES, Cargo.GRADIENTS)
+        )
+        there, back = (Receive, Send) if step.consumes else (Send, Receive)
+        units = step.units if step.trains else ()
+        assert features == [there(what=Cargo.FEATURES, piece=unit) for unit in step.units]
+        assert gradients == [back(what=Cargo.GRADIENTS, piece=unit) for unit in units]
+        more = [x.more for each in plan.values() for x in each if isinstance(x, Backward)]
         assert more == [True] * (len(more) - 1) + [False] * bool(more), "one reduction, at the end"
 
 
@@ -270,14 +258,14 @@ def told(plan: StepPlan) -> list[str]:
     words = []
     for each in plan.get(BEGIN, ()):
         match each:
-            case Encode(unit=unit):
-                words.append(f"encode {unit}")
-            case GatherFeatures(units=units):
-                words.append(f"send {units.start}")
-            case ScatterGradients(units=units):
-                words.append(f"wait {units.start}")
-            case EncoderBackward(unit=unit, more=more):
-                words.append(f"{'back' if more else 'BACK'} {unit}")
+            case Encode(pieces=pieces):
+                words.append(f"encode {[*pieces]}")
+            case Send(piece=piece):
+                words.append(f"send {piece}")
+            case Receive(piece=piece):
+                words.append(f"wait {piece}")
+            case Backward(pieces=pieces, more=more):
+                words.append(f"{'back' if more else 'BACK'} {[*pieces]}")
     return words
 
 
@@ -296,8 +284,8 @@ ENCODES = EncoderStep(
 
 def test_an_encoder_apart_works_ahead_by_its_warmup() -> None:
     """Three microbatches of two pieces: two ahead, then one forward and one backward in turn."""
-    pieces = [f"encode {n},send {n}" for n in range(6)]
-    back = [f"wait {n},{'BACK' if n == 5 else 'back'} {n}" for n in range(6)]
+    pieces = [f"encode [{n}],send {n}" for n in range(6)]
+    back = [f"wait {n},{'BACK' if n == 5 else 'back'} [{n}]" for n in range(6)]
     expected = ",".join([*pieces, *back])  # the third goes ahead of the first gradient
     assert told(apart(ENCODES)) == expected.split(",")
     one_ahead = [*pieces[:4], *back[:2], *pieces[4:], *back[2:]]
@@ -307,9 +295,9 @@ def test_an_encoder_apart_works_ahead_by_its_warmup() -> None:
 
 def test_an_encoder_apart_that_has_nothing_to_learn_or_to_encode() -> None:
     frozen = apart(replace(ENCODES, trains=False))
-    assert told(frozen) == [word for n in range(6) for word in (f"encode {n}", f"send {n}")]
+    assert told(frozen) == [word for n in range(6) for word in (f"encode [{n}]", f"send {n}")]
     none = replace(ENCODES, encoder_replicas=(), pieces=1)
-    assert told(apart(none)) == ["encode None", "BACK None"]
+    assert told(apart(none)) == ["encode []", "BACK []"]
     assert not apart(replace(none, trains=False))
 
 
@@ -323,13 +311,18 @@ def test_a_decoder_whose_encoder_lies_apart() -> None:
         pieces=1,
         last_stage=True,
     )
-    alone = [range(unit, unit + 1) for unit in (0, 1)]
     taken = {
-        forward(unit): (GatherFeatures(units=alone[unit]), TakeFeatures(unit=unit))
+        forward(unit): (
+            Receive(what=Cargo.FEATURES, piece=unit),
+            Hand(what=Cargo.FEATURES, microbatch=unit),
+        )
         for unit in (0, 1)
     }
     back = {
-        gradient(unit): (KeepGradient(unit=unit), ScatterGradients(units=alone[unit]))
+        gradient(unit): (
+            Hand(what=Cargo.GRADIENTS, microbatch=unit),
+            Send(what=Cargo.GRADIENTS, piece=unit),
+        )
         for unit in (0, 1)
     }
     assert apart(step) == taken | back
@@ -358,14 +351,14 @@ def test_a_plan_that_lacks_any_operation_is_found(name: str, data: st.DataObject
     policy, ranks = RANKS_OF[name]
     planned = [(policy(step), step, pipeline) for step, pipeline in data.draw(ranks)]
     for plan, step, pipeline in planned:
-        expected = walk(plan, step, pipeline)
+        expected = walked(plan, step, pipeline)
         for when, operations in plan.items():
             for number, operation in enumerate(operations):
                 try:
-                    found = walk(without(plan, when, number), step, pipeline)
+                    found = walked(without(plan, when, number), step, pipeline)
                 except (AssertionError, KeyError):
                     continue
-                assert found != expected, operation
+                assert found.collectives != expected.collectives, operation
 
 
 def test_inline_is_of_the_stages_that_consume() -> None:
@@ -378,5 +371,8 @@ def test_inline_is_of_the_stages_that_consume() -> None:
         trains=True,
         last_stage=False,
     )
-    assert inline(step) == {forward(unit): (EncodeInForward(unit=unit),) for unit in (0, 1)}
+    there = {forward(unit): (Encode(pieces=(unit,)),) for unit in (0, 1)}
+    back = {gradient(n): (Backward(pieces=(n,), more=n == 0),) for n in (0, 1)}
+    assert inline(step) == there | back
+    assert inline(replace(step, trains=False)) == there
     assert not inline(replace(step, consumes=False))

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from placed import ENCODER
 from ranks import run_ranks
 
-from loongplug.data.microbatch import Share
-from loongplug.hetero.edge import Edges, Transport
-from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.placement import one_apart
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
-from loongplug.parallel.layout import Layout
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
 LATE = 0.3  # seconds, in which a rank that nothing holds back would have sent all
@@ -105,78 +100,32 @@ def alive() -> Iterator[list[int]]:
     dist.isend = isend
 
 
-def units() -> ExchangeSpec:
-    return ExchangeSpec(
-        tokens=(ROWS,) * MICROBATCHES,
-        shares=((Share(encoder_replica=0),),) * MICROBATCHES,
-        width=WIDTH,
-        dtype=torch.float32,
-        shards=None,
-        row_tokens=((ROWS,),) * MICROBATCHES,
-    )
-
-
-def features_to_a_slow_decoder(rank: int) -> list[int]:
-    """Rank 1 encodes, and nothing has gradients; how many features there were at each send."""
-    placement = one_apart(Layout(), entry=ENCODER, tp=1, dp=1, rank_offset=1)
-    there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
-    edges = Edges(
-        placement.pieces(ENCODER.name, micro_batch_size=1),
-        Transport(there=there, back=back, together=None),
-        window=2,
-        in_flight=MOST,
-        device=CPU,
-    )
-    spec = units()
-    time.sleep(LATE * (1 - rank))
-    edges.begin(spec, trains=False)
-    with alive() as counts:
-        for number in range(MICROBATCHES):
-            alone = spec.part(range(number, number + 1))
-            if rank:
-                made = torch.full((ROWS, WIDTH), float(number))
-                edges.gather_variable_shape_embeddings({0: made}, alone)
-            else:
-                (found,) = edges.gather_variable_shape_embeddings({}, alone).values()
-                assert (found == number).all()
-        edges.drain()
-    return counts
-
-
 def states_to_a_slow_stage(rank: int) -> list[int]:
-    """The same from an encoder's first stage to the second, which takes its time."""
+    """From an encoder's first stage to the second; how many messages there were at each send."""
     there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
     link = StageLink(peer=1 - rank, there=there, back=back, width=WIDTH)
-    links = StageLinks(
+    wire = stage_wire(
         before=link if rank else None,
         behind=None if rank else link,
-        window=2,
         in_flight=MOST,
         device=CPU,
     )
     time.sleep(LATE * rank)
-    links.begin(
-        [StageUnit(rows=ROWS, microbatch=number) for number in range(MICROBATCHES)],
-        dtype=torch.float32,
-        comes_back=False,
+    spec = StageSpec(
+        rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
+    wire.begin(spec, trains=False)
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:
-                assert (links.take(number) == number).all()
+                assert (wire.receive(Cargo.STATES, number) == number).all()
             else:
-                links.hand_on(number, torch.full((ROWS, WIDTH), float(number)))
-        links.drain()
+                wire.send(Cargo.STATES, number, torch.full((ROWS, WIDTH), float(number)))
+        wire.drain()
     return counts
 
 
-@pytest.mark.parametrize(
-    ("steps", "sender"), [(features_to_a_slow_decoder, 1), (states_to_a_slow_stage, 0)]
-)
-def test_who_has_no_gradients_is_ahead_of_a_slow_receiver_by_the_bound_alone(
-    steps: Any, sender: int
-) -> None:
+def test_who_has_no_gradients_is_ahead_of_a_slow_receiver_by_the_bound_alone() -> None:
     """Those of ``MOST`` microbatches, and the one that sets out."""
-    counts = run_ranks(steps, 2)[sender]
-    assert len(counts) == MICROBATCHES
+    counts, _ = run_ranks(states_to_a_slow_stage, 2)
     assert counts == [*range(1, MOST + 1), *[MOST + 1] * (MICROBATCHES - MOST)]

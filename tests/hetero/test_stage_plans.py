@@ -9,16 +9,13 @@ from simulated import Exchange, Move, decoder_programs, finish
 
 from loongplug.hetero.operations import (
     BEGIN,
+    Backward,
+    Cargo,
     Encode,
-    EncoderBackward,
-    GatherFeatures,
-    GiveBack,
-    HandOn,
     Operation,
-    ScatterGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeStates,
 )
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
@@ -51,8 +48,9 @@ def operations(plan: StepPlan) -> list[Operation]:
     return [*plan.get(BEGIN, ())]
 
 
-def of_kind(plan: StepPlan, kind: type) -> list[int]:
-    return [each.unit for each in operations(plan) if isinstance(each, kind)]
+def pieces(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
+    """Those that are sent or received."""
+    return [each.piece for each in operations(plan) if isinstance(each, kind) and each.what is what]
 
 
 ALL = (True, True, True)
@@ -63,20 +61,24 @@ def test_the_first_stage_is_further_ahead_than_the_last() -> None:
     first, last = (
         operations(apart(step_of(stage, 2, units=3, in_front=1, trains=ALL))) for stage in (0, 1)
     )
+
+    def forwards(piece: int, made: Cargo) -> tuple[Operation, ...]:
+        return Encode(pieces=(piece,)), Send(what=made, piece=piece)
+
+    def backwards(piece: int, came: Cargo) -> tuple[Operation, ...]:
+        return Receive(what=came, piece=piece), Backward(pieces=(piece,), more=piece < 2)
+
     assert first == [
-        *(Encode(unit=0), HandOn(unit=0), Encode(unit=1), HandOn(unit=1)),
-        *(Encode(unit=2), HandOn(unit=2), TakeBack(unit=0), EncoderBackward(unit=0, more=True)),
-        *(TakeBack(unit=1), EncoderBackward(unit=1, more=True)),
-        *(TakeBack(unit=2), EncoderBackward(unit=2, more=False)),
+        *(each for piece in range(3) for each in forwards(piece, Cargo.STATES)),
+        *(each for piece in range(3) for each in backwards(piece, Cargo.STATE_GRADIENTS)),
     ]
-    units = [range(unit, unit + 1) for unit in range(3)]
 
-    def there(unit: int) -> tuple[Operation, ...]:
-        return TakeStates(unit=unit), Encode(unit=unit), GatherFeatures(units=units[unit])
+    def there(piece: int) -> tuple[Operation, ...]:
+        return Receive(what=Cargo.STATES, piece=piece), *forwards(piece, Cargo.FEATURES)
 
-    def back(unit: int) -> tuple[Operation, ...]:
-        backward = EncoderBackward(unit=unit, more=unit < 2)
-        return ScatterGradients(units=units[unit]), backward, GiveBack(unit=unit)
+    def back(piece: int) -> tuple[Operation, ...]:
+        given = Send(what=Cargo.STATE_GRADIENTS, piece=piece)
+        return *backwards(piece, Cargo.GRADIENTS), given
 
     assert last == [*there(0), *there(1), *back(0), *there(2), *back(1), *back(2)]
 
@@ -95,21 +97,24 @@ def test_what_one_stage_gives_the_next_takes(trains: list[bool], units: int, in_
     ]
     for stage in range(1, stages):
         before, own = plans[stage - 1], plans[stage]
-        assert of_kind(before, HandOn) == of_kind(own, TakeStates) == [*range(units)]
+        given, taken = pieces(before, Send, Cargo.STATES), pieces(own, Receive, Cargo.STATES)
+        assert given == taken == [*range(units)]
         back = [*range(units)] if any(trains[:stage]) else []
-        assert of_kind(before, TakeBack) == of_kind(own, GiveBack) == back
-        assert of_kind(before, EncoderBackward) == back
-    assert not of_kind(plans[0], TakeStates)
-    assert not of_kind(plans[0], GiveBack)
-    assert not of_kind(plans[-1], HandOn)
+        returned = pieces(own, Send, Cargo.STATE_GRADIENTS)
+        assert pieces(before, Receive, Cargo.STATE_GRADIENTS) == returned == back
+        gone = [each.pieces for each in operations(before) if isinstance(each, Backward)]
+        assert gone == [(piece,) for piece in back]
+    assert not pieces(plans[0], Receive, Cargo.STATES)
+    assert not pieces(plans[0], Send, Cargo.STATE_GRADIENTS)
+    assert not pieces(plans[-1], Send, Cargo.STATES)
 
 
 def test_a_replica_without_samples_encodes_a_blank_on_every_stage() -> None:
     for stage in range(2):
         step = replace(step_of(stage, 2, units=1, in_front=1, trains=ALL), encoder_replicas=())
         assert operations(apart(step)) == [
-            Encode(unit=None),
-            EncoderBackward(unit=None, more=False),
+            Encode(pieces=()),
+            Backward(pieces=(), more=False),
         ]
 
 
@@ -127,17 +132,17 @@ def program(
     decoder = ("text", 0)
     for each in operations(plan):
         match each:
-            case TakeStates():
+            case Receive(what=Cargo.STATES):
                 move = Move(sends=False, source=before, target=own)
-            case HandOn():
+            case Send(what=Cargo.STATES):
                 move = Move(sends=True, source=own, target=behind, **bound)
-            case TakeBack():
+            case Receive(what=Cargo.STATE_GRADIENTS):
                 move = Move(sends=False, source=behind, target=own)
-            case GiveBack():
+            case Send(what=Cargo.STATE_GRADIENTS):
                 move = Move(sends=True, source=own, target=before)
-            case GatherFeatures():
+            case Send():
                 move = Move(sends=True, source=own, target=decoder, **bound)
-            case ScatterGradients():
+            case Receive():
                 move = Move(sends=False, source=decoder, target=own)
             case _:
                 continue

@@ -10,35 +10,33 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from one_encoder import OneEncoder, in_turn
+from streamed_steps import busiest, simulate
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.data.source import Assignment
+from loongplug.hetero.balance import Balance
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Await,
-    EncodePieces,
-    EncoderBackward,
+    Backward,
+    Cargo,
+    Encode,
     Event,
-    GatherWeights,
-    KeepGradient,
+    Hand,
     Kept,
-    Offload,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    ReduceGradients,
-    Release,
-    Reload,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeFeatures,
+    To,
+    Weights,
 )
-from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.policies import EncoderStep, separated, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, StreamedStep, Units
+from loongplug.hetero.streaming import streamed as plan_of
 
 pytestmark = pytest.mark.quick
 
@@ -60,8 +58,21 @@ def planner(
     trains: bool = True,
     each: PieceCost = FREE,
     joined: int = 1_000_000,
-) -> OneEncoder:
-    """A stage takes as long for a forward as 20 rows do."""
+    joined_rows: int | None = None,
+    balanced: bool = False,
+) -> StepPlanner:
+    """A stage takes as long for a forward as 20 rows do.
+
+    Where steps do not stream, units go into passes by ``joined_rows``, in turn or ``balanced``.
+    """
+    balance = Balance(of_frame=lambda height, width: height * width, blank=(1, 2, 2), tokens=tokens)
+
+    def assigned(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
+        assignment = Assignment(
+            replicas=replicas, by_cost=balance.assign if balanced else None, whole_steps=True
+        )
+        return assignment.of_step(units)
+
     places = stages * chunks
     costs = StreamedCosts(
         of_media=of_media,
@@ -70,10 +81,10 @@ def planner(
         backward=(400 // chunks,) * places,
         group=stages,
         of_passes=PassCosts(trains=trains, each=each, joined=joined),
-        assigned=in_turn,
-        joined_rows=None,
+        assigned=assigned,
+        joined_rows=joined_rows,
     )
-    return OneEncoder(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
+    return StepPlanner(costs, stages=[stage for stage in range(stages) for _ in range(lanes)])
 
 
 GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
@@ -109,6 +120,69 @@ def test_every_medium_is_in_one_piece_and_in_its_replica_s_share(
             assert tuple(chain(*pieces)) == tuple(media)
 
 
+# A whole row's image or video, and tiny ones: of the last, 256 cost as much as the first.
+LARGE: Sequence[Grid] = [(1, 32, 32), (8, 8, 8), (2, 4, 4), (1, 2, 4), (1, 2, 2)]
+UNEVEN = st.one_of(
+    st.lists(st.sampled_from(LARGE[2:]), max_size=6),
+    st.lists(st.sampled_from(LARGE), max_size=6),
+    st.integers(1, 24).map(lambda tiny: [LARGE[0], *[LARGE[-1]] * tiny]),
+)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_none_is_slower_than_what_runs_would_do_instead(data: st.DataObject) -> None:
+    """By the clock: the slowest replica's forwards, the decoder, and the same backward."""
+    stages, lanes = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 2))
+    units = data.draw(st.lists(UNEVEN, min_size=1, max_size=6))
+    options: dict[str, Any] = {
+        "each": data.draw(st.sampled_from([FREE, PieceCost(1000, 2000)])),
+        "joined_rows": data.draw(st.sampled_from([None, 1, 40, 2000])),
+        "trains": data.draw(st.booleans()),
+        "balanced": data.draw(st.booleans()),
+    }
+    plans = planner(stages, lanes=lanes, **options)
+    step, otherwise = plans.step(units), plans.separated_time(units)
+    plan = plan_of(step, otherwise=otherwise)
+    assert (plans.plan(units) is not None) == plan.streamed
+    if plan.streamed:
+        times = simulate(step, plan)
+        assert times is not None
+        assert busiest(step) <= times.step < otherwise
+    alone = (len(units) + stages - 1) * (200 + 400)
+    held: list[list[Sequence[Grid]]] = [[] for _ in range(stages * lanes)]
+    shares = plans._costs.assigned(units, stages * lanes)
+    for grids, share in ((u, x) for u, of_unit in zip(units, shares, strict=True) for x in of_unit):
+        own = grids if share.media is None else [grids[n] for n in share.media]
+        held[share.encoder_replica].append(own)
+    for way in (0, 1) if options["trains"] else (0,):
+        alone += max(
+            sum(of_media(grids)[way] for grids in own)
+            + options["each"][way] * as_planned(own, options["joined_rows"])
+            for own in held
+        )
+    assert otherwise == alone
+
+
+def as_planned(units: Units, joined_rows: int | None) -> int:
+    """How many passes a run's plan makes of a replica's units."""
+    plan = separated(
+        EncoderStep(
+            encoder_replicas=((0,),) * len(units),
+            replicas=1,
+            replica=0,
+            consumes=False,
+            training=True,
+            trains=True,
+            last_stage=False,
+            on_host=frozenset({Kept.ACTIVATIONS} if joined_rows is None else ()),
+            rows=tuple(sum(map(prod, grids)) for grids in units),
+            joined_rows=joined_rows or 0,
+        )
+    )
+    return sum(bool(each.pieces) for each in done(plan, Encode))
+
+
 def test_where_nothing_is_gained_nothing_is_planned() -> None:
     assert planner(4).plan([[]] * 8) is None
     assert planner(4).shares([[]] * 8) is None
@@ -123,7 +197,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
-    assert len(one.planner._kept) < 50
+    assert len(one._kept) < 50
     assert one.plan(units) == other.plan(units)
 
 
@@ -196,7 +270,7 @@ def plans(
 
 
 ACTIVATIONS = frozenset({Kept.ACTIVATIONS})
-AWAY = (EncodePieces, Offload, Release, Reload, Await, PiecesBackward)
+AWAY = (Encode, *To, Backward)
 
 
 def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
@@ -207,14 +281,12 @@ def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
     )
     for each in chain(*(plan[when] for when in moments)):
         match each:
-            case EncodePieces(pieces=pieces, movable=True):
-                found[pieces[0]] = [EncodePieces]
-            case PiecesBackward(pieces=pieces) if pieces[0] in found:
-                found[pieces[0]].append(PiecesBackward)
-            case Offload(what=Kept.ACTIVATIONS, units=(piece,)):
-                found[piece].append(Offload)
-            case Release(units=(piece,)) | Reload(units=(piece,)) | Await(units=(piece,)):
-                found[piece].append(type(each))
+            case Encode(pieces=pieces, movable=True):
+                found[pieces[0]] = [Encode]
+            case Backward(pieces=pieces) if pieces[0] in found:
+                found[pieces[0]].append(Backward)
+            case Move(to=to, what=Kept.ACTIVATIONS, pieces=(piece,)):
+                found[piece].append(to)
     return found
 
 
@@ -229,7 +301,7 @@ def test_activations_leave_and_are_back_before_they_are_needed(
     for plan in plans(found, stages=stages, trains=True, on_host=ACTIVATIONS):
         assert all(tuple(life) == AWAY for life in away(plan).values())
         count = sum(map(len, away(plan).values()))
-        moved = sum(len(done(plan, kind)) for kind in (Offload, Release, Reload, Await))
+        moved = len(done(plan, Move))
         assert moved == count * 4 // len(AWAY), "nothing else moves"
 
 
@@ -239,7 +311,7 @@ def test_which_activations_leave() -> None:
     found = planner(4).plan(media)
     assert found is not None
     for plan in plans(found, stages=4, trains=True, on_host=ACTIVATIONS):
-        assert 2 * len(away(plan)) > len(done(plan, EncodePieces)) > 0
+        assert 2 * len(away(plan)) > len(done(plan, Encode)) > 0
     frozen = planner(4, trains=False).plan(media)
     assert frozen is not None
     assert not any(map(away, plans(frozen, stages=4, trains=False, on_host=ACTIVATIONS)))
@@ -248,6 +320,11 @@ def test_which_activations_leave() -> None:
 def done(plan: StepPlan, kind: type[Operation]) -> list[Any]:
     """All operations of a kind; events of a kind are in the plan in their order."""
     return [each for operations in plan.values() for each in operations if isinstance(each, kind)]
+
+
+def carried(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
+    """The pieces that are sent, or received."""
+    return [each.piece for each in done(plan, kind) if each.what is what]
 
 
 @given(UNITS, st.integers(2, 4), st.booleans())
@@ -261,23 +338,28 @@ def test_every_piece_goes_there_and_back_once(
     all_pieces = list(range(len(found.pieces)))
     ranks = plans(found, stages=stages, trains=trains)
     back = all_pieces if trains else []
-    for kind, pieces in ((SendFeatures, all_pieces), (ReceiveGradient, back)):
-        assert sorted(each.piece for plan in ranks for each in done(plan, kind)) == pieces
-    for kind, pieces in ((EncodePieces, all_pieces), (PiecesBackward, back)):
+    for kind, what, pieces in (
+        (Send, Cargo.FEATURES, all_pieces),
+        (Receive, Cargo.GRADIENTS, back),
+    ):
+        assert sorted(n for plan in ranks for n in carried(plan, kind, what)) == pieces
+    for kind, pieces in ((Encode, all_pieces), (Backward, back)):
         passes = [each.pieces for plan in ranks for each in done(plan, kind)]
         assert sorted(chain(*passes)) == pieces
     first, *others = ranks
-    for kind in (ReceiveFeatures, SendGradients):
-        taken = [piece for each in done(first, kind) for piece in each.pieces]
-        assert taken == (all_pieces if trains or kind is ReceiveFeatures else [])
-        assert not any(done(plan, kind) for plan in others)
-    count = len(units)
-    assert [each.unit for each in done(first, TakeFeatures)] == list(range(count))
-    assert len(done(first, KeepGradient)) == (count if trains else 0)
+    for kind, what, pieces in (
+        (Receive, Cargo.FEATURES, all_pieces),
+        (Send, Cargo.GRADIENTS, back),
+    ):
+        assert carried(first, kind, what) == pieces
+        assert not any(carried(plan, kind, what) for plan in others)
+    handed = {what: [x.microbatch for x in done(first, Hand) if x.what is what] for what in Cargo}
+    assert handed[Cargo.FEATURES] == [*range(len(units))]
+    assert sorted(handed[Cargo.GRADIENTS]) == ([*range(len(units))] if trains else [])
     for plan in ranks:
         # Collective over all replicas: on every rank, with pieces or without, outside of passes.
-        assert plan.get(BEGIN, ()) == ((GatherWeights(),) if trains else ())
-        assert plan.get(END, ()) == ((ReduceGradients(),) if trains else ())
+        assert plan.get(BEGIN, ()) == ((Weights(gather=True),) if trains else ())
+        assert plan.get(END, ()) == ((Weights(gather=False),) if trains else ())
         assert {when.event for when in plan} <= {*Event} - {Event.BACKWARD}
 
 
@@ -293,7 +375,7 @@ def test_a_step_that_does_not_stream_reduces_behind_the_plan_too() -> None:
         last_stage=False,
     )
     plan = streamed(step)
-    assert plan[BEGIN][0] == GatherWeights()
-    assert plan[END][-1] == ReduceGradients()
-    assert all(each.more for each in done(plan, EncoderBackward))
-    assert len(done(plan, EncoderBackward)) == 2
+    assert plan[BEGIN][0] == Weights(gather=True)
+    assert plan[END][-1] == Weights(gather=False)
+    assert all(each.more for each in done(plan, Backward))
+    assert len(done(plan, Backward)) == 2

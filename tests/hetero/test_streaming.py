@@ -15,7 +15,6 @@ from streamed_steps import Times, Traffic, busiest, even, simulate, steps
 from loongplug.hetero.step_costs import (
     EncoderPlan,
     EncoderWork,
-    PassCosts,
     PieceCost,
     Step,
 )
@@ -26,8 +25,19 @@ pytestmark = pytest.mark.quick
 
 def check(step: Step, plan: EncoderPlan) -> Times:
     """Every piece once, one order at both ends, and nobody waits for ever."""
-    for kind, encoder in enumerate(step.encoders):
-        of_encoder(step, plan, kind, encoder)
+    passes = {
+        forward: [[x.pieces for x in work if x.forward is forward] for work in plan.work]
+        for forward in (True, False)
+    }
+    for forward, of_replicas in passes.items():
+        works = [[*chain(*each)] for each in of_replicas]
+        assert sorted(chain(*works)) == [*step.names] * (forward or step.encoder.trains)
+        # Of one replica, in one order: the graphs of the first are free first.
+        assert all(each == sorted(each) for each in works)
+    assert not step.encoder.trains or passes[True] == passes[False], "one graph goes back as one"
+    for names in chain(*passes[True]):
+        taken = sum(step.pieces[unit][piece].forward for unit, piece in names)
+        assert len(names) == 1 or taken <= step.encoder.joined
     for work in plan.work:
         assert [one.before for one in work] == sorted(one.before for one in work)
     traffic = Traffic(step, plan)
@@ -53,27 +63,6 @@ def test_every_plan_is_sound_and_none_is_slower(step: Step) -> None:
     assert times.step >= busiest(step)
 
 
-def of_encoder(step: Step, plan: EncoderPlan, kind: int, encoder: PassCosts) -> None:
-    """The passes through one of them: all of its pieces, in one order, and back as there."""
-    passes = {
-        forward: [
-            [x.pieces for x in work if x.forward is forward and step.kind(x.pieces[0]) == kind]
-            for work in plan.work
-        ]
-        for forward in (True, False)
-    }
-    own = [name for name in step.names if step.kind(name) == kind]
-    for forward, of_replicas in passes.items():
-        works = [[*chain(*each)] for each in of_replicas]
-        assert sorted(chain(*works)) == (own if forward or encoder.trains else [])
-        # Of one replica, in one order: the graphs of the first are free first.
-        assert all(each == sorted(each) for each in works)
-    assert not encoder.trains or passes[True] == passes[False], "one graph goes back as one"
-    for names in chain(*passes[True]):
-        taken = sum(step.pieces[unit][piece].forward for unit, piece in names)
-        assert len(names) == 1 or taken <= encoder.joined
-
-
 def with_work(plan: EncoderPlan, replica: int, work: Iterable[EncoderWork]) -> EncoderPlan:
     return replace(plan, work=(*plan.work[:replica], tuple(work), *plan.work[replica + 1 :]))
 
@@ -90,7 +79,6 @@ def test_a_fault_in_a_plan_is_found(step: Step, data: st.DataObject) -> None:
         for second in range(len(work))
         for first in range(second + 1)
         if work[first].forward is work[second].forward
-        and step.kind(work[first].pieces[0]) == step.kind(work[second].pieces[0])
         and (first < second or len(work[first].pieces) > 1)
     ]
     assume(found and plan.streamed)
@@ -134,7 +122,7 @@ def test_model_replicas_may_be_tied_by_their_passes(step: Step, data: st.DataObj
     """
     costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
     pieces = tuple(tuple(data.draw(st.lists(costs, max_size=4))) for _ in step.pieces)
-    other = replace(step, pieces=pieces, encoders=step.encoders[:1], kinds=())
+    other = replace(step, pieces=pieces)
     tied = {"one": step, "other": other}
     plans = {
         name: data.draw(st.sampled_from([streamed, separated]))(each) for name, each in tied.items()
@@ -166,45 +154,38 @@ def ratio(step: Step) -> tuple[float, float]:
     return before.step / busiest(step), times.step / busiest(step)
 
 
-@pytest.mark.parametrize(
-    ("stages", "percent", "most"),
-    [
-        *((2, percent, 1.02) for percent in (10, 20, 30, 40, 50)),
-        (4, 30, 1.04),
-        (4, 50, 1.04),
-        (8, 30, 1.13),
-        (8, 50, 1.10),
-    ],
-)
-def test_close_to_the_busiest_ranks_work(stages: int, percent: int, most: float) -> None:
-    before, now = ratio(even(stages, percent=percent))
-    assert now <= most < before
+# When 48 even steps ended by the plans of the search that was here before, which changed a dozen
+# drafts little by little (7ec85249): by stages and microbatches, for 1, 2, 4 and 8 pieces to a
+# microbatch, with an encoder of 20 % of all work and of 50 %.
+SEARCHED = {
+    (2, 8): ((62496, 100800), (61992, 100800), (62244, 96768), (62370, 96768)),
+    (2, 16): ((122976, 197568), (120960, 197568), (120960, 193536), (120960, 193536)),
+    (4, 8): ((72576, 110880), (69552, 108864), (70560, 102816), (70560, 96768)),
+    (4, 16): ((129024, 207648), (124992, 205632), (126000, 199584), (125748, 193536)),
+    (8, 8): ((102816, 139104), (96768, 131040), (93744, 118944), (93240, 112896)),
+    (8, 16): ((151200, 225792), (145152, 225792), (142128, 211680), (142632, 205632)),
+}
 
 
-def test_little_encoding_in_a_long_pipeline() -> None:
-    """All of it lies in the bubble but one piece before and one behind: the least there can be."""
-    step = even(8, percent=20)
-    before, now = ratio(step)
-    assert before / now >= 1.12
-    times = simulate(step, streamed(step))
-    assert times is not None
-    piece = step.pieces[0][0]
-    decoder = (16 + 8 - 1) * (step.forward[0] + step.backward[0])
-    assert times.step == decoder + piece.forward + piece.backward
-
-
-@pytest.mark.not_quick
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("microbatches", [8, 16, pytest.param(32, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_nowhere_slower(stages: int, microbatches: int, count: int) -> None:
-    """And faster wherever a microbatch is more than one piece, which may be too large to fit."""
-    for percent in (10, 20, 30, 40, 50):
-        step = even(stages, percent=percent, microbatches=microbatches, count=count)
-        before, now = ratio(step)
-        assert now <= before
-        if count > 1:
-            assert now < before
+def test_a_few_plans_are_nearly_as_fast_as_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    """And faster than a separated step wherever a microbatch is more than one piece."""
+    shown = ["stages: mean of separated, streamed, searched over the busiest rank's work"]
+    for stages in (2, 4, 8):
+        rows = []
+        for microbatches in (8, 16):
+            for count, ends in zip((1, 2, 4, 8), SEARCHED[stages, microbatches], strict=True):
+                for percent, searched in zip((20, 50), ends, strict=True):
+                    step = even(stages, percent=percent, microbatches=microbatches, count=count)
+                    before, now = ratio(step)
+                    rows.append((before, now, searched / busiest(step)))
+                    assert now < before or (now == before and count == 1)
+        more = [now - searched for _, now, searched in rows]
+        assert max(more) <= 0.02, stages
+        assert sum(more) <= 0.004 * len(more), stages
+        means = (f"{sum(each) / len(rows):.3f}" for each in zip(*rows, strict=True))
+        shown.append(f"{stages}: {', '.join(means)}")
+    with capsys.disabled():
+        print("", *shown, sep="\n")
 
 
 def test_a_frozen_encoder_has_only_forwards() -> None:
@@ -226,10 +207,10 @@ def test_interleaved_stages() -> None:
 
 def test_several_replicas_on_a_stage() -> None:
     """As with an encoder of tensor parallel size 1 beside a decoder's of 2."""
-    step = even(4, percent=50, lanes=2)
+    step = even(4, percent=20, lanes=2)
     check(step, streamed(step))
     before, now = ratio(step)
-    assert now < 1.07 < before
+    assert now < 1.05 < 1.14 < before
 
 
 def test_uneven_microbatches() -> None:
@@ -263,7 +244,7 @@ def test_where_nothing_waits_it_is_separated() -> None:
 
 
 def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 microbatches in 8 pieces each on 8 stages: about 0.1 s, of a step of many."""
+    """Of 64 microbatches in 8 pieces each on 8 stages: about 0.15 s, of a step of many."""
     step = even(8, percent=50, microbatches=64, count=8)
 
     def plainly() -> None:
@@ -276,4 +257,4 @@ def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
     slower = times_slower(lambda: streamed(step), plainly, turns=3)
     with capsys.disabled():
         print(f"\na plan of 512 pieces on 8 stages: {slower:.1f} times plain work")
-    assert slower < 12  # measured: 4; plain work takes 16 ms, so that 12 are 0.2 s
+    assert slower < 12  # measured: 8; plain work takes 16 ms, so that 12 are 0.2 s

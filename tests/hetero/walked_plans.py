@@ -4,33 +4,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from loongplug.hetero.operations import (
-    Await,
+    Backward,
+    Cargo,
     Encode,
-    EncodeInForward,
-    EncodePieces,
-    EncoderBackward,
     Event,
-    GatherFeatures,
-    GatherWeights,
-    GiveBack,
-    HandOn,
-    KeepGradient,
+    Exchange,
+    Hand,
     Kept,
-    Offload,
+    Move,
     Operation,
-    PiecesBackward,
-    ReceiveFeatures,
-    ReceiveGradient,
-    ReduceGradients,
-    Release,
-    Reload,
-    ScatterGradients,
-    SendFeatures,
-    SendGradients,
+    Receive,
+    Send,
     StepPlan,
-    TakeBack,
-    TakeFeatures,
-    TakeStates,
+    To,
+    Weights,
     When,
 )
 from loongplug.hetero.pass_order import Pipeline, events
@@ -43,7 +30,7 @@ def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[
     never |= set() if step.consumes else {Event.GRADIENT}
     passed = [
         each
-        for each in events([plan], pipeline, len(step.encoder_replicas))
+        for each in events(pipeline, len(step.encoder_replicas))
         if isinstance(each, When) and each.event not in never
     ]
     for each in passed:
@@ -53,169 +40,146 @@ def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[
 
 @dataclass
 class Walk:
-    """What one rank has at a moment of its step; each operation says what it needs.
-
-    What is encoded and goes backward is a unit, or a piece where the step streams.
-    """
+    """What one rank has at a moment of its step; each operation says what it needs."""
 
     step: EncoderStep
-    encoded: list[int | None] = field(default_factory=list)
-    passes: list[tuple[int | None, ...]] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
+    passes: list[tuple[int, ...]] = field(default_factory=list)
     collectives: list[Operation] = field(default_factory=list)
-    received: dict[int, range] = field(default_factory=dict)  # a unit's pieces
-    payloads: set[int | None] = field(default_factory=set)
+    wired: list[Operation] = field(default_factory=list)  # sends and receives
+    payloads: set[int] = field(default_factory=set)
     features: set[int] = field(default_factory=set)  # on the device
-    taken: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)  # microbatches
+    came: list[int] = field(default_factory=list)  # microbatches, with their gradients
     gradients: set[int] = field(default_factory=set)  # on the device
-    own: set[int | None] = field(default_factory=set)  # may go backward
-    backward: list[int | None] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)  # may go backward
+    backward: list[tuple[int, ...]] = field(default_factory=list)  # passes
     last_more: bool = False
-    movable: set[int | None] = field(default_factory=set)  # what their backward needs may leave
+    movable: set[int] = field(default_factory=set)  # what their backward needs may leave
     away: dict[tuple[Kept, int | None], str] = field(default_factory=dict)
 
-    def here(self, what: Kept, unit: int | None = None) -> bool:
-        return (what, unit) not in self.away
+    def here(self, what: Kept, piece: int | None = None) -> bool:
+        return (what, piece) not in self.away
+
+    def pieces_of(self, microbatch: int) -> set[int]:
+        stream = self.step.stream
+        return {microbatch} if stream is None else {*stream.pieces[microbatch]}
+
+    def owned(self, pieces: range) -> set[int]:
+        """Those of microbatches that are not cut."""
+        return {each for each in pieces if self.step.replica in self.step.encoder_replicas[each]}
 
     def do(self, operation: Operation) -> None:
         step = self.step
         match operation:
-            case Encode(unit=unit, movable=movable, joined=joined):
+            case Encode(pieces=pieces, movable=movable):
                 assert self.here(Kept.STATE)
                 if movable:
-                    assert not joined, "they would be on the device together"
-                    self.movable.add(unit)
-                for each in (unit, *joined):
-                    assert each is None or step.replica in step.encoder_replicas[each]
-                    assert each not in self.encoded
-                    self.encoded.append(each)
-                    self.payloads.add(each)
-                self.passes.append((unit, *joined))
-                self.own |= {unit} & {None}  # nobody has a gradient for it
-            case GatherFeatures(units=units, to_host=to_host):
-                self.collectives.append(operation)
-                own = {unit for unit in units if step.replica in step.encoder_replicas[unit]}
-                assert own <= self.payloads, "a unit is sent that was not encoded"
-                self.payloads -= own
-                if step.consumes and to_host:
-                    self.away |= {(Kept.FEATURES, unit): "away" for unit in units}
-                elif step.consumes:
-                    self.features |= set(units)
-            case TakeFeatures(unit=unit):
-                assert unit in self.features
-                self.features.remove(unit)
-                self.taken.append(unit)
-            case KeepGradient(unit=unit):
-                assert unit in self.taken
-                self.gradients.add(unit)
-            case ScatterGradients(units=units):
-                self.collectives.append(operation)
-                if step.consumes:
-                    assert set(units) <= self.gradients
-                self.gradients -= set(units)
-                self.own |= {unit for unit in units if unit in self.encoded}
-            case EncoderBackward(unit=unit, more=more, joined=joined):
-                assert (unit, *joined) in self.passes, "a graph goes backward as a whole"
-                for each in (unit, *joined):
-                    assert each in self.own
-                    assert each not in self.backward
-                    assert self.here(Kept.ACTIVATIONS, each)
-                    self.backward.append(each)
-                assert self.here(Kept.STATE)
-                self.last_more = more
-            case Offload() | Release() | Reload() | Await():
-                for unit in operation.units or (None,):
-                    self._move(operation, unit)
-            case EncodePieces() | SendFeatures() | ReceiveGradient() | PiecesBackward():
-                self._piece(operation)
-            case ReceiveFeatures(unit=unit, pieces=pieces):
-                assert step.stream is not None
-                assert step.consumes
-                assert pieces == step.stream.pieces[unit]
-                self.features.add(unit)
-                self.received[unit] = pieces
-            case SendGradients(unit=unit, pieces=pieces):
-                assert pieces == self.received.pop(unit), "each piece's goes where it came from"
-                self.gradients.remove(unit)
-            case GatherWeights():
-                assert not self.encoded
-                self.collectives.append(operation)
-            case ReduceGradients():
-                assert GatherWeights() in self.collectives
-                assert sorted(map(str, self.backward)) == sorted(map(str, self.encoded))
-                self.collectives.append(operation)
-            case EncodeInForward():
-                raise AssertionError("the executor has nothing to do with it")
-            case TakeStates() | HandOn() | TakeBack() | GiveBack():
-                raise AssertionError("the encoder has one stage")
-
-    def _piece(
-        self, operation: EncodePieces | SendFeatures | ReceiveGradient | PiecesBackward
-    ) -> None:
-        match operation:
-            case EncodePieces(pieces=pieces, movable=movable):
-                if movable:
+                    assert step.stream or not pieces[1:], "they would be on the device together"
                     self.movable.add(pieces[0])  # it stands for all of the pass
+                assert step.stream or {*pieces} <= self.owned(step.units)
                 assert not {*pieces} & {*self.encoded}
                 self.encoded += pieces
                 self.payloads |= {*pieces}
                 self.passes.append(pieces)
-            case SendFeatures(piece=piece):
+            case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
+                self.collectives.append(operation)
+                assert self.owned(pieces) <= self.payloads, "a piece is sent that was not encoded"
+                self.payloads -= self.owned(pieces)
+                if step.consumes and to_host:
+                    self.away |= {(Kept.FEATURES, piece): "away" for piece in pieces}
+                elif step.consumes:
+                    self.features |= {*pieces}
+            case Exchange(pieces=pieces):
+                self.collectives.append(operation)
+                if step.consumes:
+                    assert {*pieces} <= self.gradients
+                self.gradients -= {*pieces}
+                self.own |= {*pieces} & {*self.encoded}
+            case Send(what=Cargo.FEATURES, piece=piece):
+                self.wired.append(operation)
                 self.payloads.remove(piece)
-            case ReceiveGradient(piece=piece):
-                assert self.step.trains
+            case Receive(what=Cargo.FEATURES, piece=piece):
+                self.wired.append(operation)
+                assert step.consumes
+                self.features.add(piece)
+            case Send(what=Cargo.GRADIENTS, piece=piece):
+                self.wired.append(operation)
+                self.gradients.remove(piece)
+            case Receive(what=Cargo.GRADIENTS, piece=piece):
+                self.wired.append(operation)
+                assert step.trains
                 assert piece in self.encoded
                 assert piece not in self.own
                 self.own.add(piece)
-            case PiecesBackward(pieces=pieces):
+            case Send() | Receive():
+                raise AssertionError("the encoder has one stage")
+            case Hand(what=Cargo.FEATURES, microbatch=microbatch):
+                assert self.pieces_of(microbatch) <= self.features
+                self.features -= self.pieces_of(microbatch)
+                self.taken.append(microbatch)
+            case Hand(microbatch=microbatch):
+                assert microbatch in self.taken
+                self.came.append(microbatch)
+                self.gradients |= self.pieces_of(microbatch)
+            case Backward(pieces=pieces, more=more):
                 assert pieces in self.passes, "a graph goes backward as a whole"
                 assert {*pieces} <= self.own
-                assert not {*pieces} & {*self.backward}
-                assert self.here(Kept.ACTIVATIONS, pieces[0])
-                assert ReduceGradients() not in self.collectives
-                self.backward += pieces
-                self.last_more = True
+                assert pieces not in self.backward
+                assert self.here(Kept.ACTIVATIONS, next(iter(pieces), None))
+                assert self.here(Kept.STATE)
+                assert Weights(gather=False) not in self.collectives
+                self.backward.append(pieces)
+                self.last_more = more
+            case Move(pieces=pieces):
+                for piece in pieces or (None,):
+                    self._move(operation, piece)
+            case Weights(gather=gather):
+                assert not gather or not self.encoded
+                assert gather or Weights(gather=True) in self.collectives
+                assert gather or sorted(self.backward) == sorted(self.passes)
+                self.collectives.append(operation)
 
-    def _move(self, operation: Offload | Release | Reload | Await, unit: int | None) -> None:
-        what, name = operation.what, (operation.what, unit)
-        match operation:
-            case Offload():
+    def _move(self, operation: Move, piece: int | None) -> None:
+        what, name = operation.what, (operation.what, piece)
+        match operation.to:
+            case To.LEAVE:
                 assert name not in self.away
-                if what is Kept.GRADIENTS:
-                    assert unit in self.gradients
-                    self.gradients.discard(unit or 0)
-                if what is Kept.ACTIVATIONS:
-                    assert unit in self.movable
-                    self.movable.discard(unit)
+                if piece is not None and what is Kept.GRADIENTS:
+                    self.gradients.remove(piece)
+                if piece is not None and what is Kept.ACTIVATIONS:
+                    self.movable.remove(piece)
                 self.away[name] = "leaving"
-            case Release():
+            case To.FREE:
                 assert self.away[name] == "leaving"
                 self.away[name] = "away"
-            case Reload():
+            case To.RETURN:
                 assert self.away[name] == "away"
                 self.away[name] = "coming"
-            case Await():
+            case To.HERE:
                 assert self.away.pop(name) == "coming"
                 arriving = {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}
-                if what in arriving and unit is not None:
-                    arriving[what].add(unit)
+                if what in arriving and piece is not None:
+                    arriving[what].add(piece)
 
     def done(self, plan: StepPlan) -> None:
-        step, reduced = self.step, ReduceGradients() in self.collectives
-        assert sorted(u for u in self.encoded if u is not None) == _to_encode(step)
-        assert not self.payloads - {None}
+        step, reduced = self.step, Weights(gather=False) in self.collectives
+        assert sorted(self.encoded) == _to_encode(step)
+        assert not self.payloads
         assert not self.features
         assert not self.gradients
         assert not self.away, "something stays on the host"
         assert not self.movable, "something was to leave"
         if step.consumes:
             assert self.taken == list(step.units)
+            assert sorted(self.came) == (list(step.units) if step.trains else [])
         if step.trains and step.replica is not None:
-            assert self.encoded or reduced, "parameters without a gradient hold up the others"
+            assert self.passes or reduced, "parameters without a gradient hold up the others"
             if step.stream is None:
-                assert self.backward == self.encoded
-            assert len(self.backward) == len(self.encoded)
+                assert self.backward == self.passes
+            assert len(self.backward) == len(self.passes)
             assert reduced or not self.last_more, "nobody starts the reduction"
-            assert self.last_more or not reduced or not self.encoded, "it is started twice"
+            assert self.last_more or not reduced or not self.passes, "it is started twice"
         else:
             assert not self.backward
         for what in step.on_host - ({Kept.ACTIVATIONS} if not step.trains else set()):
@@ -223,8 +187,8 @@ class Walk:
                 each
                 for operations in plan.values()
                 for each in operations
-                if (isinstance(each, Offload) and each.what is what)
-                or (isinstance(each, GatherFeatures) and each.to_host and what is Kept.FEATURES)
+                if (isinstance(each, Move) and each.what is what)
+                or (isinstance(each, Exchange) and each.to_host and what is Kept.FEATURES)
             ]
             owns = what is not Kept.ACTIVATIONS or _stays_long(step)
             assert leaves or not owns, f"{what} was to leave"
@@ -246,10 +210,15 @@ def _stays_long(step: EncoderStep) -> bool:
     return any(each.before - begin[each.pieces] > 2 for each in ends)
 
 
-def walk(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
-    """The rank's collectives; AssertionError or KeyError for a plan that cannot be."""
+def walked(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Walk:
+    """A rank's whole step; AssertionError or KeyError for a plan that cannot be."""
     state = Walk(step)
     for operation in in_order(plan, step, pipeline):
         state.do(operation)
     state.done(plan)
-    return state.collectives
+    return state
+
+
+def walk(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
+    """The rank's collectives; raises as :func:`walked`."""
+    return walked(plan, step, pipeline).collectives

@@ -5,6 +5,7 @@ from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -201,6 +202,51 @@ def test_an_exchange_has_a_group_of_its_own(tmp_path: Path) -> None:
         (None, []),
         ([3], inside),
     ]
+
+
+def _options(rank: int, folder: str) -> list[tuple[bool, int]]:
+    """NCCL's of groups for an all-to-all, for messages, and for those with a file of options."""
+    config = Path(folder) / "nccl.yaml"
+    config.write_text("pp:\n  max_ctas: 2\n  is_high_priority_stream: false\n")
+    given: list[Any] = []
+    with (
+        adopted(),
+        patch.object(dist, "get_backend", return_value="nccl"),
+        patch.object(parallel_state, "create_group", lambda *_, **more: given.append(more)),
+    ):
+        for options_of, messages in (("tp", False), ("mp", True), ("pp", True)):
+            create_exchange_group(
+                ENCODER,
+                ((0,),),
+                options_of=options_of,
+                messages=messages,
+                nccl_config_path=str(config) if options_of == "pp" else None,
+            )
+    found = [each["pg_options"] for each in given]
+    return [(each.is_high_priority_stream, each.config.max_ctas) for each in found]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_messages_hold_few_multiprocessors_and_streams_are_of_the_other_pool(
+    tmp_path: Path,
+) -> None:
+    nccls = dist.ProcessGroupNCCL.Options().config.max_ctas  # type: ignore[attr-defined]
+    expected = [(True, nccls), (True, 4), (False, 2)]
+    assert run_ranks(_options, 1, folder=str(tmp_path)) == [expected]
+
+
+def _bound(rank: int) -> None:
+    with adopted():
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = torch.device("cpu", 0)
+        with pytest.raises(AssertionError, match="made at the first message"):
+            create_exchange_group(ENCODER, ((0,),), options_of="tp")
+        world.bound_device_id = None
+
+
+def test_communicators_are_made_at_the_first_message() -> None:
+    run_ranks(_bound, 1)
 
 
 # What is kept

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loongplug.hetero.operations import Cargo
 from parity.built_in import Faults, around, at
 
 SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.pixel_bytes"
-LINKS = "loongplug.hetero.stage_links:StageLinks"
+WIRE = "loongplug.hetero.wire:Wire"
 
 FAULTS = Faults()
 fault = FAULTS.fault
@@ -72,26 +73,26 @@ def turn_the_tiles_of_an_image(original: Any, frames: Tensor, **size: int) -> An
 
 @fault("a stage gets the states of the unit before", spec="placement.md P3, stages")
 def take_states_of_the_unit_before(rank: int) -> None:
-    around(f"{LINKS}.take", _of_the_unit_before())
+    _take_the_unit_before(Cargo.STATES)
 
 
 @fault("a stage gets the gradient of the unit before", spec="placement.md P3, stages")
 def take_back_the_unit_before(rank: int) -> None:
-    around(f"{LINKS}.take_back", _of_the_unit_before())
+    _take_the_unit_before(Cargo.STATE_GRADIENTS)
 
 
-def _of_the_unit_before() -> Any:
-    """What is taken, as far as the unit before has the rows."""
+def _take_the_unit_before(kind: Cargo) -> None:
+    """As far as that has the rows."""
     kept: list[Tensor] = []
 
-    def taken(original: Any, self: Any, unit: int) -> Tensor:
-        found: Tensor = original(self, unit)
+    def taken(original: Any, self: Any, what: Cargo, unit: int) -> Tensor:
+        found: Tensor = original(self, what, unit)
         kept.append(found.clone())
         before = kept[max(0, len(kept) - 2)]
         rows = min(len(before), len(found))
         return torch.cat([before[:rows], found[rows:]])
 
-    return taken
+    around(f"{WIRE}.receive", taken, where=lambda self, what, unit: what is kind)
 
 
 @fault("gradients of taps do not go back to the stage before", spec="placement.md P3, stages")

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loongplug.hetero.operations import Cargo
 from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
 HOOKS, PIECES = "loongplug.hetero.decoder_hooks", "loongplug.hetero.piece_work"
-EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
+WIRE, PLACEMENT = "loongplug.hetero.wire", "loongplug.hetero.placement"
 DECODER, OPTIMIZER = "loongplug.models.decoder", "loongplug.parallel.optimizer_per_module"
 
 _OWN = Faults()
@@ -32,7 +33,7 @@ fault = _OWN.fault
 
 @fault("units of one size arrive for each other", spec="placement.md P2, sample order")
 @at(
-    f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings",
+    f"{EXCHANGE}:AllToAll.gather_variable_shape_embeddings",
     where=lambda self, _, units: len({*units.tokens} - {0}) < len([n for n in units.tokens if n]),
 )
 def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
@@ -45,57 +46,57 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
     return arrived
 
 
+def streams(self: Any, *_: Any, **__: Any) -> bool:
+    """Whether an executor's step does."""
+    return self.pieces is not None
+
+
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
 def swap_two_microbatches_gradients(rank: int) -> None:
-    """Of pieces of one size that one replica has: backwards wait for the gradients of both."""
-    from loongplug.hetero.operations import PiecesBackward
-
+    """Of pieces that one replica has, as many rows as both have: backwards wait for both."""
     waits: list[Any] = []
 
-    def pairs(self: Any, numbers: Any) -> list[tuple[int, int]]:
-        pieces = self._planned.pieces
+    def pairs(planned: Any, numbers: Any) -> list[tuple[int, int]]:
+        pieces = planned.pieces
         return [
             (one, other)
             for one in numbers
             for other in numbers
-            if one < other and pieces[one].tokens == pieces[other].tokens
-            if pieces[one].microbatch != pieces[other].microbatch
+            if one < other and pieces[one].microbatch != pieces[other].microbatch
         ]
 
-    def swapped(original: Any, self: Any, operation: Any) -> None:
-        if not isinstance(operation, PiecesBackward):
-            original(self, operation)
-            return
-        found, work = self._gradients, [x.pieces for x in self.stream.work if not x.forward]
-        waits.append(operation)
-        here = pairs(self, sorted(found))
-        later = work[work.index(operation.pieces) + 1 :]
-        if not here and pairs(self, [*found, *chain(*later)]):
+    def swapped(original: Any, self: Any, pieces: Any, *, more: bool) -> None:
+        step = self._now
+        planned, found = step.pieces._planned, step.own_gradients
+        work = [x.pieces for x in step.pieces.stream.work if not x.forward]
+        waits.append(pieces)
+        here, later = pairs(planned, sorted(found)), work[work.index(pieces) + 1 :]
+        if not here and pairs(planned, [*found, *chain(*later)]):
             return
         for one, other in here[:1]:
-            found[one], found[other] = found[other], found[one]
+            first, second = found[one].clone(), found[other].clone()
+            rows = min(len(first), len(second))
+            first[:rows], second[:rows] = found[other][:rows], found[one][:rows]
+            found[one], found[other] = first, second
         for each in waits:
-            original(self, each)
+            original(self, each, more=more)
         waits.clear()
 
-    around(f"{PIECES}:PiecesOfStep.operate", swapped)
+    around(f"{EXECUTOR}:Executor._backward", swapped, where=streams)
 
 
 @fault("a piece's gradient goes to the owner of another", spec="placement.md P2, payloads")
-@at(f"{PIECES}:PiecesOfStep.give_back")
-def give_a_gradient_to_the_wrong_owner(
-    original: Any, self: Any, pieces: range, gradient: Tensor
-) -> None:
-    rows = [self._received[each] for each in pieces]
-    parts = list(gradient.split(rows)) if rows else []
-    owners = [self._planned.pieces[each].replica for each in pieces]
-    for one in range(len(parts)):
-        for other in range(one):
-            if owners[one] != owners[other] and 0 < rows[one] == rows[other]:
-                parts[one], parts[other] = parts[other], parts[one]
-                original(self, pieces, torch.cat(parts))
+@at(f"{EXECUTOR}:Executor._gradient_of_decoder", where=streams)
+def give_a_gradient_to_the_wrong_owner(original: Any, self: Any, microbatch: int) -> None:
+    original(self, microbatch)
+    found, planned = self._now.gradients, self._now.pieces._planned.pieces
+    pieces = self._now.pieces_of(microbatch)
+    for one in pieces:
+        for other in range(pieces.start, one):
+            differ = planned[one].replica != planned[other].replica
+            if differ and 0 < len(found[one]) == len(found[other]):
+                found[one], found[other] = found[other], found[one]
                 return
-    original(self, pieces, gradient)
 
 
 @fault("the features of the microbatch before are taken", spec="gpu.md A8, A12")
@@ -129,7 +130,7 @@ def place_gradients_mirrored(original: Any, values: Tensor, rows: Any, *, into: 
 
 @fault("what each consumer has whole of a gradient is summed", spec="placement.md P2, TP copies")
 @at(
-    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    f"{EXCHANGE}:AllToAll.scatter_variable_shape_embeddings",
     where=lambda self, _, units: units.shards is None and len(self._edge.consumers) > 1,
 )
 def sum_the_consumers_gradients(original: Any, self: Any, gradients: Any, units: Any) -> Any:
@@ -151,7 +152,7 @@ def _of_part(self: Any, units: Any, part: int) -> bool:
 
 @fault("the gradient of one part of a row is lost", spec="context-parallel.md C1, lost part")
 @at(
-    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    f"{EXCHANGE}:AllToAll.scatter_variable_shape_embeddings",
     where=lambda self, _, units: units.parts > 1 and _of_part(self, units, -1),
 )
 def lose_a_parts_gradient(original: Any, self: Any, gradients: Any, units: Any) -> Any:
@@ -160,7 +161,7 @@ def lose_a_parts_gradient(original: Any, self: Any, gradients: Any, units: Any) 
 
 @fault("features come of another part of the row", spec="context-parallel.md C1, parts")
 @at(
-    f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings",
+    f"{EXCHANGE}:AllToAll.gather_variable_shape_embeddings",
     where=lambda self, _, units: units.parts > 1,
 )
 def take_another_parts_features(original: Any, self: Any, payloads: Any, units: Any) -> Any:
@@ -177,7 +178,7 @@ def take_another_parts_features(original: Any, self: Any, payloads: Any, units: 
 
 @fault("a part's gradient is that of two of its ranks", spec="context-parallel.md C1, one of each")
 @at(
-    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    f"{EXCHANGE}:AllToAll.scatter_variable_shape_embeddings",
     where=lambda self, _, units: (
         1 < units.parts < len(self._edge.consumers) and _of_part(self, units, 0)
     ),
@@ -190,21 +191,27 @@ def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units:
 
 
 @fault("pieces of a microbatch lie in the order of their arrival", spec="placement.md P2, arrival")
-@at(f"{EDGE}:Edges._cat", where=lambda self, parts, _: len(parts) > 1)
-def take_pieces_in_order_of_arrival(original: Any, self: Any, parts: Any, units: Any) -> Any:
-    return original(self, parts[::-1], units)
+@at(
+    f"{WIRE}:Wire._put_together",
+    where=lambda self, what, parts, rows: what is Cargo.FEATURES and len(parts) > 1,
+)
+def take_pieces_in_order_of_arrival(
+    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
+) -> Any:
+    return torch.cat([part for _, part in parts[::-1]])
 
 
 @fault("the shards' rows of a gradient are added, not placed", spec="placement.md P2, rows back")
 @at(
-    f"{EDGE}:Edges._take_gradient",
-    where=lambda self, units: len(self._receiving[units.first]) > 1,
+    f"{WIRE}:Wire._put_together",
+    where=lambda self, what, parts, rows: what is Cargo.GRADIENTS and len(parts) > 1,
 )
-def add_rows_instead_of_placing(original: Any, self: Any, units: Any) -> Any:
-    received = self._receiving[units.first]
-    added = torch.zeros_like(original(self, units))
-    for _, each in received:
-        added[: len(each.rows)] += each.rows
+def add_rows_instead_of_placing(
+    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
+) -> Any:
+    added = torch.zeros_like(original(self, what, parts, rows=rows))
+    for _, part in parts:
+        added[: len(part)] += part
     return added
 
 
@@ -252,9 +259,9 @@ def finalize_too_early(rank: int) -> None:
 @fault("a rank without units does not go through its encoder", spec="placement.md P1, pitfalls")
 def no_padding(rank: int) -> None:
     """From the second step on: in the first Megatron learns which gradients to wait for."""
-    from loongplug.hetero.operations import EncoderBackward
+    from loongplug.hetero.operations import Backward
 
-    left_out, ends = EncoderBackward(unit=None, more=False), 0
+    left_out, ends = Backward(pieces=(), more=False), 0
 
     def without(original: Any, self: Any) -> None:
         nonlocal ends
@@ -265,12 +272,12 @@ def no_padding(rank: int) -> None:
                 when: tuple(each for each in operations if each != left_out)
                 for when, operations in step.plan.items()
             }
-            step.own.pop(None, None)
+            step.own.pop((), None)
             step.own_gradients.pop(None, None)
         original(self)
 
     def blank(self: Any) -> bool:
-        return None in self._now.own
+        return () in self._now.own
 
     around(f"{EXECUTOR}:Executor.end", without, where=blank)
 

@@ -176,8 +176,8 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
         "through the encoder count nothing there, so that there are many; of so small models plans "
         "would otherwise join nearly all. Every value of a column meets every value of every other "
         f"that it can be with; of {', '.join((*MORE_MODELS, *HEARING_MODELS))} there are few "
-        "cells. The last one has two encoders, which stream together; what is frozen there is that "
-        "of images.",
+        "cells. The last one has two encoders, the first of which streams; what is frozen there is "
+        "that of images.",
         "",
         "Adapters train with `--adam-eps 1e-3`, and so do the single rank's: with 1e-8, Adam makes "
         "whole steps of rounding where a gradient is nearly zero. Two of 56 such cells then parted "

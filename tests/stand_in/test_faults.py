@@ -18,11 +18,10 @@ from torch import Tensor
 from toy_step import Model, executor_of, run_step
 
 import loongplug
-from loongplug.hetero.edge import Edges
-from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.operations import Kept
+from loongplug.hetero.exchange import AllToAll
+from loongplug.hetero.operations import Cargo, Kept
 from loongplug.hetero.policies import separated
-from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.wire import Wire
 from loongplug.models import features
 from loongplug.platform.copies import CudaCopies
 from loongplug.platform.prefetch import PrefetchQueue
@@ -93,14 +92,14 @@ def test_a_wait_in_the_forward(matrix: Matrix) -> None:
 
 
 def features_are_looked_at_before_they_travel() -> None:
-    gather = Exchange.gather_variable_shape_embeddings
+    gather = AllToAll.gather_variable_shape_embeddings
 
-    def fault(self: Exchange, payloads: Any, units: Any) -> Any:
+    def fault(self: AllToAll, payloads: Any, units: Any) -> Any:
         for each in payloads.values():
             each.sum().item()
         return gather(self, payloads, units)
 
-    Exchange.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
+    AllToAll.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -289,37 +288,42 @@ def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: 
 STAGES = placed("1/1/1|1/2/1")
 
 
-def nobody_waits_for_features() -> None:
-    def received(self: Edges, unit: int) -> Any:
-        UNDER_WAY.append(self._receiving[unit])
-        return self._receiving.pop(unit)
+class Unawaited:
+    """What moves a message, and lets whoever waits for it go on at once."""
 
-    Edges._received = received  # type: ignore[method-assign]
+    def __init__(self, work: Any) -> None:
+        UNDER_WAY.append(work)
+
+    def wait(self) -> None:
+        """Not at all."""
 
 
-def nobody_waits_for_states() -> None:
-    def arrived(self: StageLinks, unit: int, moving: Any, link: Any, *, what: str) -> Any:
-        UNDER_WAY.append(moving)
-        return moving.rows
+def nobody_waits_for(kind: Cargo) -> None:
+    post = Wire._post
 
-    StageLinks._arrived = arrived  # type: ignore[method-assign]
+    def posted(self: Wire, what: Cargo) -> None:
+        post(self, what)
+        for coming in self.ways[what].under_way.values() if what is kind else ():
+            coming[:] = [(message, rows, Unawaited(work)) for message, rows, work in coming]
+
+    Wire._post = posted  # type: ignore[method-assign]
 
 
 def states_are_sent_from_the_host() -> None:
-    send = StageLinks._send
+    send = Wire.send
 
-    def sending(self: StageLinks, unit: int, rows: Tensor, *args: Any, **options: Any) -> None:
-        send(self, unit, rows.cpu(), *args, **options)
+    def sending(self: Wire, what: Cargo, piece: int, rows: Tensor) -> None:
+        send(self, what, piece, rows.cpu() if what is Cargo.STATES else rows)
 
-    StageLinks._send = sending  # type: ignore[method-assign]
+    Wire.send = sending  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param(nobody_waits_for_features, MISSING, marks=pytest.mark.sweep),
-        (nobody_waits_for_states, MISSING),
+        pytest.param(partial(nobody_waits_for, Cargo.FEATURES), MISSING, marks=pytest.mark.sweep),
+        (partial(nobody_waits_for, Cargo.STATES), MISSING),
         pytest.param(
             states_are_sent_from_the_host,
             "No backend type associated with device type cpu|a tensor on the host",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.training.run import run
 from loongplug.verify.state import single_optimizers
@@ -115,8 +115,8 @@ def _part(name: str) -> str:
 def counted(rank: int, *, flags: list[str]) -> Seen:
     seen = Seen()
     encode = MultimodalModel.encode
-    gather = Exchange.gather_variable_shape_embeddings
-    scatter = Exchange.scatter_variable_shape_embeddings
+    gather = AllToAll.gather_variable_shape_embeddings
+    scatter = AllToAll.scatter_variable_shape_embeddings
 
     def encoding(self: MultimodalModel, entry: Any, vision: Any) -> Any:
         """Bytes that autograd keeps in each module, without its weights."""
@@ -149,17 +149,17 @@ def counted(rank: int, *, flags: list[str]) -> Seen:
             for module in calls:
                 del module.forward
 
-    def gathering(self: Exchange, *args: Any) -> Any:
+    def gathering(self: AllToAll, *args: Any) -> Any:
         seen.features_forward += 1
         return gather(self, *args)
 
-    def scattering(self: Exchange, *args: Any) -> Any:
+    def scattering(self: AllToAll, *args: Any) -> Any:
         seen.sent_back += 1
         return scatter(self, *args)
 
     MultimodalModel.encode = encoding
-    Exchange.gather_variable_shape_embeddings = gathering
-    Exchange.scatter_variable_shape_embeddings = scattering
+    AllToAll.gather_variable_shape_embeddings = gathering
+    AllToAll.scatter_variable_shape_embeddings = scattering
     looks = Looks(seen)
     run(flags, watch=looks)
     looks.count_state()

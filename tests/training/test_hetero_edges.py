@@ -145,12 +145,12 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
             begun += 1
         begin(self, chunk, microbatches, training=training)
 
-    def encoding(self: EncoderOfStep, unit: Any, *, joined: Any = (), **states: Any) -> Any:
-        for one in (unit, *joined):
-            if one is not None and one.rows:
+    def encoding(self: EncoderOfStep, units: Any, **states: Any) -> Any:
+        for one in units:
+            if one.rows:
                 (number,) = (n for n, each in enumerate(step) if unit_of(each) is one)
                 seen["encoded"].append(begun - 8 + number)
-        return payload(self, unit, joined=joined, **states)
+        return payload(self, units, **states)
 
     media.decode_image, UnitLoader.__call__ = decoding, loading
     Executor.begin, EncoderOfStep.payload = beginning, encoding

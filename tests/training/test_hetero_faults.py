@@ -19,7 +19,7 @@ from ranks import RankError, run_ranks
 from sweeps import sweep
 
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.models.decoder import TextDecoder
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
@@ -39,9 +39,9 @@ MESSAGE = "this rank is unwell"
 # Where an error or a signal comes from.
 PHASES: dict[str, tuple[tuple[str, ...], type, str]] = {
     "full-1-encoder-forward": (FULL, EncoderOfStep, "payload"),
-    "full-1-features-on-their-way": (FULL, Exchange, "gather_variable_shape_embeddings"),
+    "full-1-features-on-their-way": (FULL, AllToAll, "gather_variable_shape_embeddings"),
     "full-2-decoder": (FULL, TextDecoder, "forward"),
-    "full-3-gradients-on-their-way": (FULL, Exchange, "scatter_variable_shape_embeddings"),
+    "full-3-gradients-on-their-way": (FULL, AllToAll, "scatter_variable_shape_embeddings"),
     "full-3-encoder-backward": (FULL, EncoderOfStep, "backward"),
     "dp-encoder-forward": (DP, EncoderOfStep, "payload"),
     "dp-encoder-backward": (DP, EncoderOfStep, "backward"),

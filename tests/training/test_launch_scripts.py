@@ -107,10 +107,12 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class Launch:
     """What a script gives torchrun: its own arguments, and those of train.py.
 
-    ``connections`` is CUDA_DEVICE_MAX_CONNECTIONS, ``warned`` what the script itself said.
+    ``connections`` is CUDA_DEVICE_MAX_CONNECTIONS, ``allocator`` PYTORCH_ALLOC_CONF; ``warned`` is
+    what the script itself said.
     """
 
     connections: int
+    allocator: str
     warned: str
     launcher: dict[str, str]
     argv: list[str]
@@ -130,7 +132,8 @@ def launch(script: Script, folder: Path, *more: str, **environment: str) -> Laun
     (folder / "data.jsonl").write_text("{}\n")
     stub = folder / "bin" / "python"
     stub.parent.mkdir(exist_ok=True)
-    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
+    variables = '"$CUDA_DEVICE_MAX_CONNECTIONS" "$PYTORCH_ALLOC_CONF"'
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {variables} "$@"\n')
     stub.chmod(0o755)
     done = subprocess.run(
         [SCRIPTS / f"{script.name}.sh", "--device", "cpu", *more],
@@ -147,12 +150,13 @@ def launch(script: Script, folder: Path, *more: str, **environment: str) -> Laun
         timeout=120,
     )
     said = done.stdout.splitlines()
-    connections, *module = said[:3]
+    connections, allocator, *module = said[:4]
     assert module == ["-m", LAUNCHER]
-    said = said[3:]
+    said = said[4:]
     at = said.index(str(SCRIPTS.parent / "loongplug" / "train.py"))
     return Launch(
         connections=int(connections),
+        allocator=allocator,
         warned=done.stderr,
         launcher=dict(zip(said[:at:2], said[1:at:2], strict=True)),
         argv=said[at + 1 :],
@@ -234,6 +238,14 @@ def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) 
         environment[name] = value
 
 
+@pytest.mark.quick
+def test_an_allocator_that_is_set_stays(tmp_path: Path) -> None:
+    own = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert launch(ALL[0], tmp_path, **own).allocator == own["PYTORCH_ALLOC_CONF"]
+    by_the_old_name = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert launch(ALL[0], tmp_path, **by_the_old_name).allocator == ""
+
+
 @pytest.mark.parametrize("script", ALL, ids=str)
 @pytest.mark.parametrize(
     ("nodes", "more"),
@@ -266,6 +278,7 @@ def test_script_s_run_is_accepted_and_fits(
     assert launched.launcher["--master_addr"] == nodes.get("MASTER_ADDR", "localhost")
     assert launched.world_size == 8 * int(nodes["NNODES"])
     assert launched.connections == 1
+    assert launched.allocator == "expandable_segments:True"
     parsed = parse(launched)
     args, pp = parsed.args, int(more.get("PP", "1"))
     mode = MODES[more.get("MODE", "uniform")]

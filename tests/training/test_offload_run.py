@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
 from loongplug.models.features import Features
@@ -138,7 +138,7 @@ def watched(counter: Counter) -> None:
         return saved_view(tensor, known)
 
     around(EncoderOfStep, "payload", lambda made, *_, **__: counter.note(made))
-    around(Exchange, "gather_variable_shape_embeddings", arrived)
+    around(AllToAll, "gather_variable_shape_embeddings", arrived)
     around(Executor, "_gather", gathered)
     around(PrefetchQueue, "send_for", came)
     encoder_state.saved_view = saved

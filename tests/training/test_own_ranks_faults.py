@@ -11,8 +11,8 @@ from compared_runs import before, exit_code, train
 from ranks import RankError, run_ranks
 from sweeps import sweep
 
-from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
+from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
@@ -29,9 +29,9 @@ PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection re
 # What a rank is about to do: its number, and the call.
 MOMENTS: dict[str, tuple[int, type, str]] = {
     "encoder-forward": (ENCODER, EncoderOfStep, "payload"),
-    "encoder-takes-gradients": (ENCODER, Edges, "_take_gradient"),
-    "decoder-takes-features": (0, Edges, "_take"),
-    "decoder-sends-gradients": (0, Edges, "_give_back"),
+    "encoder-takes-gradients": (ENCODER, Wire, "receive"),
+    "decoder-takes-features": (0, Wire, "receive"),
+    "decoder-sends-gradients": (0, Wire, "send"),
     "decoder-last-stage": (1, TextDecoder, "forward"),
 }
 FEW = ("encoder-forward", "decoder-last-stage")

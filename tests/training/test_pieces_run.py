@@ -15,7 +15,7 @@ from PIL import Image
 from sweeps import sweep
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.routes import size
 
@@ -162,13 +162,13 @@ def of_others(shares: tuple[Share, ...]) -> tuple[Share, ...]:
 
 
 def with_wrong_rows(direction: str) -> None:
-    exchanged = getattr(Exchange, direction)
+    exchanged = getattr(AllToAll, direction)
 
-    def wrong(self: Exchange, parts: Any, units: ExchangeSpec) -> Any:
+    def wrong(self: AllToAll, parts: Any, units: ExchangeSpec) -> Any:
         shares = tuple(of_others(each) if len(each) > 1 else each for each in units.shares)
         return exchanged(self, parts, replace(units, shares=shares))
 
-    setattr(Exchange, direction, wrong)
+    setattr(AllToAll, direction, wrong)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from rule_cases import (
 )
 from rule_cases.kinds import LAYOUT
 
+from loongplug.hetero.modes import modes_of
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
@@ -399,6 +400,26 @@ def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
         assert violated(prepared, model=model, **changes) == []
 
 
+def test_of_several_encoders_the_one_with_most_work_streams(omni: Any) -> None:
+    """By its size, for a token that it gives the text. The others are as in a separated run."""
+    args = Namespace(**{**vars(omni[0]), **STREAMED, "offload_encoder_activations": True})
+    deep = changed(omni[1], ["audio_encoder.num_layers=40"])
+    for model, most in ((omni[1], "image_encoder"), (deep, "audio_encoder")):
+        found = modes_of(args, model)
+        assert {name: mode.fills_bubbles for name, mode in found.items()} == {
+            name: name == most for name in model.encoders
+        }
+        (other,) = found.keys() - {most}
+        separated = Namespace(**{**vars(args), "full_hetero_dp_schedule": "separated"})
+        assert found[other] == modes_of(separated, model)[other]
+        layout = {"world_size": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
+        for name in model.encoders:
+            wide = changed(model, [f"{name}.tensor_model_parallel_size=4"])
+            expected = ["streamed-stages"] if name == most else []
+            changes = {**layout, "tensor_model_parallel_size": 2, **STREAMED}
+            assert violated(omni, model=wide, **changes) == expected
+
+
 def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
     assert violated(omni, model=omni[1], **STREAMED) == []
     for mode in ("uniform", "encoder_hetero_dp"):
@@ -415,8 +436,8 @@ def test_what_is_said_of_an_encoder_in_another_mode(
     args = Namespace(**{**vars(omni[0]), **STREAMED})
     (line,) = violated_rules(args, model)
     why = (
-        "--full-hetero-dp-schedule streamed with model.audio_encoder: uniform: encoders that "
-        "stream work by one plan, and one in another mode works at times that this plan does not "
+        "--full-hetero-dp-schedule streamed with model.audio_encoder: uniform: an encoder that "
+        "streams works by a plan, and one in another mode works at times that this plan does not "
         "know"
     )
     cure = "give every encoder full separation, or use --full-hetero-dp-schedule separated"
@@ -429,17 +450,47 @@ def test_what_is_said_of_an_encoder_in_another_mode(
     assert capsys.readouterr().out == said
 
 
-def test_a_device_with_one_queue_does_not_stream(
-    prepared: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("layout", "queues", "refused"),
+    [
+        ((1, 2), None, True),  # a run sets 1
+        ((1, 2), "3", True),
+        ((1, 2), "4", False),
+        ((1, 4), "7", True),
+        ((1, 4), "8", False),
+        ((2, 4), "12", True),
+        ((2, 4), "13", False),
+        ((2, 1), "1", False),  # nothing streams
+    ],
+)
+def test_a_device_has_a_queue_for_each_stream(
+    prepared: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: tuple[int, int],
+    queues: str | None,
+    refused: bool,
 ) -> None:
-    for queues, device, refused in (
-        ("1", "cuda", True),
-        ("32", "cuda", False),
-        ("1", "cpu", False),
-    ):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-        found = violated(prepared, device=device, **STREAMED)
-        assert ("streamed-queues" in found) == refused
+    tp, pp = layout
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    changes = {**LAYOUT, **sizes, "num_layers": 8, **STREAMED}
+    assert "streamed-queues" not in violated(prepared, **changes)
+    found = violated(prepared, target_device="cuda", **changes)
+    assert ("streamed-queues" in found) == refused
+
+
+@pytest.mark.parametrize(("replicas", "refused"), [(12, False), (13, True)])
+def test_a_rank_has_a_stream_for_each_communicator(
+    prepared: Run, replicas: int, refused: bool
+) -> None:
+    """Of an encoder on a rank of its own: there and back for each replica of the decoder."""
+    model = changed(prepared[1], [f"image_encoder.rank_offset={replicas}"])
+    layout = {"ranks": replicas + 1, "world_size": replicas, "global_batch_size": 2 * replicas}
+    assert violated(prepared, model=model, **layout) == []
+    found = violated(prepared, model=model, target_device="cuda", **layout)
+    assert found == (["communicators"] if refused else [])
 
 
 @pytest.mark.parametrize(
@@ -449,7 +500,7 @@ def test_a_device_with_one_queue_does_not_stream(
         ("streamed", {"pipeline_model_parallel_size": 2}, "streamed", ""),
         ("separated", {"pipeline_model_parallel_size": 2}, "separated", ""),
         ("auto", {}, "separated", ""),
-        ("auto", {"pipeline_model_parallel_size": 2, "device": "cuda"}, "separated", ""),
+        ("auto", {"pipeline_model_parallel_size": 2, "target_device": "cuda"}, "separated", ""),
         (
             "auto",
             {"pipeline_model_parallel_size": 2, "enable_full_hetero_dp": False},

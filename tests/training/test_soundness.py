@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.failure import failure_board
+from loongplug.parallel.layout import Layout
 from loongplug.parallel.verdict import SharedFaultError
 from loongplug.platform import current_platform
 from loongplug.platform.finite import is_finite, norms_before_sums
-from loongplug.training import forward_step
+from loongplug.training import apart, forward_step
 from loongplug.training.run import run
 from loongplug.training.soundness import MOST_EMPTY_STEPS, Soundness
 
@@ -265,3 +266,31 @@ def test_whatever_is_not_finite_is_found() -> None:
                 tensor[place] = value
                 assert not is_finite(tensor), (dtype, value, place)
     assert is_finite(torch.zeros(0))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_set_out_beside_the_sum_of_tokens(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder has the first rank, an encoder the second, which divides by that sum."""
+    did: list[Any] = []
+
+    class Coming:
+        def __init__(self, tokens: torch.Tensor, *, async_op: bool = False) -> None:
+            assert async_op
+            self.tokens = tokens
+            did.append("tokens")
+
+        def wait(self) -> None:
+            did.append("sum")
+            self.tokens.fill_(8)
+
+    monkeypatch.setattr(apart, "decoder_layout", Layout)
+    monkeypatch.setattr(apart.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(apart.dist, "all_reduce", Coming)
+    monkeypatch.setattr(apart.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(apart, "finalized", lambda *_: did.append("gradients"))
+    chunk = Namespace(scale_gradients=lambda factor: did.append(float(factor)))
+    apart.finalized_together([chunk], torch.tensor(7))
+    assert did == ["tokens", "gradients", "sum", *([1 / 8] if rank else [])]

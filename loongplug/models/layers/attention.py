@@ -142,8 +142,13 @@ class SDPAttention(MegatronModule):
         *,
         causal: bool,
     ) -> Tensor:
-        """All segments in one call; [t, heads, dim] -> [t, heads * dim]."""
+        """All segments in one call; [t, heads, dim] -> [t, heads * dim].
+
+        A window that sees all keeps torch from taking cuDNN, forward and backward: it would make a
+        plan for each other number of tokens, and keep them all.
+        """
         assert self._varlen is not None
+        longest = params.max_seqlen_kv
         out: Tensor = self._varlen(
             query,
             key,
@@ -153,7 +158,7 @@ class SDPAttention(MegatronModule):
             params.max_seqlen_q,
             params.max_seqlen_kv,
             scale=self.softmax_scale,
-            window_size=(-1, 0) if causal else (-1, -1),
+            window_size=(-1, 0) if causal else (longest, longest),
             enable_gqa=self.num_groups != self.num_heads,
         )
         return out.flatten(1)

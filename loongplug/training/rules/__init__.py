@@ -9,6 +9,7 @@ from typing import Any
 
 from loongplug.training.rules import (
     batch,
+    communicators,
     context,
     data,
     decoder_memory,
@@ -40,6 +41,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "The encoder's own layout": rules_of(hetero),
     "Encoders in the pipeline's bubbles": rules_of(streaming),
     "Encoders on ranks of their own": rules_of(own_ranks),
+    "Communicators": rules_of(communicators),
     "Model": rules_of(model),
     "Experts": rules_of(experts),
     "Overlap of experts' exchange": rules_of(overlap),

@@ -1,4 +1,4 @@
-"""Full separation whose encoders work in the pipeline's bubbles.
+"""Full separation, one encoder of which works in the pipeline's bubbles.
 
 Where one of these rules stands against a run, ``--full-hetero-dp-schedule auto`` does without.
 """
@@ -7,7 +7,8 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.modes import may_fill_bubbles, mode_of
+from loongplug.hetero.modes import may_fill_bubbles, mode_of, modes_of
+from loongplug.training.rules import communicators
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule, value_of
@@ -80,7 +81,7 @@ streamed_virtual = excludes(
 
 
 @rule(
-    reason="encoders that stream work by one plan, and one in another mode works at times that "
+    reason="an encoder that streams works by a plan, and one in another mode works at times that "
     "this plan does not know",
     cure=f"give every encoder full separation, or {_SEPARATED}",
 )
@@ -102,26 +103,35 @@ def streamed_encoders(args: Namespace, model: Any) -> str | None:
     cure=f"give it a tensor parallel size of at most the decoder's, or {_SEPARATED}",
 )
 def streamed_stages(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-schedule streamed` with an encoder `tensor_model_parallel_size` above the
-    decoder's
+    """`--full-hetero-dp-schedule streamed` where the encoder that streams has a
+    `tensor_model_parallel_size` above the decoder's
     """
     decoder = args.tensor_model_parallel_size
-    sizes = {name: encoder_tp(args, model.encoder(name)) for name in model.encoders}
-    large = [f"{model.keys[name]}'s tp {size}" for name, size in sizes.items() if size > decoder]
-    if not _STREAMED.said(args) or not large:
-        return None
-    return f"{_STREAMED.said(args)} with {', '.join(large)} over stages of tp {decoder}"
+    for name, mode in modes_of(args, model).items():
+        size = encoder_tp(args, model.encoder(name))
+        if mode.fills_bubbles and size > decoder:
+            with_tp = f"with {model.keys[name]}'s tp {size} over stages of tp {decoder}"
+            return f"{_STREAMED.said(args)} {with_tp}"
+    return None
 
 
 @rule(
     reason="a message that its receiver has not come to yet would hold up whatever the device is "
     "given behind it, and ranks would wait for each other for ever",
-    cure="set CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
+    cure="export CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
     f"parallelism on GPUs below Blackwell, or {_SEPARATED}",
 )
 def streamed_queues(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-schedule streamed` on CUDA with `CUDA_DEVICE_MAX_CONNECTIONS=1`"""
-    if not _STREAMED.said(args) or args.device != "cuda":
+    """`--full-hetero-dp-schedule streamed` on CUDA with fewer `CUDA_DEVICE_MAX_CONNECTIONS` (1
+    where it is not set) than a rank has streams for messages
+    """
+    most = communicators.most_of_a_rank(args, model)
+    if not _STREAMED.said(args) or most is None or most.own > communicators.MOST:
         return None
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    return f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS=1" if queues == "1" else None
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run sets it
+    if queues.isdigit() and int(queues) >= most.messages:
+        return None
+    return (
+        f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {most.messages} "
+        "streams for messages on a rank"
+    )

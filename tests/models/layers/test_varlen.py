@@ -64,7 +64,7 @@ def by_words(
 ) -> Tensor:
     """What torch's documentation says of ``varlen_attn``, segment by segment."""
     left, right = window_size
-    assert left == -1
+    assert (left, right) != (-1, -1)  # which cuDNN would take
     assert enable_gqa or query.shape == key.shape
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     found = []
@@ -74,9 +74,9 @@ def by_words(
         assert end - start <= min(max_q, max_k)
         q, k, v = (x[start:end] for x in (query, key, value))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or 1 / math.sqrt(q.size(-1)))
-        if right == 0:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(future, float("-inf"))
+        ahead = torch.arange(len(k)) - torch.arange(len(q)).unsqueeze(1)
+        seen = (ahead <= right) & (ahead >= (-left if left >= 0 else -len(q)))
+        scores = scores.masked_fill(~seen, float("-inf"))
         found.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
     return torch.cat(found)
 

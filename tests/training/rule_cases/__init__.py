@@ -2,6 +2,7 @@
 
 from rule_cases import (
     batch,
+    communicators,
     context,
     data,
     decoder_memory,
@@ -32,6 +33,7 @@ CASES: Cases = {
     **pipeline.CASES,
     **hetero.CASES,
     **streaming.CASES,
+    **communicators.CASES,
     **experts.CASES,
     **overlap.CASES,
     **decoder_memory.CASES,

@@ -1,0 +1,116 @@
+"""How many communicators NCCL makes on each rank of a run, and how many there may be."""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+from loongplug.hetero.communicators import (
+    Pair,
+    apart_pairs,
+    count,
+    megatrons,
+    piece_pairs,
+    pipeline_pairs,
+    stage_pairs,
+)
+from loongplug.hetero.modes import mode_of
+from loongplug.models.entries import encoders
+from loongplug.parallel.layout import Layout
+from loongplug.training.rules.hetero import encoder_tp
+from loongplug.training.rules.pipeline import wants_virtual
+from loongplug.training.rules.rule import data_parallel_size, rule
+
+MOST = 24  # of ours on a rank: torch has 32 streams, and behind the last hands out the first again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicators:
+    """One rank's: of Megatron's groups, of all-to-alls of ours, of messages between two ranks."""
+
+    megatrons: int
+    exchanges: int
+    messages: int
+
+    @property
+    def own(self) -> int:
+        """Ours."""
+        return self.exchanges + self.messages
+
+    @property
+    def total(self) -> int:
+        """With Megatron's."""
+        return self.megatrons + self.own
+
+
+def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
+    """By rank, from where modules lie. Raises ValueError for a layout that cannot be."""
+    decoder = Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=data_parallel_size(args),
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or 0,
+    )
+    parts = decoder.sequence_shards(sequence_parallel=args.sequence_parallel)
+    shared = megatrons(decoder, experts=bool(args.num_experts))
+    of_megatron = Counter(dict.fromkeys(decoder.ranks, shared))
+    exchanges: Counter[int] = Counter()
+    messages: list[Iterable[Pair]] = []  # by group
+    wires: list[Iterable[Pair]] = []  # the same of all encoders together
+    for entry in encoders(model.entries()):
+        encoder, name = model.encoder(entry.name), entry.name
+        mode = mode_of(args, encoder)
+        placement = mode.place(decoder, entry=entry, tp=encoder_tp(args, encoder))
+        layout = placement.entry(name).layout
+        if mode.apart or (layout.tp, layout.dp) != (decoder.tp, decoder.dp):
+            of_megatron.update(dict.fromkeys(layout.ranks, megatrons(layout, experts=False)))
+        if mode.apart:
+            sizes = args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size
+            pieces = chain(*(placement.pieces(name, micro_batch_size=each) for each in sizes))
+            messages += 2 * [apart_pairs(pieces, parts=parts), *stage_pairs(layout)]
+        elif mode.around_schedule:
+            exchanges.update(chain(*placement.exchange_groups(name)))
+        if mode.fills_bubbles and decoder.pp > 1:
+            for edge, back, up in product(placement.edges(name), (False, True), (False, True)):
+                messages.append(piece_pairs(edge, back=back, up=up, parts=parts))
+            pipelines = decoder.groups("pp")
+            pairs = [pipeline_pairs(each, virtual=wants_virtual(args)) for each in pipelines]
+            wires = [*chain(*(each.values() for each in pairs))]
+    sent = count([*messages, *wires])
+    return {
+        rank: Communicators(
+            megatrons=1 + of_megatron[rank],  # one is over the world
+            exchanges=exchanges[rank],
+            messages=sent[rank],
+        )
+        for rank in of_megatron
+    }
+
+
+def most_of_a_rank(args: Namespace, model: Any) -> Communicators | None:
+    """Of the rank that has most of ours on CUDA; None elsewhere, or if a layout cannot be."""
+    if args.target_device != "cuda" or args.micro_batch_size is None:
+        return None
+    try:
+        found = communicators_of(args, model)
+    except ValueError:
+        return None
+    return max(found.values(), key=lambda each: each.own)
+
+
+@rule(
+    reason="torch has 32 CUDA streams for them, and two that share one may wait for each other for "
+    "ever",
+    cure="use --full-hetero-dp-schedule separated, or give encoders on ranks of their own more "
+    "replicas (their data_parallel_size)",
+)
+def communicators(args: Namespace, model: Any) -> str | None:
+    """on CUDA, more than 24 communicators for exchanges of features and messages on a rank"""
+    most = most_of_a_rank(args, model)
+    if most is None or most.own <= MOST:
+        return None
+    return f"{most.own} communicators of NCCL on a rank"
