@@ -33,6 +33,10 @@ APART = ["model.image_encoder.rank_offset=4", "model.image_encoder.pipeline_mode
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "streamed": (4, [*TP2_PP2, *STREAMED]),
     "streamed-virtual": (4, [*TP2_PP2, *STREAMED, *VIRTUAL]),
+    "streamed-and-separated": (
+        4,
+        [*TP2_PP2, *STREAMED, "--model-name", "qwen2_5_omni_tiny"],
+    ),
     "separated": (4, [*TP2_PP2, *FULL]),
     "hetero-dp": (4, [*TP2_PP2[:2], "--enable-encoder-hetero-dp"]),
     "apart": (6, [*TP2_PP2[:2], *APART]),

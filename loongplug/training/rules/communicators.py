@@ -16,7 +16,7 @@ from loongplug.hetero.communicators import (
     pipeline_pairs,
     stage_pairs,
 )
-from loongplug.hetero.modes import mode_of
+from loongplug.hetero.modes import modes_of
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
 from loongplug.training.rules.hetero import encoder_tp
@@ -60,10 +60,10 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
     of_megatron = Counter(dict.fromkeys(decoder.ranks, shared))
     exchanges: Counter[int] = Counter()
     messages: list[Iterable[Pair]] = []  # by group
-    wires: list[Iterable[Pair]] = []  # the same of all encoders together
+    modes = modes_of(args, model)
     for entry in encoders(model.entries()):
         encoder, name = model.encoder(entry.name), entry.name
-        mode = mode_of(args, encoder)
+        mode = modes[name]
         placement = mode.place(decoder, entry=entry, tp=encoder_tp(args, encoder))
         layout = placement.entry(name).layout
         if mode.apart or (layout.tp, layout.dp) != (decoder.tp, decoder.dp):
@@ -79,8 +79,8 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
                 messages.append(piece_pairs(edge, back=back, up=up, parts=parts))
             pipelines = decoder.groups("pp")
             pairs = [pipeline_pairs(each, virtual=wants_virtual(args)) for each in pipelines]
-            wires = [*chain(*(each.values() for each in pairs))]
-    sent = count([*messages, *wires])
+            messages += chain(*(each.values() for each in pairs))
+    sent = count(messages)
     return {
         rank: Communicators(
             megatrons=1 + of_megatron[rank],  # one is over the world
