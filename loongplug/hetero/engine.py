@@ -248,14 +248,13 @@ class EncoderEngine:
         assert replica is not None, "the encoder lies on all ranks"
         executor = self.executor()
         executor.streaming = Streaming(
-            planner,
-            piece_wire(
+            planner=planner,
+            wire=piece_wire(
                 place.edge,
                 place.piece_groups,
                 device=current_platform().device,
                 recorder=self.recorder,
             ),
-            name=self._entry.name,
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )

@@ -30,8 +30,7 @@ class ExchangeSpec:
     ``tokens`` and ``shares`` by unit; a payload is [rows of the share, width] of ``dtype``.
     ``shards`` are, by unit, the rows of each part of the sequence, of which consumers need one;
     None where each needs all.
-    ``row_tokens`` are, by unit, the tokens of each row of its microbatch. ``first`` is the number
-    of the first one in its step.
+    ``row_tokens`` are, by unit, the tokens of each row of its microbatch.
     """
 
     tokens: tuple[int, ...]
@@ -40,7 +39,6 @@ class ExchangeSpec:
     dtype: torch.dtype
     shards: tuple[tuple[Rows, ...], ...] | None = None
     row_tokens: tuple[tuple[int, ...], ...] = ()
-    first: int = 0
 
     def part(self, units: range) -> "ExchangeSpec":
         """Of these units alone, by their places here."""
@@ -51,7 +49,6 @@ class ExchangeSpec:
             shares=self.shares[some],
             shards=None if self.shards is None else self.shards[some],
             row_tokens=self.row_tokens[some],
-            first=self.first + units.start,
         )
 
     def lots(self, units: range) -> Iterator[range]:

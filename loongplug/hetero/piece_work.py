@@ -1,7 +1,7 @@
 """Pieces of a step that streams: their media on a rank, and what all ranks know of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
@@ -13,24 +13,17 @@ from loongplug.hetero.streamed_pieces import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.wire import Wire
 
 
+@dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and a wire."""
+    """What one rank streams an encoder's pieces by, for a run.
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        wire: Wire[ExchangeSpec],
-        *,
-        name: str,
-        replica: int,
-        stage: int,
-    ) -> None:
-        """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
-        self._planner = planner
-        self.name = name
-        self.wire = wire
-        self.replica = replica
-        self.stage = stage
+    ``replica`` is the encoder's that this rank is of, ``stage`` the decoder's.
+    """
+
+    planner: StepPlanner
+    wire: Wire[ExchangeSpec]
+    replica: int
+    stage: int
 
     def pieces(
         self, microbatches: Sequence[Microbatch], *, spec: ExchangeSpec, encoder: EncoderOfStep
@@ -39,8 +32,8 @@ class Streaming:
 
         ``spec`` is what all know of the whole units. The same on every rank of a model replica.
         """
-        units = [each.units[self.name] for each in microbatches]
-        planned = self._planner.plan([each.grids for each in units])
+        units = [each.units[encoder.name] for each in microbatches]
+        planned = self.planner.plan([each.grids for each in units])
         if planned is None:
             return None
         assert encoder.trains == planned.trains, "counted from the flags that freeze"
