@@ -53,7 +53,7 @@ def distances(modules: Sequence[GraphModule]) -> dict[Rank, int]:
     return {rank: to_sink(rank) for rank in links}
 
 
-def stage_acts(
+def rank_acts(
     build: Build, links: Links, rank: Rank, *, ahead: int, microbatches: int, edges_wait: bool
 ) -> Iterator[Act]:
     """What a rank does in Megatron's 1F1B with so many forwards ``ahead`` of its first backward.
@@ -104,7 +104,7 @@ def finishes(
     """
     build, links = Build(), links_of(modules)
     acts = [
-        stage_acts(
+        rank_acts(
             build,
             links,
             rank,
@@ -279,7 +279,7 @@ def finishes_beside(
     for rank in links:
         count = forwards + stages - 1 - rank[1]
         acts.append(
-            stage_acts(build, links, rank, ahead=count, microbatches=microbatches, edges_wait=False)
+            rank_acts(build, links, rank, ahead=count, microbatches=microbatches, edges_wait=False)
         )
     return finish(build.programs([[*each] for each in acts]))
 
