@@ -1,17 +1,14 @@
-"""Steps for plans of full separation, and all that their ranks send and receive."""
+"""Steps for plans of full separation, and what the clock says of them."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
-from simulated import Exchange, Move, Rank
 
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
-    EncoderWork,
     PassCosts,
     PieceCost,
     Step,
@@ -130,102 +127,3 @@ def steps(draw: st.DrawFn) -> Step:
             joined=draw(st.sampled_from([0, 60, 10_000])),
         ),
     )
-
-
-@dataclass
-class Traffic:
-    """What ranks send and receive: in which order, and the programs of all ranks.
-
-    ``pieces`` has, by what they are, source, target and end, which pieces pass in turn. A replica
-    is one rank; those of one stage are in one tensor parallel group, which does a pass together. So
-    do those of other model replicas, by ``name``, that this one is ``tied`` to, as experts tie
-    them.
-    """
-
-    step: Step
-    plan: EncoderPlan
-    name: str = "replica"
-    tied: tuple[str, ...] = ()
-    programs: dict[Rank, list[Exchange]] = field(default_factory=dict)
-    pieces: defaultdict[tuple[str, int, int, bool], list[tuple[int, int]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-    def __post_init__(self) -> None:
-        self._owners = {
-            name: replica
-            for replica, work in enumerate(self.plan.work)
-            for one in work
-            for name in one.pieces
-        }
-        for replica in range(len(self.step.replicas)):
-            self.programs[self.name, replica] = self._program(replica)
-
-    def _program(self, replica: int) -> list[Exchange]:
-        stage = self.step.replicas[replica]
-        program: list[Exchange] = []
-        work = list(self.plan.work[replica])
-        for number, one in enumerate(self.step.passes[stage]):
-            while work and work[0].before <= number:
-                program += self._encoder(replica, work.pop(0))
-            program += self._decoder(replica, one)
-        return program + [each for one in work for each in self._encoder(replica, one)]
-
-    def _encoder(self, replica: int, one: EncoderWork) -> list[Exchange]:
-        """A pass sends the features of its pieces in turn, and takes their gradients in turn."""
-        lanes = self.step.lanes[0]
-        if one.forward:
-            return [
-                self._pieces("features", replica, [(each, name) for each in lanes])
-                for name in one.pieces
-            ]
-        return [
-            self._pieces("gradients", replica, [(lanes[0], name)], sends=False)
-            for name in one.pieces
-        ]
-
-    def _decoder(self, replica: int, one: DecoderPass) -> list[Exchange]:
-        lanes = self.step.lanes[self.step.replicas[replica]]
-        others = [each for each in lanes if each != replica]
-        ready = tuple(self._move("ready", replica, other) for other in others)
-        all_ready = tuple(self._move("ready", other, replica, sends=False) for other in others)
-        takes: list[Move] = []
-        gives: list[Move] = []
-        before, behind = self.step.before(one), self.step.behind(one)
-        if before is not None and (other := self._peer(replica, before)) != replica:
-            takes.append(
-                self._move(f"{before.forward} {before.place}", other, replica, sends=False)
-            )
-        if behind is not None and (other := self._peer(replica, behind)) != replica:
-            gives.append(self._move(f"{one.forward} {one.place}", replica, other))
-        names = [(one.microbatch, n) for n in range(len(self.step.pieces[one.microbatch]))]
-        owned = [(self._owners[name], name) for name in names]
-        if one[:2] == (True, 0):
-            takes += self._pieces("features", replica, owned, sends=False)
-        elif one[:2] == (False, 0) and replica == self.step.lanes[0][0]:
-            gives += self._pieces("gradients", replica, owned if self.step.encoder.trains else [])
-        here, elsewhere = (self.name, replica), [(name, replica) for name in self.tied]
-        ties = (
-            tuple(Move(sends=True, what="tie", source=here, target=each) for each in elsewhere),
-            tuple(Move(sends=False, what="tie", source=each, target=here) for each in elsewhere),
-        )
-        return [tuple(takes), ready, all_ready, *ties, tuple(gives)]
-
-    def _peer(self, replica: int, one: DecoderPass) -> int:
-        """Of its place in the tensor parallel group, on the stage of a pass."""
-        step = self.step
-        place = step.lanes[step.replicas[replica]].index(replica)
-        return step.lanes[one.place % len(step.passes)][place]
-
-    def _pieces(
-        self, what: str, rank: int, others: list[tuple[int, tuple[int, int]]], *, sends: bool = True
-    ) -> Exchange:
-        moves = []
-        for other, name in others:
-            source, target = (rank, other) if sends else (other, rank)
-            self.pieces[what, source, target, sends].append(name)
-            moves.append(self._move(what, source, target, sends=sends))
-        return tuple(moves)
-
-    def _move(self, what: str, source: int, target: int, *, sends: bool = True) -> Move:
-        return Move(sends=sends, source=(self.name, source), target=(self.name, target), what=what)

@@ -12,6 +12,7 @@ from delivered import delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, placements
+from simulated import finish
 from streamed_steps import even, steps
 
 from loongplug.data.microbatch import Share
@@ -24,7 +25,6 @@ from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.streaming import separated, streamed
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
-from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Post, Wait
 from loongplug.simulate.wires import on_streams
 
@@ -108,11 +108,7 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
         return None if stream == "says" else (stream[0], *sorted(stream[1:]))
 
     programs = build.programs([[*acts(rank)] for rank in sorted(did)])
-    try:
-        order(on_streams(programs, communicator=communicator, one_queue=one_queue))
-    except Deadlock:
-        return False
-    return True
+    return finish(on_streams(programs, communicator=communicator, one_queue=one_queue))
 
 
 def drive(

@@ -1,21 +1,124 @@
 """Warm-ups of modules on ranks of their own, against ranks that are simulated."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import pytest
-from simulated import Graph, GraphModule, distances, finish
+from simulated import Rank, decoder_acts, finish
 
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, warmup
 from loongplug.hetero.recorded_schedule import Posted, calls
-from loongplug.hetero.wire import WINDOW
-from loongplug.partition import clock
-from loongplug.partition.clock import StageTime
-from loongplug.simulate.order import Deadlock
+from loongplug.simulate.programs import Act, Build, End, Post, Wait
+from loongplug.simulate.wires import with_shapes
 
 pytestmark = pytest.mark.quick
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphModule:
+    """A module's pipeline; ``into`` is what its last stage sends to, None for the decoder alone."""
+
+    name: str
+    stages: int
+    into: str | None = None
+
+
+Links = Mapping[Rank, Sequence[Rank]]  # those that a rank sends forward to: one, none at the sink
+
+
+def links_of(modules: Sequence[GraphModule]) -> Links:
+    """Every stage is one rank."""
+    links: dict[Rank, list[Rank]] = {}
+    for each in modules:
+        links |= {(each.name, stage): [(each.name, stage + 1)] for stage in range(each.stages)}
+        links[each.name, each.stages - 1] = [(each.into, 0)] if each.into else []
+    return links
+
+
+def distances(modules: Sequence[GraphModule]) -> dict[Rank, int]:
+    """Of each module's each stage, how many stages lie behind it on the way to the decoder's last.
+
+    With so many forwards before its first backward, no rank waits for a gradient that its own next
+    output is needed for.
+    """
+    links = links_of(modules)
+
+    def to_sink(rank: Rank) -> int:
+        return sum(1 + to_sink(each) for each in links[rank])
+
+    return {rank: to_sink(rank) for rank in links}
+
+
+def rank_acts(
+    build: Build, links: Links, rank: Rank, *, ahead: int, microbatches: int, edges_wait: bool
+) -> Iterator[Act]:
+    """What a rank does in Megatron's 1F1B with so many forwards ``ahead`` of its first backward.
+
+    In each call it is through with one neighbour before it turns to the next, as upstream's
+    communicator of several modules is.
+    """
+    before = [each for each, others in links.items() if rank in others]
+    # Megatron's own stage without a forward ahead has nobody behind it. Where somebody is, it is
+    # one with a forward ahead of a microbatch more, which is left out of what it does.
+    more = int(not ahead and bool(links[rank]))
+    stage = int(bool(before))
+    row = Pipeline(stages=stage + 1 + ahead + more, stage=stage, chunks=1, group=1)
+    found = [each.ways for each in calls(row, microbatches + more) if isinstance(each, Posted)]
+    left_out = more * (stage + 1)
+    counts = Counter[tuple[Rank, Rank]]()
+
+    def end(other: Rank, *, sends: bool) -> End:
+        way = (rank, other) if sends else (other, rank)
+        message = build.message(way, counts[way], eager=not waits(way, edges_wait=edges_wait))
+        counts[way] += 1
+        return message, sends
+
+    for ways in found[left_out : len(found) - left_out]:
+        for other in links[rank] if ways[0].to_next else before:
+            ends = tuple(end(other, sends=each.sends) for each in ways)
+            yield from (Post(ends), Wait(ends))
+
+
+def waits(way: tuple[Rank, Rank], *, edges_wait: bool) -> bool:
+    """Whether a send waits for its receive."""
+    return edges_wait or way[0][0] == way[1][0]
+
+
+def finishes(
+    modules: Sequence[GraphModule],
+    counts: Mapping[Rank, int],
+    *,
+    microbatches: int,
+    edges_wait: bool = False,
+    shapes: bool = False,
+) -> bool:
+    """Whether a step ends with so many forwards of each rank ahead.
+
+    Within a pipeline sends wait, as those of gloo and NCCL do; with ``edges_wait`` those from one
+    module to another do too. With ``shapes`` a message with the shape goes ahead of each that
+    waits. Upstream has both.
+    """
+    build, links = Build(), links_of(modules)
+    acts = [
+        rank_acts(
+            build,
+            links,
+            rank,
+            ahead=counts[rank],
+            microbatches=microbatches,
+            edges_wait=edges_wait,
+        )
+        for rank in links
+    ]
+    programs = build.programs([[*each] for each in acts])
+    if shapes:
+        programs = with_shapes(programs, of=partial(waits, edges_wait=edges_wait))
+    return finish(programs)
+
 
 FIGURE_4A = (
     GraphModule(name="E1", stages=2, into="L"),
@@ -63,11 +166,9 @@ def test_a_module_may_lead_into_one_that_leads_into_the_decoder():
     found = distances(modules)
     assert [found["E", 0], found["E", 1], found["resampler", 0], found["L", 0]] == [4, 3, 2, 1]
     for microbatches in range(1, 10):
-        assert Graph(modules=modules).finishes(found, microbatches=microbatches)
+        assert finishes(modules, found, microbatches=microbatches)
         short = fewer(modules, 2)
-        assert Graph(modules=modules).finishes(short, microbatches=microbatches) == (
-            microbatches < 2
-        )
+        assert finishes(modules, short, microbatches=microbatches) == (microbatches < 2)
 
 
 def test_the_warmup_is_the_distance_to_the_sink():
@@ -100,9 +201,10 @@ def test_forwards_before_the_first_backward(pipeline, virtual, group, forwards):
 @pytest.mark.parametrize("shapes", [False, True])
 def test_no_small_graph_hangs(shapes):
     for modules in small_graphs():
-        graph, counts = Graph(modules=modules, shapes=shapes), distances(modules)
         for microbatches in range(1, 10):
-            assert graph.finishes(counts, microbatches=microbatches), (modules, microbatches)
+            assert finishes(
+                modules, distances(modules), microbatches=microbatches, shapes=shapes
+            ), (modules, microbatches)
 
 
 @pytest.mark.not_quick
@@ -112,55 +214,30 @@ def test_one_less_is_the_least_where_no_receive_holds_up_what_follows(shapes):
     warm-up may be smaller by one. By two, the decoder lacks what its first backward waits for,
     where a step has as many microbatches."""
     for modules in small_graphs():
-        graph, pipeline = Graph(modules=modules, shapes=shapes), modules[-1].stages
+        pipeline = modules[-1].stages
         for microbatches in range(1, 10):
-            assert graph.finishes(fewer(modules, 1), microbatches=microbatches)
-            hangs = not graph.finishes(fewer(modules, 2), microbatches=microbatches)
-            if microbatches >= pipeline >= 2:
-                assert hangs, (modules, microbatches)
-            else:  # shapes within an encoder need stages that are one apart
-                assert shapes or not hangs, (modules, microbatches)
-
-
-def finishes_beside_early_receives(
-    modules: tuple[GraphModule, ...], *, less: int, microbatches: int, window: int
-) -> bool:
-    """Whether a step ends where receives that are posted early hold up what follows."""
-    graph, counts = Graph(modules=modules), fewer(modules, less)
-    return finish(
-        {
-            rank: graph.posted_ahead(
-                rank,
-                graph.program(rank, warmup=counts[rank], microbatches=microbatches),
-                ahead=window - 1,  # a queue goes on when the last of them has begun
+            one, two = (
+                finishes(modules, fewer(modules, less), microbatches=microbatches, shapes=shapes)
+                for less in (1, 2)
             )
-            for rank in graph.ranks
-        }
-    )
-
-
-@pytest.mark.not_quick
-def test_the_distance_is_the_least_where_a_receive_holds_up_what_follows():
-    """No step hangs, and every step of more microbatches than the decoder has stages does with one
-    forward fewer. With receives posted a microbatch earlier than the product's, ours hangs."""
-    for modules in small_graphs():
-        for microbatches in range(1, 10):
-            more = microbatches > modules[-1].stages
-            for less, ends in ((0, True), (1, not more)):
-                assert ends == finishes_beside_early_receives(
-                    modules, less=less, microbatches=microbatches, window=WINDOW
-                ), (modules, microbatches, less)
-    assert not finishes_beside_early_receives(FIGURE_4A, less=0, microbatches=9, window=WINDOW + 1)
+            assert one, (modules, microbatches)
+            if microbatches >= pipeline >= 2:
+                assert not two, (modules, microbatches)
+            else:  # shapes within an encoder need stages that are one apart
+                assert shapes or two, (modules, microbatches)
 
 
 def test_counts_from_the_sources_hang_where_sends_wait():
     """As upstream counts and sends: E2, with one stage fewer than E1, gets as many as E1's first.
     Its fourth output then waits for the decoder, which waits for it to take a gradient."""
     upstream = {**distances(FIGURE_4A), ("E2", 0): 4}
-    waiting = Graph(modules=FIGURE_4A, edges_wait=True, shapes=True)
     for microbatches in range(1, 10):
-        assert waiting.finishes(upstream, microbatches=microbatches) == (microbatches <= 3)
-        assert waiting.finishes(distances(FIGURE_4A), microbatches=microbatches)
+        theirs, ours = (
+            finishes(FIGURE_4A, counts, microbatches=microbatches, edges_wait=True, shapes=True)
+            for counts in (upstream, distances(FIGURE_4A))
+        )
+        assert theirs == (microbatches <= 3)
+        assert ours
 
 
 def test_upstream_hangs_where_encoders_are_not_equally_deep():
@@ -182,31 +259,29 @@ def test_upstream_hangs_where_encoders_are_not_equally_deep():
             (name, stage): count if name == "L" else decoder - stage
             for (name, stage), count in ours.items()
         }
-        waiting, free = (
-            Graph(modules=modules, edges_wait=waits, shapes=True) for waits in (True, False)
-        )
         for microbatches in (1, 2, 4, 8):
-            hangs += not waiting.finishes(upstream, microbatches=microbatches)
-            assert free.finishes(ours, microbatches=microbatches)
+            hangs += not finishes(
+                modules, upstream, microbatches=microbatches, edges_wait=True, shapes=True
+            )
+            assert finishes(modules, ours, microbatches=microbatches, shapes=True)
     assert hangs == 96  # of 192
 
 
 def finishes_beside(
-    pipeline: Pipeline, *, forwards: int, microbatches: int, stages: int = 1, less: int = 0
+    pipeline: Pipeline, *, forwards: int, microbatches: int, stages: int = 1
 ) -> bool:
-    """An encoder of so many ``stages`` and a decoder under one of Megatron's schedules."""
-    stage = StageTime(forward=1, backward=2)
-    with patch.object(clock, "ahead", lambda **_: forwards - less):
-        try:
-            clock.step_time(
-                [stage] * (pipeline.stages * pipeline.chunks),
-                microbatches=microbatches,
-                encoders=[[stage] * stages],
-                pipeline=pipeline,
-            )
-        except Deadlock:
-            return False
-    return True
+    """An encoder of so many ``stages`` and a decoder under one of Megatron's schedules.
+
+    The encoder's last stage has so many ``forwards`` ahead, and each other one more than the next.
+    """
+    build, links = Build(), links_of((GraphModule(name="E", stages=stages, into="L"),))
+    acts = decoder_acts(build, pipeline, microbatches, sources=[("E", stages - 1)], eager=True)
+    for rank in links:
+        count = forwards + stages - 1 - rank[1]
+        acts.append(
+            rank_acts(build, links, rank, ahead=count, microbatches=microbatches, edges_wait=False)
+        )
+    return finish(build.programs([[*each] for each in acts]))
 
 
 def interleaved() -> Iterator[tuple[Pipeline, int]]:
@@ -226,7 +301,7 @@ def test_virtual_stages_take_twice_as_many(stages):
         forwards = ahead(pipeline=pipeline.stages, virtual=True)
         for less in (0, 1, 2):
             finished = finishes_beside(
-                pipeline, forwards=forwards, microbatches=microbatches, stages=stages, less=less
+                pipeline, forwards=forwards - less, microbatches=microbatches, stages=stages
             )
             assert finished == (less < 2 or microbatches < forwards), (pipeline, microbatches)
 
@@ -251,27 +326,5 @@ def test_the_overlap_of_moe_communication_without_a_pipeline():
     forwards = ahead(pipeline=1, virtual=False)
     for microbatches in range(1, 6):
         assert finishes_beside(pipeline, forwards=forwards, microbatches=microbatches)
-        if microbatches > 1:
-            assert not finishes_beside(
-                pipeline, forwards=forwards, microbatches=microbatches, less=1
-            )
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_ranks_that_are_simulated_do_what_stock_does(stages, microbatches):
-    graph = Graph(modules=[GraphModule(name="L", stages=stages)])
-    for stage in range(stages):
-        pipeline = Pipeline(stages=stages, stage=stage, chunks=1, group=stages)
-        stock = [
-            {(way.sends, stage + (1 if way.to_next else -1)) for way in call.ways}
-            for call in calls(pipeline, microbatches)
-            if isinstance(call, Posted)
-        ]
-        made = [
-            {(move.sends, (move.target if move.sends else move.source)[1]) for move in exchange}
-            for exchange in graph.program(
-                ("L", stage), warmup=stages - stage - 1, microbatches=microbatches
-            )
-        ]
-        assert made == stock
+        one_less = finishes_beside(pipeline, forwards=forwards - 1, microbatches=microbatches)
+        assert one_less == (microbatches == 1)
