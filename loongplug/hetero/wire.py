@@ -25,6 +25,15 @@ WINDOW = 2  # pieces whose features or states are received ahead
 Over = Callable[[int, int], dist.ProcessGroup]  # what a message goes over, by source and target
 
 
+def window(what: Cargo) -> int:
+    """How many pieces are received ahead of the one that is waited for.
+
+    Where a GPU has one queue for all its work, more of them would hold up what the others need to
+    go on.
+    """
+    return 1 if what.back else WINDOW
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """Some ``rows`` of a piece, to or from another rank, or kept for this one itself.
@@ -100,9 +109,7 @@ class Wire[Spec]:
         self._recorder = recorder
         self._together = together
         self._rank = dist.get_rank()
-        # Pieces that are received ahead of the one that is waited for. Where a GPU has one queue
-        # for all its work, more of them would hold up what the others need to go on.
-        self.windows = {what: 1 if what.back else WINDOW for what in groups}
+        self.windows = {what: window(what) for what in groups}
         self.sends = {what: Sends(most=most, recorder=recorder, name=what.waits) for what in groups}
         self.ways: dict[Cargo, Way] = {}  # of the step
 
