@@ -1,21 +1,14 @@
 """What the plan of a step has in memory for an encoder: the operations of one rank, in bytes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.exchange_bytes import ExchangeBytes
-from loongplug.estimate.ledger import (
-    ENCODER,
-    FEATURE_GRADIENTS,
-    FEATURES,
-    INPUT,
-    STATE_GRADIENTS,
-    STATES,
-    Ledger,
-)
-from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, STATES, Ledger
+from loongplug.estimate.wire_bytes import NAMES, WireBytes
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -36,6 +29,8 @@ from loongplug.hetero.operations import (
     When,
 )
 
+Held = defaultdict[Cargo, dict[int, int]]
+
 
 @dataclass(kw_only=True)
 class EncoderBytes:
@@ -55,12 +50,9 @@ class EncoderBytes:
     away: Mapping[str, int] = MappingProxyType({})
     streamed: Sequence[range] = ()
     trains_before: bool = False
-    # By piece, what has not been used up yet.
-    _states: dict[int, int] = field(default_factory=dict, init=False)  # of the stage before
-    _payloads: dict[int, int] = field(default_factory=dict, init=False)
-    _features: dict[int, int] = field(default_factory=dict, init=False)
-    _gradients: dict[int, int] = field(default_factory=dict, init=False)
-    _own_gradients: dict[int, int] = field(default_factory=dict, init=False)
+    # By piece, what has not been used up yet: what came here, and what was made here to leave.
+    _came: Held = field(default_factory=lambda: defaultdict(dict), init=False)
+    _made: Held = field(default_factory=lambda: defaultdict(dict), init=False)
     # By microbatch, what the decoder has used up of each piece.
     _handed: dict[int, dict[int, int]] = field(default_factory=dict, init=False)
 
@@ -69,6 +61,9 @@ class EncoderBytes:
         encodings = [each.pieces for each in operations if isinstance(each, Encode)]
         self._passes = {pieces[:1]: pieces for pieces in encodings}
         self._by_cargo = {what: wire for wire in self.wires for what in wire.carries}
+        features = Cargo.FEATURES, Cargo.GRADIENTS
+        states = Cargo.STATES, Cargo.STATE_GRADIENTS
+        self._there, self._back = features if self.encoded.states is None else states
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
@@ -94,17 +89,12 @@ class EncoderBytes:
                 self._encode(ledger, pieces)
             case Backward(pieces=pieces):
                 self._go_back(ledger, pieces, held=held)
-            case Send(what=Cargo.STATE_GRADIENTS as what, piece=piece):
-                nbytes = self._states.pop(piece)
-                ledger.take(STATES, nbytes)
-                self._by_cargo[what].send(ledger, what, piece, nbytes)
             case Send(what=what, piece=piece):
-                leaving = self._gradients if what is Cargo.GRADIENTS else self._payloads
-                self._by_cargo[what].send(ledger, what, piece, leaving.pop(piece))
+                if what is Cargo.STATE_GRADIENTS:
+                    self._let_go_of_states(ledger, (piece,))
+                self._by_cargo[what].send(ledger, what, piece, self._made[what].pop(piece))
             case Receive(what=what, piece=piece):
-                coming = {Cargo.FEATURES: self._features, Cargo.STATES: self._states}
-                here = coming.get(what, self._own_gradients)
-                here[piece] = self._by_cargo[what].receive(ledger, what, piece)
+                self._came[what][piece] = self._by_cargo[what].receive(ledger, what, piece)
             case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
                 self._gather(ledger, pieces, to_host=to_host)
             case Exchange(pieces=pieces):
@@ -121,33 +111,33 @@ class EncoderBytes:
                 pass  # copies set out or have come; weights are whole all along in an estimate
 
     def _encode(self, ledger: Ledger, pieces: tuple[int, ...]) -> None:
-        cost, made = self.encoded.cost(pieces), self._made(pieces)
+        cost, made = self.encoded.cost(pieces), {each: self.encoded.made(each) for each in pieces}
         ledger.add(ENCODER, cost.kept)
         ledger.work("encoder's forward", cost.forward - cost.kept)
-        ledger.add(FEATURES if self.encoded.states is None else STATES, sum(made.values()))
+        ledger.add(NAMES[self._there], sum(made.values()))
         if len(pieces) > 1 and self.streamed:
             ledger.work("features of one pass are taken apart", sum(made.values()))
-        self._payloads |= made
+        self._made[self._there] |= made
         if not self.trains_before and not cost.keeps_input:
             self._let_go_of_states(ledger, pieces)
 
     def _go_back(self, ledger: Ledger, pieces: tuple[int, ...], *, held: int) -> None:
-        cost, came = self.encoded.cost(pieces), sum(map(self._own_gradients.pop, pieces))
+        cost, came = self.encoded.cost(pieces), sum(map(self._came[self._back].pop, pieces))
         if len(pieces) > 1:
             ledger.work("gradients put together", came)
         ledger.work("encoder's backward", held + cost.backward)
         ledger.take(ENCODER, cost.kept)
-        ledger.take(FEATURE_GRADIENTS if self.encoded.states is None else STATE_GRADIENTS, came)
+        ledger.take(NAMES[self._back], came)
         if self.trains_before:
-            ledger.add(STATE_GRADIENTS, sum(map(self._states.__getitem__, pieces)))
+            made = {piece: self._came[Cargo.STATES][piece] for piece in pieces}
+            ledger.add(NAMES[Cargo.STATE_GRADIENTS], sum(made.values()))
+            self._made[Cargo.STATE_GRADIENTS] |= made
         else:
             self._let_go_of_states(ledger, pieces)
 
     def _let_go_of_states(self, ledger: Ledger, pieces: tuple[int, ...]) -> None:
-        ledger.take(STATES, sum(self._states.pop(piece, 0) for piece in pieces))
-
-    def _made(self, pieces: Iterable[int]) -> dict[int, int]:
-        return {piece: self.encoded.made(piece) for piece in pieces}
+        """Of the stage before."""
+        ledger.take(STATES, sum(self._came[Cargo.STATES].pop(piece, 0) for piece in pieces))
 
     def _gather(self, ledger: Ledger, pieces: range, *, to_host: bool) -> None:
         assert self.exchange is not None, "pieces go over wires"
@@ -155,23 +145,25 @@ class EncoderBytes:
         for some in self.exchange.spec.lots(pieces):
             takes = self.exchange.gathered(some, joined=joined, copied=not to_host)
             ledger.work("exchange of features", takes)
-            ledger.take(FEATURES, sum(map(self._payloads.pop, self.exchange.mine(some))))
+            ledger.take(
+                FEATURES, sum(map(self._made[Cargo.FEATURES].pop, self.exchange.mine(some)))
+            )
             came = self.exchange.consumed(some)
-            self._features |= came
+            self._came[Cargo.FEATURES] |= came
             if not to_host:
                 ledger.add(FEATURES, sum(came.values()))
 
     def _scatter(self, ledger: Ledger, pieces: range) -> None:
         assert self.exchange is not None, "pieces go over wires"
-        came = self._made(self.exchange.mine(pieces))
+        mine = {piece: self.encoded.made(piece) for piece in self.exchange.mine(pieces)}
         ledger.work("exchange of gradients", self.exchange.scattered(pieces))
-        ledger.take(FEATURE_GRADIENTS, sum(self._gradients.pop(piece, 0) for piece in pieces))
-        ledger.add(FEATURE_GRADIENTS, sum(came.values()))
-        self._own_gradients |= came
+        ledger.take(FEATURE_GRADIENTS, sum(self._made[Cargo.GRADIENTS].pop(n, 0) for n in pieces))
+        ledger.add(FEATURE_GRADIENTS, sum(mine.values()))
+        self._came[Cargo.GRADIENTS] |= mine
 
     def _features_to_decoder(self, ledger: Ledger, microbatch: int) -> None:
         pieces = self.streamed[microbatch] if self.streamed else (microbatch,)
-        taken = {piece: self._features.pop(piece) for piece in pieces}
+        taken = {piece: self._came[Cargo.FEATURES].pop(piece) for piece in pieces}
         self._handed[microbatch] = taken
         if len(taken) > 1:
             ledger.work("features of pieces are joined", sum(taken.values()))
@@ -180,7 +172,7 @@ class EncoderBytes:
 
     def _gradient_of_decoder(self, ledger: Ledger, microbatch: int) -> None:
         came = self._handed[microbatch]
-        self._gradients |= came
+        self._made[Cargo.GRADIENTS] |= came
         ledger.add(FEATURE_GRADIENTS, sum(came.values()))
         if len(came) > 1:
             wire = self._by_cargo[Cargo.GRADIENTS]
@@ -195,6 +187,6 @@ class EncoderBytes:
                 passes = (self._passes[piece,] for piece in pieces)
                 return [(ENCODER, self.encoded.cost(each).kept) for each in passes]
             case Kept.FEATURES:
-                return [(FEATURES, self._features[piece]) for piece in pieces]
+                return [(FEATURES, self._came[Cargo.FEATURES][piece]) for piece in pieces]
             case Kept.GRADIENTS:
-                return [(FEATURE_GRADIENTS, self._gradients[piece]) for piece in pieces]
+                return [(FEATURE_GRADIENTS, self._made[Cargo.GRADIENTS][each]) for each in pieces]

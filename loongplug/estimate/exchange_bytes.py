@@ -1,19 +1,12 @@
 """What the all-to-all between an encoder's ranks and the decoder's takes of one rank's memory."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import (
-    Rows,
-    Transfer,
-    feature_transfers,
-    gradient_transfers,
-    size,
-    within,
-)
+from loongplug.hetero.routes import feature_transfers, gradient_transfers, size, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +36,7 @@ class ExchangeBytes:
         memory with others where they were made. With ``copied``, each unit's features then get
         memory of their own, but for whole payloads.
         """
-        units = self.spec.part(members)
-        found = self._exchanged(
-            feature_transfers,
-            units,
-            has=units.encoded,
-            needs=units.needed,
-            views={unit - members.start for unit in members if unit in joined},
-        )
+        found = self._exchanged(members, back=False, joined=joined)
         return found.received + max(
             found.sent + found.taken,
             found.taken + found.joined,
@@ -59,10 +45,7 @@ class ExchangeBytes:
 
     def scattered(self, members: range) -> int:
         """The most that it takes to bring these units' gradients to the ranks that encoded them."""
-        units = self.spec.part(members)
-        found = self._exchanged(
-            gradient_transfers, units, has=units.needed, needs=units.encoded, views=()
-        )
+        found = self._exchanged(members, back=True)
         return found.received + found.taken + max(found.sent, found.joined)
 
     @property
@@ -70,19 +53,13 @@ class ExchangeBytes:
         return self.spec.width * self.spec.dtype.itemsize
 
     def _exchanged(
-        self,
-        transfers: Callable[..., Sequence[Transfer]],
-        units: ExchangeSpec,
-        *,
-        has: Callable[[Transfer], Rows],
-        needs: Callable[[Transfer], Rows],
-        views: Container[int],
+        self, members: range, *, back: bool, joined: Container[int] = ()
     ) -> "_Exchanged":
-        """Rows go from where they are part of those it ``has`` to be part of those it ``needs``.
-
-        Units in ``views`` lie in memory with others where they are made.
-        """
-        sent = received = taken = joined = viewed = 0
+        """Rows go from where they are part of those it ``has`` to be part of those it ``needs``."""
+        units = self.spec.part(members)
+        has, needs = (units.needed, units.encoded) if back else (units.encoded, units.needed)
+        transfers = gradient_transfers if back else feature_transfers
+        sent = received = taken = viewed = 0
         whole: set[int] = set()  # units of which one transfer brings all that is needed
         parts: dict[int, int] = {}  # what is needed of others
         sharded = units.shards is not None
@@ -98,12 +75,13 @@ class ExchangeBytes:
                 received += count
             if there and count == size(needs(each)):
                 whole.add(each.unit)
-                viewed += count if sharded or not here or each.unit in views else 0
+                alone = here and not sharded and members[each.unit] not in joined
+                viewed += 0 if alone else count
             elif there:
                 parts[each.unit] = size(needs(each))
-        joined = sum(rows for unit, rows in parts.items() if unit not in whole)
+        together = sum(rows for unit, rows in parts.items() if unit not in whole)
         return _Exchanged(
-            *(rows * self._payload for rows in (sent, received, taken, joined, viewed))
+            *(rows * self._payload for rows in (sent, received, taken, together, viewed))
         )
 
 

@@ -226,9 +226,7 @@ def own_units_of_size(
     first = encoders(model.entries())[0].name
     return {
         one.name: tuple(
-            _images(
-                args, model, one.name, visual_tokens if one.name == first else 0, len(each.samples)
-            )
+            _images(args, model, one.name, visual_tokens * (one.name == first), len(each.samples))
             for each in one.made
         )
         * microbatches_of(args)

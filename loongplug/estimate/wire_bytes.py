@@ -5,18 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from loongplug.estimate.ledger import (
-    FEATURE_GRADIENTS,
-    FEATURES,
-    STATE_GRADIENTS,
-    STATES,
-    Ledger,
-)
+from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, STATE_GRADIENTS, STATES, Ledger
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.routes import size
 from loongplug.hetero.wire import WINDOW, Ends, PieceEnd, window
 
-_NAMES = {
+NAMES = {
     Cargo.FEATURES: FEATURES,
     Cargo.GRADIENTS: FEATURE_GRADIENTS,
     Cargo.STATES: STATES,
@@ -65,23 +59,24 @@ class WireBytes:
         self._rank = rank
         self._most = most
         self._ways = {
-            what: self._way(what, ends(what)) for what in carries if trains or not what.back
+            what: self._way(what, ends(what), trains=trains)
+            for what in carries
+            if trains or not what.back
         }
-        for way in self._ways.values():
-            way.known = way.ahead if trains else 0  # a receiver may begin late
 
-    def _way(self, what: Cargo, ends: Ends) -> _Way:
+    def _way(self, what: Cargo, ends: Ends, *, trains: bool) -> _Way:
+        others = {
+            n: [m for m in end.messages if m.peer != self._rank] for n, end in ends.taken.items()
+        }
         pieces = sum(each.microbatch == 0 for each in ends.given.values())
+        # A microbatch of the decoder's is several pieces here.
+        ahead = WINDOW * (pieces if what is Cargo.FEATURES else 1)
         return _Way(
             ends=ends,
             pieces=pieces,
-            # A microbatch of the decoder's is several pieces here.
-            ahead=WINDOW * (pieces if what is Cargo.FEATURES else 1),
-            to_post=deque(
-                piece
-                for piece, end in ends.taken.items()
-                if any(each.peer != self._rank for each in end.messages)
-            ),
+            ahead=ahead,
+            to_post=deque(piece for piece, messages in others.items() if messages),
+            known=ahead if trains else 0,  # else a receiver may begin late
         )
 
     def begin(self, ledger: Ledger) -> None:
@@ -98,10 +93,10 @@ class WireBytes:
         copied = row * sum(
             size(each.rows)
             for each in end.messages
-            if len(each.rows) > 1 or (each.peer == self._rank and size(each.rows) < end.rows)
+            if len(each.rows) > 1 or (each.peer == self._rank and stays < nbytes)
         )
         ledger.work(f"exchange of {what.said}", copied)
-        ledger.take(_NAMES[what], nbytes - stays)
+        ledger.take(NAMES[what], nbytes - stays)
         if stays:
             way.kept[piece] = stays
         way.given += 1
@@ -110,9 +105,9 @@ class WireBytes:
         # Who encodes posts receives of gradients ahead: those before the last one have arrived.
         known = piece if what.back else way.known
         while way.sent and (way.sent[0][0] < known or self._waited_for(way, piece)):
-            ledger.take(_NAMES[what], way.sent.popleft()[1])
+            ledger.take(NAMES[what], way.sent.popleft()[1])
         way.sent.append((piece, away))
-        ledger.add(_NAMES[what], away)
+        ledger.add(NAMES[what], away)
 
     def stays(self, what: Cargo, piece: int, nbytes: int) -> int:
         """What of a piece of ``nbytes`` this rank gives to itself."""
@@ -133,13 +128,13 @@ class WireBytes:
                 each.known = each.given + each.ahead - each.pieces
         alone = any(size(each.rows) == end.rows for each in end.messages)
         ledger.work(f"exchange of {what.said}", 0 if alone else whole)
-        ledger.add(_NAMES[what], whole - came)
+        ledger.add(NAMES[what], whole - came)
         return whole
 
     def drain(self, ledger: Ledger) -> None:
         """All that was sent has arrived."""
         for what, way in self._ways.items():
-            ledger.take(_NAMES[what], sum(nbytes for _, nbytes in way.sent))
+            ledger.take(NAMES[what], sum(nbytes for _, nbytes in way.sent))
             left = [*way.to_post, *way.under_way, *way.kept]
             assert not left, f"nobody took {what.said} of pieces {left}"
 
@@ -154,7 +149,7 @@ class WireBytes:
             piece = way.to_post.popleft()
             rows = self._rows(way.ends.taken[piece], own=False)
             way.under_way[piece] = rows * _row(way.ends)
-            ledger.add(_NAMES[what], way.under_way[piece])
+            ledger.add(NAMES[what], way.under_way[piece])
 
     def _rows(self, end: PieceEnd, *, own: bool) -> int:
         """Those of a piece's messages between this rank and itself, or others."""
