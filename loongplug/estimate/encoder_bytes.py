@@ -145,10 +145,8 @@ class EncoderBytes:
         for some in self.exchange.spec.lots(pieces):
             takes = self.exchange.gathered(some, joined=joined, copied=not to_host)
             ledger.work("exchange of features", takes)
-            ledger.take(
-                FEATURES, sum(map(self._made[Cargo.FEATURES].pop, self.exchange.mine(some)))
-            )
-            came = self.exchange.consumed(some)
+            mine, came = self.exchange.mine(some), self.exchange.consumed(some)
+            ledger.take(FEATURES, sum(map(self._made[Cargo.FEATURES].pop, mine)))
             self._came[Cargo.FEATURES] |= came
             if not to_host:
                 ledger.add(FEATURES, sum(came.values()))

@@ -65,9 +65,6 @@ class WireBytes:
         }
 
     def _way(self, what: Cargo, ends: Ends, *, trains: bool) -> _Way:
-        others = {
-            n: [m for m in end.messages if m.peer != self._rank] for n, end in ends.taken.items()
-        }
         pieces = sum(each.microbatch == 0 for each in ends.given.values())
         # A microbatch of the decoder's is several pieces here.
         ahead = WINDOW * (pieces if what is Cargo.FEATURES else 1)
@@ -75,7 +72,11 @@ class WireBytes:
             ends=ends,
             pieces=pieces,
             ahead=ahead,
-            to_post=deque(piece for piece, messages in others.items() if messages),
+            to_post=deque(
+                piece
+                for piece, end in ends.taken.items()
+                if {each.peer for each in end.messages} - {self._rank}
+            ),
             known=ahead if trains else 0,  # else a receiver may begin late
         )
 

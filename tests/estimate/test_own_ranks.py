@@ -55,48 +55,39 @@ def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
     )
 
 
-def encoder_end(step, *, rank=LEADER, links=(None, None), **encoded):
-    """Units of TOKENS and ROWS each, which keep KEPT bytes where they train.
+def encoder_end(step, *, rank=LEADER, **options):
+    """Units of TOKENS and ROWS each, which keep KEPT bytes where they train."""
+    units = [UnitSize(grids=((1, 2, 2),), row_tokens=(TOKENS,))] * len(step.encoder_replicas)
+    made = [apart_piece(encoders=(LEADER, LEADER + 1), decoder=each) for each in range(step.pieces)]
+    return side_of(step, units, rank=rank, pieces=made, **options)
 
-    ``links`` are to the stages before and behind.
-    """
-    cost = UnitBytes(
-        kept=KEPT if step.trains else 0,
-        forward=FORWARD,
-        backward=BACKWARD,
-        keeps_input=encoded.pop("keeps", False),
-    )
-    count = len(step.encoder_replicas)
-    unit = UnitSize(grids=((1, 2, 2),), row_tokens=(TOKENS,))
+
+def side_of(step, units, *, rank, pieces, links=(None, None), keeps=False, **encoded):
+    """``links`` are to the stages before and behind."""
+    kept, count = KEPT if step.trains else 0, len(units)
+    cost = UnitBytes(kept=kept, forward=FORWARD, backward=BACKWARD, keeps_input=keeps)
     costs = UnitCosts(blank=cost, blank_rows=ROWS, largest=cost, largest_rows=ROWS)
     options = {"row": ROW, "blank_input": 0, "width": PAYLOAD, "dtype": torch.uint8}
-    encoded = EncodedUnits(units=[unit] * count, costs=costs, **(options | encoded))
-    made = [apart_piece(encoders=(LEADER, LEADER + 1), decoder=each) for each in range(step.pieces)]
+    encoded = EncodedUnits(units=units, costs=costs, **(options | encoded))
     states = StageSpec(rows=(1,) * count, microbatches=tuple(range(count)), dtype=torch.uint8)
-    before, behind = links
     wire = partial(WireBytes, rank=rank, most=step.warmup + 1, trains=step.trains)
+    features = wire(partial(apart_ends, units=encoded.spec(), pieces=pieces, rank=rank))
+    stages = wire(
+        partial(stage_ends, spec=states, before=links[0], behind=links[1]),
+        carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),
+    )
     return EncoderBytes(
         plan=apart(step),
         encoded=encoded,
-        wires=(
-            wire(partial(apart_ends, units=encoded.spec(), pieces=made, rank=rank)),
-            wire(
-                partial(stage_ends, spec=states, before=before, behind=behind),
-                carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),
-            ),
-        ),
+        wires=(features, stages),
         trains_before=step.trains_before,
     )
 
 
 def apart_piece(*, encoders, decoder=0, decoders=(), sample=0):
     """What goes from one replica to another."""
-    edge = ApartEdge(
-        encoder=0,
-        decoder=decoder,
-        encoder_ranks=encoders,
-        decoder_ranks=decoders or (decoder,),
-    )
+    ends = {"encoder_ranks": encoders, "decoder_ranks": decoders or (decoder,)}
+    edge = ApartEdge(encoder=0, decoder=decoder, **ends)
     return ApartPiece(edge=edge, samples=range(sample, sample + 1))
 
 
@@ -251,25 +242,15 @@ def decoder_ledger(*, microbatches, trains, rank=0, replicas=1, stages=1):
         trains=trains,
         last_stage=stages == 1,
     )
-    cost = UnitBytes()
-    encoded = EncodedUnits(
-        units=[
-            UnitSize(row_tokens=(100 * (number + 1) // replicas,) * replicas)
-            for number in range(microbatches)
-        ],
-        costs=UnitCosts(blank=cost, blank_rows=0, largest=cost, largest_rows=0),
-        width=1,
-        dtype=torch.uint8,
-        row=0,
-        blank_input=0,
-    )
+    units = [
+        UnitSize(row_tokens=(100 * (number + 1) // replicas,) * replicas)
+        for number in range(microbatches)
+    ]
     needed = [
         apart_piece(encoders=(LEADER + each,), decoders=(0, 1), sample=each)
         for each in range(replicas)
     ]
-    ends = partial(apart_ends, units=encoded.spec(), pieces=needed, rank=rank)
-    wire = WireBytes(ends, rank=rank, most=stages, trains=trains)
-    end = EncoderBytes(plan=apart(step), encoded=encoded, wires=(wire,))
+    end = side_of(step, units, rank=rank, pieces=needed, width=1)
     ledger, works = Ledger(), []
     end.at(ledger, BEGIN)
     ahead = stages - 1

@@ -37,10 +37,8 @@ def looked_at(source: str) -> set[str]:
     asked: list[ast.expr] = []
     for node in ast.walk(tree):
         match node:
-            case ast.MatchClass(cls=cls):
-                asked.append(cls)
-            case ast.Call(func=ast.Name(id="isinstance"), args=[_, classes]):
-                asked.append(classes)
+            case ast.MatchClass(cls=each) | ast.Call(func=ast.Name("isinstance"), args=[_, each]):
+                asked.append(each)
     inside = (part for each in asked for part in ast.walk(each))
     return {names[part.id] for part in inside if isinstance(part, ast.Name) and part.id in names}
 
