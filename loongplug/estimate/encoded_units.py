@@ -4,17 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loongplug.estimate.ledger import (
-    ENCODER,
-    FEATURE_GRADIENTS,
-    FEATURES,
-    STATE_GRADIENTS,
-    STATES,
-    Ledger,
-)
+import torch
+
+from loongplug.data.microbatch import Share
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
-from loongplug.hetero.operations import Encode, StepPlan
+from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.multimodal import MultimodalModel
 
@@ -55,8 +50,8 @@ class EncodedUnits:
     """A step's units in an encoder: what each of them takes of a rank that encodes it.
 
     ``units`` are what the rank encodes of each where it encodes some of it; else they are whole.
-    ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
-    ``blank_input`` those of the input that the backward of a unit without media keeps.
+    A token's features have so much ``width``, and are of ``dtype``. ``row`` are the bytes of a row
+    of input, ``blank_input`` those of the input that the backward of a unit without media keeps.
 
     Of a stage of the encoder before its last, ``states`` are the bytes of what it makes of each
     unit, in the place of features.
@@ -64,24 +59,17 @@ class EncodedUnits:
 
     units: Sequence[UnitSize]
     costs: UnitCosts
-    payload: int
+    width: int
+    dtype: torch.dtype
     row: int
     blank_input: int
     states: tuple[int, ...] | None = None
 
-    def features(self, unit: int) -> int:
+    def made(self, unit: int) -> int:
         """Bytes of all that is made of a unit."""
-        return self.units[unit].tokens * self.payload if self.states is None else self.states[unit]
-
-    @property
-    def kind(self) -> str:
-        """What these are in a ledger."""
-        return FEATURES if self.states is None else STATES
-
-    @property
-    def kind_of_gradients(self) -> str:
-        """And what their gradients are."""
-        return FEATURE_GRADIENTS if self.states is None else STATE_GRADIENTS
+        if self.states is not None:
+            return self.states[unit]
+        return self.units[unit].tokens * self.width * self.dtype.itemsize
 
     def cost(self, units: Sequence[int]) -> UnitBytes:
         """Of a pass in the encoder; without media that of the blank one, whose input is its own.
@@ -97,31 +85,22 @@ class EncodedUnits:
         kept = copy if self.blank_input else 0
         return replace(cost, kept=cost.kept + kept, forward=cost.forward + copy)
 
-    def input(self, plan: StepPlan) -> int:
-        """Bytes of the media of all units that are encoded here."""
-        return self.row * sum(
-            sum(map(self._rows, each.pieces))
-            for operations in plan.values()
-            for each in operations
-            if isinstance(each, Encode)
+    def input(self, units: Sequence[int]) -> int:
+        """Bytes of their media."""
+        return self.row * sum(map(self._rows, units))
+
+    def spec(self) -> ExchangeSpec:
+        """What all who send and receive whole units know of them, where one replica has each."""
+        shards = tuple(each.shards for each in self.units if each.shards is not None)
+        assert len(shards) in (0, len(self.units)), "split for all of them or for none"
+        return ExchangeSpec(
+            tokens=tuple(each.tokens for each in self.units),
+            shares=((Share(encoder_replica=0),),) * len(self.units),
+            width=self.width,
+            dtype=self.dtype,
+            shards=shards or None,
+            row_tokens=tuple(each.row_tokens for each in self.units),
         )
-
-    def encode(self, ledger: Ledger, units: Sequence[int]) -> None:
-        """Enter the forward of a pass."""
-        cost = self.cost(units)
-        ledger.add(ENCODER, cost.kept)
-        ledger.work("encoder's forward", cost.forward - cost.kept)
-        ledger.add(self.kind, sum(map(self.features, units)))
-
-    def go_back(self, ledger: Ledger, units: Sequence[int], *, held: int = 0) -> None:
-        """Enter the backward of a pass, while so much is ``held``."""
-        cost = self.cost(units)
-        gradients = sum(map(self.features, units))
-        if len(units) > 1:
-            ledger.work("gradients put together", gradients)
-        ledger.work("encoder's backward", held + cost.backward)
-        ledger.take(ENCODER, cost.kept)
-        ledger.take(self.kind_of_gradients, gradients)
 
     def _rows(self, unit: int) -> int:
         return self.units[unit].rows
@@ -130,7 +109,7 @@ class EncodedUnits:
 def blank_unit(architecture: EncoderArchitecture) -> UnitSize:
     """The smallest unit, which stands in for no media."""
     grid = architecture.blank_grid()
-    return UnitSize(grids=(grid,), tokens=architecture.tokens(grid))
+    return UnitSize(grids=(grid,), row_tokens=(architecture.tokens(grid),))
 
 
 def largest_unit(units: Sequence[UnitSize], *, blank: UnitSize) -> UnitSize:
@@ -149,7 +128,8 @@ def encoded_units(
     return EncodedUnits(
         units=units,
         costs=costs,
-        payload=(1 + len(architecture.taps())) * config.hidden_size * config.params_dtype.itemsize,
+        width=(1 + len(architecture.taps())) * config.hidden_size,
+        dtype=config.params_dtype,
         row=row,
         blank_input=kept,
     )

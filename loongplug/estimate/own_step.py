@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from loongplug.estimate.edge_ends import EncoderEnd, GivenStates
 from loongplug.estimate.encoded_units import (
     EncodedUnits,
     UnitCosts,
@@ -12,11 +12,15 @@ from loongplug.estimate.encoded_units import (
     encoded_units,
     largest_unit,
 )
+from loongplug.estimate.encoder_bytes import EncoderBytes
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.trace import StageBefore, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
-from loongplug.hetero.operations import BEGIN, END
+from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.edge import apart_ends
+from loongplug.hetero.operations import BEGIN, END, Cargo
+from loongplug.hetero.stage_links import StageSpec, stage_ends
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.training.arguments import ParsedArguments
 
@@ -49,7 +53,6 @@ class OwnStep:
         self._trains_before = trains_before
         self.trains = trains_before or self._chunk.trains(entry)
         self._engine = rank.engine.encoders[entry.name]
-        self._args = parsed.args
         architecture = model.encoder(entry.name)
         blank = blank_unit(architecture)
         largest = largest_unit(units, blank=blank)
@@ -72,54 +75,44 @@ class OwnStep:
             largest_rows=largest.rows,
         )
         encoded = encoded_units(self._chunk, model, entry.name, units, costs=costs)
-        itemsize = self._chunk.config.params_dtype.itemsize
-
-        def states(unit: UnitSize, *, width: int) -> int:
-            return sum(map(architecture.states, unit.grids)) * width * itemsize
-
+        itemsize = encoded.dtype.itemsize
+        self._rows = tuple(sum(map(architecture.states, each.grids)) for each in units)  # of states
         if rank.stage < len(widths):
-            made = tuple(states(each, width=widths[rank.stage]) for each in units)
+            made = tuple(rows * widths[rank.stage] * itemsize for rows in self._rows)
             encoded = replace(encoded, states=made)
-        self._given: tuple[int, ...] = ()
         if before is not None:
-            self._given = tuple(states(each, width=before.width) for each in units)
-            kept = states(blank, width=before.width) if costs.blank.keeps_input else 0
+            of_blank = sum(map(architecture.states, blank.grids)) * before.width * itemsize
+            kept = of_blank if costs.blank.keeps_input else 0
             encoded = replace(encoded, row=0, blank_input=kept)
         self._encoded: EncodedUnits = encoded
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunk as this process's."""
-        made = self._engine.place.made_by(rank, training=True)
-        end = EncoderEnd(
+        place, spec = self._engine.place, self._encoded.spec()
+        assert place.pieces is not None, "an encoder on ranks of its own"
+        made = len(place.made_by(rank, training=True))
+        states = StageSpec(
+            rows=self._rows,
+            microbatches=tuple(unit // made for unit in range(len(self._rows))),
+            dtype=spec.dtype,
+        )
+        wire = partial(WireBytes, rank=rank, most=self._engine.in_flight(rank), trains=self.trains)
+        features = wire(partial(apart_ends, units=spec, pieces=place.pieces[True], rank=rank))
+        links = wire(
+            partial(stage_ends, spec=states, before=place.before, behind=place.behind),
+            carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),
+        )
+        side = EncoderBytes(
             plan=self._engine.plan(
-                encoder_replicas=((0,),) * len(self._encoded.units),
+                encoder_replicas=spec.encoder_replicas,
                 training=True,
                 trains=self.trains,
                 trains_before=self._trains_before,
                 rank=rank,
             ),
             encoded=self._encoded,
-            pieces=len(made),
-            trains=self.trains,
-            leads=not self._features or rank in made[0].edge.feature_senders,
-            copies=self._features
-            and self._args.sequence_parallel
-            and max(len(each.samples) for each in made) > 1,
-            in_flight=self._engine.in_flight(rank),
-            given=self._given_states() if self._given else None,
+            wires=(features, links),
+            trains_before=self._trains_before,
         )
-        end.at(ledger, BEGIN)
-        end.at(ledger, END)
-
-    @property
-    def _features(self) -> bool:
-        """Whether features come of this stage, not states for the next one."""
-        return self._encoded.states is None
-
-    def _given_states(self) -> GivenStates:
-        """New ones, of the stage before."""
-        return GivenStates(
-            nbytes=self._given,
-            trains=self._trains_before,
-            keeps=self._encoded.costs.largest.keeps_input,
-        )
+        side.at(ledger, BEGIN)
+        side.at(ledger, END)

@@ -3,10 +3,12 @@
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from loongplug.estimate.edge_ends import DecoderEnd
+from loongplug.data.positions import Grid
 from loongplug.estimate.encoded_units import (
     EncodedUnits,
     UnitCosts,
@@ -14,18 +16,21 @@ from loongplug.estimate.encoded_units import (
     encoded_units,
     largest_unit,
 )
-from loongplug.estimate.encoder_side import EncoderSide
+from loongplug.estimate.encoder_bytes import EncoderBytes
+from loongplug.estimate.exchange_bytes import ExchangeBytes
 from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
-from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Tracer, UnitBytes
-from loongplug.estimate.units import MicrobatchSize, UnitSize, parts_of
-from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.estimate.units import MicrobatchSize, UnitSize
+from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.edge import apart_ends
 from loongplug.hetero.operations import BEGIN, END
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
-from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.piece_edges import piece_ends
+from loongplug.hetero.piece_work import of_pieces
+from loongplug.hetero.streamed_pieces import Piece
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -169,9 +174,7 @@ class TracedStep:
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
         sides = [
-            self._decoder_end(name, rank)
-            if engine.apart
-            else self._streamed_side(name, rank) or self._side(name, rank)
+            self._encoder_bytes(name, rank)
             for name, engine in self._rank.engine.encoders.items()
             if engine.steps
         ]
@@ -213,114 +216,48 @@ class TracedStep:
             if name not in self._apart and self._rank.chunks[0].pre_process
         )
 
-    def _streamed_side(self, encoder: str, rank: int) -> StreamedSide | None:
-        """Of an encoder that streams in this step; None of another one."""
-        engine = self._rank.engine.encoders[encoder]
-        units = [each.units[encoder] for each in self._microbatches]
-        planner = engine.step_planner
-        planned = None if planner is None else planner.plan([each.grids for each in units])
-        if planned is None:
-            return None
-        edge = engine.place.edge
+    def _encoder_bytes(self, encoder: str, rank: int) -> EncoderBytes:
+        """Of an encoder that does not work within the decoder's forward."""
+        engine, encoded = self._rank.engine.encoders[encoder], self._encoded(encoder)
+        place, trains = engine.place, self._trains.get(encoder, False)
+        plan = partial(engine.plan, training=True, trains=trains, rank=rank)
+        wire = partial(WireBytes, rank=rank, trains=trains)
+        spec = encoded.spec()
+        if place.pieces is not None:  # on ranks of its own
+            ends = partial(apart_ends, units=spec, pieces=place.pieces[True], rank=rank)
+            return EncoderBytes(
+                plan=plan(encoder_replicas=spec.encoder_replicas),
+                encoded=encoded,
+                wires=(wire(ends, most=engine.in_flight(rank)),),
+            )
+        edge, grids = place.edge, [each.grids for each in encoded.units]
         assert edge is not None, "an encoder beside the decoder"
         replica = edge.replica_of(rank)
-        assert replica is not None, "the encoder lies on all ranks"
-        encoded = self._encoded(encoder)
-        sizes = [
-            UnitSize(grids=units[each.microbatch].grids[each.media.start : each.media.stop])
-            for each in planned.pieces
-        ]
-        mine = zip(planned.pieces, sizes, strict=True)
-        return StreamedSide(
-            plan=engine.plan(
-                encoder_replicas=((0,),) * len(units),
-                training=True,
-                trains=planned.trains,
-                rank=rank,
-                stream=planned.stream(replica),
-            ),
-            pieces=planned.pieces,
-            replica=replica,
-            consumed=[
-                encoded.payload * each
-                for each in consumed_tokens(planned.pieces, units, edge=edge, rank=rank)
-            ],
-            encoded=replace(
-                encoded,
-                units=[
-                    replace(size_of, tokens=each.tokens)
-                    for each, size_of in zip(planned.pieces, sizes, strict=True)
-                ],
-            ),
-            media=encoded.row
-            * sum(size_of.rows for each, size_of in mine if each.replica == replica),
-            trains=planned.trains,
-        )
-
-    def _side(self, encoder: str, rank: int) -> EncoderSide:
-        engine = self._rank.engine.encoders[encoder]
-        edge = engine.place.edge
-        assert edge is not None, "an encoder beside the decoder"
-        units = [each.units[encoder] for each in self._microbatches]
+        planner = engine.step_planner
+        planned = None if planner is None else planner.plan(grids)
+        if planned is not None:
+            stream = planned.stream(replica)
+            ends = partial(piece_ends, pieces=of_pieces(planned.pieces, spec), edge=edge, rank=rank)
+            return EncoderBytes(
+                plan=plan(encoder_replicas=spec.encoder_replicas, stream=stream),
+                encoded=replace(encoded, units=_units_of(planned.pieces, grids)),
+                wires=(wire(ends, most=inf),),
+                streamed=stream.pieces,
+            )
         assignment = assignment_of(
             self._args, self._model.encoder(encoder), replicas=len(edge.replicas)
         )
-        grids = [each.grids for each in units]
-        shares = assignment.of(range(len(units)), grids, step=len(units))
-        encoded = self._encoded(encoder)
-        own = [
-            unit.share(each, replica=edge.replica_of(rank))
-            for unit, each in zip(units, shares, strict=True)
-        ]
-        exchanged = ExchangeSpec(
-            tokens=tuple(unit.tokens for unit in units),
-            shares=tuple(shares),
-            width=encoded.payload // self._rank.chunks[0].config.params_dtype.itemsize,
-            dtype=self._rank.chunks[0].config.params_dtype,
-            shards=_shards(units),
-        )
-        plan = engine.plan(
-            encoder_replicas=exchanged.encoder_replicas,
-            training=True,
-            trains=self._trains.get(encoder, False),
-            rows=tuple(unit.rows for unit in own),
-            rank=rank,
-        )
-        return EncoderSide(
-            plan=plan,
-            away=self._states[encoder].by_name(),
-            edge=edge,
-            rank=rank,
-            exchanged=exchanged,
-            encoded=replace(encoded, units=own),
-        )
-
-    def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
-        """Of an encoder on ranks of its own."""
-        engine = self._rank.engine.encoders[encoder]
-        needed = engine.place.needed_by(rank, training=True)
-        encoded, count = self._encoded(encoder), len(self._microbatches)
-        consumed = received = [0] * count
-        if needed:
-            edge = needed[0].edge
-            parts = parts_of(encoded.units)
-            part = edge.part_of(rank, parts=parts)
-            consumed = [
-                encoded.features(unit) if shards is None else size(shards[part]) * encoded.payload
-                for unit, shards in enumerate(each.shards for each in encoded.units)
-            ]
-            if rank in edge.feature_receivers(parts=parts):
-                received = consumed
-        return DecoderEnd(
-            plan=engine.plan(
-                encoder_replicas=((0,),) * count,
-                training=True,
-                trains=self._trains.get(encoder, False),
-                rank=rank,
+        shares = assignment.of(range(len(grids)), grids, step=len(grids))
+        shared = zip(encoded.units, shares, strict=True)
+        own = [unit.share(several, replica=replica) for unit, several in shared]
+        spec = replace(spec, shares=tuple(shares))
+        return EncoderBytes(
+            plan=plan(
+                encoder_replicas=spec.encoder_replicas, rows=tuple(unit.rows for unit in own)
             ),
-            consumed=consumed,
-            received=received,
-            messages=len(needed),
+            encoded=replace(encoded, units=own),
+            exchange=ExchangeBytes(edge=edge, rank=rank, spec=spec),
+            away=self._states[encoder].by_name(),
         )
 
     def _encoded(self, encoder: str) -> EncodedUnits:
@@ -333,8 +270,12 @@ class TracedStep:
         )
 
 
-def _shards(units: Sequence[UnitSize]) -> tuple[tuple[Rows, ...], ...] | None:
-    """Of each unit, where sequences are split over ranks."""
-    found = [unit.shards for unit in units if unit.shards is not None]
-    assert len(found) in (0, len(units)), "split for all of them or for none"
-    return tuple(found) if found else None
+def _units_of(pieces: Sequence[Piece], grids: Sequence[Sequence[Grid]]) -> list[UnitSize]:
+    """What is encoded of each of ``pieces``; ``grids`` by microbatch."""
+    return [
+        UnitSize(
+            grids=tuple(grids[each.microbatch][each.media.start : each.media.stop]),
+            row_tokens=(each.tokens,),
+        )
+        for each in pieces
+    ]

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -25,15 +26,20 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSize:
-    """A microbatch's media for one encoder, by their grids, and their ``tokens`` in the text.
+    """A microbatch's media for one encoder, by their grids, and their tokens in each of its rows.
 
     ``shards`` are which of those tokens are in each part of the sequence, where that is split over
     ranks.
     """
 
     grids: tuple[Grid, ...] = ()
-    tokens: int = 0
+    row_tokens: tuple[int, ...] = ()
     shards: tuple[Rows, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return sum(self.row_tokens)
 
     @property
     def rows(self) -> int:
@@ -46,13 +52,8 @@ class UnitSize:
             if each.encoder_replica == replica and each.media is not None:
                 assert each.rows is not None, "media have rows"
                 grids = tuple(self.grids[number] for number in each.media)
-                return UnitSize(grids=grids, tokens=size(each.rows))
+                return UnitSize(grids=grids, row_tokens=(size(each.rows),))
         return self
-
-
-def parts_of(units: Sequence[UnitSize]) -> int:
-    """In how many parts the sequences of these units' microbatches are split over ranks."""
-    return next((len(each.shards) for each in units if each.shards), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +88,9 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
         ValueError: the data do not fit the model, or a row cannot be used.
     """
     data = _Data(args, model, step=step)
-    layout = decoder_layout_of(args)
-    tp = layout.tp if args.sequence_parallel else 1
-    split = layout.sequence_shards(sequence_parallel=args.sequence_parallel) > 1
     found = []
     for planned, microbatch in data.microbatches(0):
-        units = {}
-        for name, unit in microbatch.units.items():
-            shards = None
-            if split:
-                shards = sequence_shards(unit.places, split=microbatch.split, tp=tp)
-            grids = planned.units[name].media.grids
-            units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
+        units = {name: data.unit(planned, microbatch, name) for name in microbatch.units}
         segments, length = microbatch.segments, microbatch.split.length
         if segments is not None:
             segments = (*segments, length - microbatch.tokens)
@@ -125,26 +117,16 @@ def own_units_of_data(
     steps = {replica: data.microbatches(replica) for replica in replicas}
     return {
         one.name: tuple(
-            _piece(*steps[each.decoder][number], one.name, None if args.packing else each.samples)
+            data.unit(
+                *steps[each.decoder][number],
+                one.name,
+                samples=None if args.packing else each.samples,
+            )
             for number in range(microbatches_of(args))
             for each in one.made
         )
         for one in own
     }
-
-
-def _piece(
-    planned: PlannedMicrobatch, microbatch: Microbatch, encoder: str, samples: range | None
-) -> UnitSize:
-    """Of some samples of a microbatch; None for all that are packed in its one row."""
-    media, places = planned.units[encoder].media, microbatch.units[encoder].places
-    grids = zip(media.grids, media.samples, strict=True)
-    return UnitSize(
-        grids=tuple(grid for grid, sample in grids if samples is None or sample in samples),
-        tokens=sum(
-            len(places[row]) for row in (range(len(places)) if samples is None else samples)
-        ),
-    )
 
 
 class _Data:
@@ -153,6 +135,29 @@ class _Data:
     def __init__(self, args: Namespace, model: Any, *, step: int) -> None:
         self._args, self._model, self._step = args, model, step
         self._provider = DatasetProvider(args, model, engine=engine_of(args, model))
+
+    def unit(
+        self,
+        planned: PlannedMicrobatch,
+        microbatch: Microbatch,
+        encoder: str,
+        *,
+        samples: range | None = None,
+    ) -> UnitSize:
+        """Of some samples of a microbatch; None for all."""
+        args, layout = self._args, decoder_layout_of(self._args)
+        media, every = planned.units[encoder].media, microbatch.units[encoder].places
+        places = every if samples is None else every[samples.start : samples.stop]
+        grids = zip(media.grids, media.samples, strict=True)
+        shards = None
+        if layout.sequence_shards(sequence_parallel=args.sequence_parallel) > 1:
+            tp = layout.tp if args.sequence_parallel else 1
+            shards = sequence_shards(places, split=microbatch.split, tp=tp)
+        return UnitSize(
+            grids=tuple(grid for grid, sample in grids if samples is None or sample in samples),
+            row_tokens=tuple(map(len, places)),
+            shards=shards,
+        )
 
     def microbatches(self, replica: int) -> list[tuple[PlannedMicrobatch, Microbatch]]:
         """Those of a decoder replica."""
@@ -209,20 +214,8 @@ def microbatches_of_size(
             f"--seq-length {args.seq_length}, for a row of one image and its text"
         )
     first, *others = (entry.name for entry in encoders(model.entries()))
-    grids: tuple[Grid, ...] = ()
-    if visual_tokens:
-        grids = (model.encoder(first).grid_of(visual_tokens),) * args.micro_batch_size
-    tokens = visual_tokens * args.micro_batch_size
-
-    def shards(count: int) -> tuple[Rows, ...] | None:
-        parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
-        if parts == 1:
-            return None
-        each = -(-count // parts)
-        return tuple((slice(part * each, (part + 1) * each),) for part in range(parts))
-
-    units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
-    units |= {name: UnitSize(shards=shards(0)) for name in others}
+    units = {first: _images(args, model, first, visual_tokens, args.micro_batch_size)}
+    units |= {name: _images(args, model, name, 0, args.micro_batch_size) for name in others}
     return [MicrobatchSize(units=units, row_length=args.seq_length)] * microbatches_of(args)
 
 
@@ -231,15 +224,24 @@ def own_units_of_size(
 ) -> dict[str, tuple[UnitSize, ...]]:
     """As :func:`own_units_of_data`, of samples as :func:`microbatches_of_size` has them."""
     first = encoders(model.entries())[0].name
-
-    def piece(encoder: str, samples: int) -> UnitSize:
-        if encoder != first or not visual_tokens:
-            return UnitSize()
-        grid = model.encoder(encoder).grid_of(visual_tokens)
-        return UnitSize(grids=(grid,) * samples, tokens=visual_tokens * samples)
-
     return {
-        one.name: tuple(piece(one.name, len(each.samples)) for each in one.made)
+        one.name: tuple(
+            _images(args, model, one.name, visual_tokens * (one.name == first), len(each.samples))
+            for each in one.made
+        )
         * microbatches_of(args)
         for one in own_ranks_of(args, model)
     }
+
+
+def _images(args: Namespace, model: Any, encoder: str, tokens: int, samples: int) -> UnitSize:
+    """A unit with one of so many ``tokens`` in each sample; 0 for none. Parts have equally many."""
+    parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
+    whole = tokens * samples
+    ends = [min(whole, part * -(-whole // parts)) for part in range(parts + 1)]
+    shards = tuple((slice(*each),) for each in pairwise(ends))
+    return UnitSize(
+        grids=(model.encoder(encoder).grid_of(tokens),) * samples if tokens else (),
+        row_tokens=(tokens,) * samples,
+        shards=shards if parts > 1 else None,
+    )

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from loongplug.hetero.executor import Executor, Schedule
-from loongplug.hetero.pipeline_wires import Channel, PipelineGroups, Receive, Sent
+from loongplug.hetero.pipeline_wires import Channel, PipelineGroups, Sent, StageInput
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
@@ -114,7 +114,7 @@ class BubbleCommunicator(P2PCommunicator):
         self._sends = Sends(
             most=len(self._forwards) + 1, recorder=recorder, name="sends to other stages"
         )
-        self._last: dict[str, Receive] = {}  # receive of each way
+        self._last: dict[str, StageInput] = {}  # receive of each way
         first, last = self.is_pp_first_stage, self.is_pp_last_stage
         there = groups.activations, groups.activations_around
         back = groups.gradients, groups.gradients_around
@@ -229,8 +229,8 @@ class BubbleCommunicator(P2PCommunicator):
         """Whether the stages tell each other the shape of what they send."""
         return bool(self.config.variable_seq_lengths or self.config.mtp_standalone)
 
-    def _receive(self, name: str, shape: Any) -> Receive:
-        found = Receive(
+    def _receive(self, name: str, shape: Any) -> StageInput:
+        found = StageInput(
             self._ways[name],
             None if self._announces else shape,
             dtype=self.config.pipeline_dtype,

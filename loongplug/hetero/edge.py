@@ -12,7 +12,7 @@ from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartEdge, ApartPiece
 from loongplug.hetero.routes import common, size
-from loongplug.hetero.wire import Ends, Message, Over, PieceEnd, Wire
+from loongplug.hetero.wire import Ends, Over, PieceEnd, PieceMessage, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -83,12 +83,12 @@ def apart_ends(
 
 def _from_encoder(
     units: ExchangeSpec, unit: int, *, edge: ApartEdge, rank: int
-) -> tuple[Message, ...]:
+) -> tuple[PieceMessage, ...]:
     """A piece of the encoder's: each part of the sequence to the first rank that has it."""
     receivers = edge.feature_receivers(parts=units.parts)
     parts = zip(receivers, units.of_parts(unit), strict=True)
     leads = rank in edge.feature_senders
-    return tuple(Message(peer=peer, rows=rows) for peer, rows in parts if leads)
+    return tuple(PieceMessage(peer=peer, rows=rows) for peer, rows in parts if leads)
 
 
 def _to_decoder(
@@ -103,6 +103,6 @@ def _to_decoder(
         behind = count + size(common(units.of_parts(unit)[part], (whole,)))
         if rank in edge.feature_receivers(parts=units.parts):
             (peer,) = edge.feature_senders
-            messages.append(Message(peer=peer, rows=(slice(count, behind),)))
+            messages.append(PieceMessage(peer=peer, rows=(slice(count, behind),)))
         count = behind
     return PieceEnd(rows=count, messages=tuple(messages), microbatch=unit)

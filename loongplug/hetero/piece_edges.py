@@ -27,7 +27,7 @@ from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import feature_transfers, gradient_transfers, size
-from loongplug.hetero.wire import Ends, Message, Over, PieceEnd, Wire
+from loongplug.hetero.wire import Ends, Over, PieceEnd, PieceMessage, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.connections import connected_group
 
@@ -80,8 +80,8 @@ def piece_wire(
 def piece_ends(what: Cargo, pieces: ExchangeSpec, *, edge: Edge, rank: int) -> Ends:
     """What ``rank`` gives and takes of a step's pieces: all are numbered, most without messages."""
     numbers, parts = range(len(pieces.tokens)), pieces.parts
-    given: list[list[Message]] = [[] for _ in numbers]
-    taken: list[list[Message]] = [[] for _ in numbers]
+    given: list[list[PieceMessage]] = [[] for _ in numbers]
+    taken: list[list[PieceMessage]] = [[] for _ in numbers]
     transfers = gradient_transfers if what.back else feature_transfers
     for each in transfers(edge, pieces.encoder_replicas, parts=parts):
         if rank not in (each.source, each.target) or not size(pieces.rows(each)):
@@ -90,10 +90,10 @@ def piece_ends(what: Cargo, pieces: ExchangeSpec, *, edge: Edge, rank: int) -> E
         consumed = (slice(0, size(of_piece)),)  # all that the consumer has of it
         if rank == each.source:
             rows = consumed if what.back else of_piece
-            given[each.unit].append(Message(peer=each.target, rows=rows))
+            given[each.unit].append(PieceMessage(peer=each.target, rows=rows))
         if rank == each.target:
             rows = of_piece if what.back else consumed
-            taken[each.unit].append(Message(peer=each.source, rows=rows))
+            taken[each.unit].append(PieceMessage(peer=each.source, rows=rows))
     part = edge.part_of(rank, parts=parts) if rank in edge.consumers else 0
     needed = tuple(size(pieces.of_parts(piece)[part]) for piece in numbers)
     there, back = (needed, pieces.tokens) if what.back else (pieces.tokens, needed)

@@ -58,7 +58,7 @@ class PiecesOfStep:
         self._units = units
         self.stream: Stream = planned.stream(streaming.replica)
         self.wire = streaming.wire
-        self.wire.begin(_of_pieces(planned.pieces, spec), trains=encoder.trains)
+        self.wire.begin(of_pieces(planned.pieces, spec), trains=encoder.trains)
 
     @property
     def forwards(self) -> list[bool]:
@@ -88,7 +88,7 @@ class PiecesOfStep:
         )
 
 
-def _of_pieces(pieces: Sequence[Piece], units: ExchangeSpec) -> ExchangeSpec:
+def of_pieces(pieces: Sequence[Piece], units: ExchangeSpec) -> ExchangeSpec:
     """What all know of the pieces, of what they know of the units."""
     shards = None
     if units.shards is not None:

@@ -79,7 +79,7 @@ class Channel:
         return work
 
 
-class Receive:
+class StageInput:
     """An input under way; ``tensor`` is filled when it has been waited for.
 
     Where shapes are announced, that of the input comes first, and its memory is allocated then. A
@@ -93,7 +93,7 @@ class Receive:
         shape: Sequence[int] | None,
         *,
         dtype: torch.dtype,
-        before: "Receive | None",
+        before: "StageInput | None",
         recorder: Recorder,
     ) -> None:
         """``shape`` is None where it is announced, ``before`` the receive before it where so."""
@@ -108,7 +108,7 @@ class Receive:
         self._announced = shape is None
         self._done = False
         self._before = before
-        self._behind: Receive | None = None  # the one that is posted when this one's shape is here
+        self._behind: StageInput | None = None  # posted when this one's shape is here
         if before is None or before._done:
             self._post()
         else:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.wire import Ends, Message, PieceEnd, Wire
+from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage, Wire
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -71,7 +71,7 @@ def stage_ends(
         return {
             unit: PieceEnd(
                 rows=rows,
-                messages=(Message(peer=link.peer, rows=(slice(0, rows),)),),
+                messages=(PieceMessage(peer=link.peer, rows=(slice(0, rows),)),),
                 microbatch=microbatch,
             )
             for unit, (rows, microbatch) in numbered

@@ -25,8 +25,17 @@ WINDOW = 2  # pieces whose features or states are received ahead
 Over = Callable[[int, int], dist.ProcessGroup]  # what a message goes over, by source and target
 
 
+def window(what: Cargo) -> int:
+    """How many pieces are received ahead of the one that is waited for.
+
+    Where a GPU has one queue for all its work, more of them would hold up what the others need to
+    go on.
+    """
+    return 1 if what.back else WINDOW
+
+
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class PieceMessage:
     """Some ``rows`` of a piece, to or from another rank, or kept for this one itself.
 
     They are places in what this rank gives of the piece, or takes of it.
@@ -45,7 +54,7 @@ class PieceEnd:
     """
 
     rows: int
-    messages: tuple[Message, ...] = ()
+    messages: tuple[PieceMessage, ...] = ()
     microbatch: int | None = None
 
 
@@ -63,12 +72,12 @@ class Ends:
 
 
 @dataclass(kw_only=True)
-class Way:
+class CargoOfStep:
     """One kind of rows on one rank in a step, and where they are. All by piece."""
 
     ends: Ends
     to_post: deque[int]
-    under_way: dict[int, list[tuple[Message, Tensor, dist.Work]]] = field(default_factory=dict)
+    under_way: dict[int, list[tuple[PieceMessage, Tensor, dist.Work]]] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)  # for this rank itself
 
 
@@ -100,11 +109,9 @@ class Wire[Spec]:
         self._recorder = recorder
         self._together = together
         self._rank = dist.get_rank()
-        # Pieces that are received ahead of the one that is waited for. Where a GPU has one queue
-        # for all its work, more of them would hold up what the others need to go on.
-        self.windows = {what: 1 if what.back else WINDOW for what in groups}
+        self.windows = {what: window(what) for what in groups}
         self.sends = {what: Sends(most=most, recorder=recorder, name=what.waits) for what in groups}
-        self.ways: dict[Cargo, Way] = {}  # of the step
+        self.ways: dict[Cargo, CargoOfStep] = {}  # of the step
 
     def begin(self, spec: Spec, *, trains: bool) -> None:
         """A step begins: the first receives are posted. ``trains``: gradients come back."""
@@ -113,7 +120,7 @@ class Wire[Spec]:
             if trains or not what.back:
                 ends = self._ends(what, spec)
                 come = (piece for piece, end in ends.taken.items() if self._from_others(end))
-                self.ways[what] = Way(ends=ends, to_post=deque(come))
+                self.ways[what] = CargoOfStep(ends=ends, to_post=deque(come))
                 self._post(what)
 
     def send(self, what: Cargo, piece: int, rows: Tensor) -> None:
@@ -162,7 +169,7 @@ class Wire[Spec]:
             assert not left, f"nobody took {what.said} of pieces {left}"
         self.ways.clear()
 
-    def _from_others(self, end: PieceEnd) -> list[Message]:
+    def _from_others(self, end: PieceEnd) -> list[PieceMessage]:
         return [each for each in end.messages if each.peer != self._rank]
 
     def _send(self, what: Cargo, rows: Tensor, target: int, *, end: PieceEnd) -> None:
@@ -185,7 +192,7 @@ class Wire[Spec]:
                     coming.append((each, rows, work))
 
     def _put_together(
-        self, what: Cargo, parts: Sequence[tuple[Message, Tensor]], *, rows: int
+        self, what: Cargo, parts: Sequence[tuple[PieceMessage, Tensor]], *, rows: int
     ) -> Tensor:
         """All ``rows`` of a piece, each at its place, [rows, width]."""
         if len(parts) == 1 and len(parts[0][1]) == rows:

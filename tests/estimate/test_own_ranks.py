@@ -3,13 +3,15 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.edge_ends import DecoderEnd, EncoderEnd, GivenStates
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
+from loongplug.estimate.encoder_bytes import EncoderBytes
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ledger import (
     ENCODER,
@@ -24,14 +26,19 @@ from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
-from loongplug.hetero.operations import BEGIN, END, forward, gradient
+from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.edge import apart_ends
+from loongplug.hetero.operations import BEGIN, END, Cargo, forward, gradient
 from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.placement import ApartEdge, ApartPiece
 from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 
 pytestmark = pytest.mark.quick
 
 KEPT, FORWARD, BACKWARD = 1000, 1500, 700
 TOKENS, ROWS, PAYLOAD, ROW = 3, 4, 10, 2
+LEADER = 10  # the first rank of the encoder's last stage
 
 
 def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
@@ -48,25 +55,40 @@ def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
     )
 
 
-def encoder_end(step, *, leads=True, copies=False):
+def encoder_end(step, *, rank=LEADER, **options):
     """Units of TOKENS and ROWS each, which keep KEPT bytes where they train."""
-    cost = UnitBytes(kept=KEPT if step.trains else 0, forward=FORWARD, backward=BACKWARD)
-    units = [UnitSize(grids=((1, 2, 2),), tokens=TOKENS)] * len(step.encoder_replicas)
-    return EncoderEnd(
-        plan=apart(step),
-        encoded=EncodedUnits(
-            units=units,
-            costs=UnitCosts(blank=cost, blank_rows=ROWS, largest=cost, largest_rows=ROWS),
-            payload=PAYLOAD,
-            row=ROW,
-            blank_input=0,
-        ),
-        pieces=step.pieces,
-        trains=step.trains,
-        leads=leads,
-        copies=copies,
-        in_flight=step.warmup + 1,
+    units = [UnitSize(grids=((1, 2, 2),), row_tokens=(TOKENS,))] * len(step.encoder_replicas)
+    made = [apart_piece(encoders=(LEADER, LEADER + 1), decoder=each) for each in range(step.pieces)]
+    return side_of(step, units, rank=rank, pieces=made, **options)
+
+
+def side_of(step, units, *, rank, pieces, links=(None, None), keeps=False, **encoded):
+    """``links`` are to the stages before and behind."""
+    kept, count = KEPT if step.trains else 0, len(units)
+    cost = UnitBytes(kept=kept, forward=FORWARD, backward=BACKWARD, keeps_input=keeps)
+    costs = UnitCosts(blank=cost, blank_rows=ROWS, largest=cost, largest_rows=ROWS)
+    options = {"row": ROW, "blank_input": 0, "width": PAYLOAD, "dtype": torch.uint8}
+    encoded = EncodedUnits(units=units, costs=costs, **(options | encoded))
+    states = StageSpec(rows=(1,) * count, microbatches=tuple(range(count)), dtype=torch.uint8)
+    wire = partial(WireBytes, rank=rank, most=step.warmup + 1, trains=step.trains)
+    features = wire(partial(apart_ends, units=encoded.spec(), pieces=pieces, rank=rank))
+    stages = wire(
+        partial(stage_ends, spec=states, before=links[0], behind=links[1]),
+        carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),
     )
+    return EncoderBytes(
+        plan=apart(step),
+        encoded=encoded,
+        wires=(features, stages),
+        trains_before=step.trains_before,
+    )
+
+
+def apart_piece(*, encoders, decoder=0, decoders=(), sample=0):
+    """What goes from one replica to another."""
+    ends = {"encoder_ranks": encoders, "decoder_ranks": decoders or (decoder,)}
+    edge = ApartEdge(encoder=0, decoder=decoder, **ends)
+    return ApartPiece(edge=edge, samples=range(sample, sample + 1))
 
 
 def followed(end):
@@ -151,7 +173,7 @@ def test_an_encoder_without_gradients_is_ahead_by_as_much_as_may_be_sent_at_a_ti
 
 def test_the_first_rank_of_a_replica_sends_for_the_others():
     step = encoder_step(microbatches=4, warmup=2)
-    most = followed(encoder_end(step, leads=False)).most
+    most = followed(encoder_end(step, rank=LEADER + 1)).most
     assert most[FEATURES] == most[FEATURE_GRADIENTS] == TOKENS * PAYLOAD
     assert most[ENCODER] == 3 * KEPT
 
@@ -168,10 +190,12 @@ def stage_ledger(stage, *, trains, microbatches=8, keeps=True):
         stages=2,
         trains_before=any(trains[:stage]),
     )
-    end = encoder_end(step)
-    encoded = replace(end.encoded, row=0) if stage else replace(end.encoded, states=(MADE,) * units)
-    given = GivenStates(nbytes=(GIVEN,) * units, trains=step.trains_before, keeps=keeps)
-    return followed(replace(end, encoded=encoded, given=given if stage else None))
+    link = partial(StageLink, peer=LEADER + 9, there=None, back=None)
+    if stage:
+        links = link(width=GIVEN), None
+        return followed(encoder_end(step, links=links, row=0, keeps=keeps))
+    links = None, link(width=MADE)
+    return followed(encoder_end(step, rank=LEADER - 1, links=links, states=(MADE,) * units))
 
 
 def test_the_first_stage_s_states_are_held_while_they_are_sent():
@@ -204,8 +228,11 @@ def test_states_of_a_frozen_stage_are_there_as_long_as_something_needs_them(keep
     assert STATE_GRADIENTS not in last
 
 
-def decoder_ledger(*, microbatches, trains, received=None, messages=1, stages=1):
-    """Of a rank of the first of so many stages; microbatch k has (k + 1) x 100 bytes."""
+def decoder_ledger(*, microbatches, trains, rank=0, replicas=1, stages=1):
+    """Of a rank of the first of so many stages; microbatch k has (k + 1) x 100 bytes.
+
+    So many ``replicas`` of the encoder make equal parts of them. Rank 0 receives for rank 1.
+    """
     step = EncoderStep(
         encoder_replicas=((0,),) * microbatches,
         replicas=1,
@@ -215,13 +242,15 @@ def decoder_ledger(*, microbatches, trains, received=None, messages=1, stages=1)
         trains=trains,
         last_stage=stages == 1,
     )
-    consumed = [100 * (number + 1) for number in range(microbatches)]
-    end = DecoderEnd(
-        plan=apart(step),
-        consumed=consumed,
-        received=consumed if received is None else received,
-        messages=messages,
-    )
+    units = [
+        UnitSize(row_tokens=(100 * (number + 1) // replicas,) * replicas)
+        for number in range(microbatches)
+    ]
+    needed = [
+        apart_piece(encoders=(LEADER + each,), decoders=(0, 1), sample=each)
+        for each in range(replicas)
+    ]
+    end = side_of(step, units, rank=rank, pieces=needed, width=1)
     ledger, works = Ledger(), []
     end.at(ledger, BEGIN)
     ahead = stages - 1
@@ -249,13 +278,13 @@ def test_the_decoder_s_first_stage_receives_two_microbatches_ahead():
 
 
 def test_a_rank_that_hears_of_features_from_its_neighbour_has_one_microbatch_s():
-    ledger, works = decoder_ledger(microbatches=4, trains=True, received=[0] * 4)
+    ledger, works = decoder_ledger(microbatches=4, trains=True, rank=1)
     assert [each[FEATURES] for each in works] == [0] * 4
     assert ledger.most[FEATURES] == ledger.most[FEATURE_GRADIENTS] == 400
 
 
 def test_what_comes_in_pieces_is_put_together():
-    ledger, _ = decoder_ledger(microbatches=2, trains=True, messages=2)
+    ledger, _ = decoder_ledger(microbatches=2, trains=True, replicas=2)
     # The second and its copy, beside the first gradient.
     assert (ledger.when, sum(ledger.peak.values())) == ("exchange of features", 200 + 200 + 100)
 

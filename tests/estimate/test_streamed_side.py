@@ -1,20 +1,27 @@
 """What the estimate enters of a step that streams: all that comes goes, less is there at once."""
 
 from collections.abc import Sequence
-from math import prod
+from dataclasses import replace
+from functools import partial
+from itertools import batched, pairwise
+from math import inf, prod
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
+from loongplug.estimate.encoder_bytes import EncoderBytes
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
-from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
+from loongplug.estimate.wire_bytes import WireBytes
 from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
+from loongplug.hetero.piece_edges import piece_ends
+from loongplug.hetero.piece_work import of_pieces
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
@@ -55,38 +62,41 @@ def planner(stages: int, *, each: PieceCost = FREE, joined: int) -> StepPlanner:
 
 
 def followed(
-    found: StreamedStep, stage: int, *, shard: int = 1, on_host: frozenset[Kept] = frozenset()
+    found: StreamedStep, stage: int, *, shards: int = 1, on_host: frozenset[Kept] = frozenset()
 ) -> Ledger:
-    """A step of one rank; of the first stage's, one that takes a ``shard``-th of the features."""
-    stages = len(found.passes)
-    of_piece = [PAYLOAD * each.tokens // shard for each in found.pieces]
-    costs = UnitBytes(kept=0, forward=0, backward=0)
-    side = StreamedSide(
-        plan=streamed(
-            EncoderStep(
-                encoder_replicas=((0,),) * found.microbatches,
-                replicas=stages,
-                replica=stage,
-                consumes=stage == 0,
-                training=True,
-                trains=True,
-                last_stage=stage == stages - 1,
-                on_host=on_host,
-                stream=found.stream(stage),
-            )
-        ),
-        pieces=found.pieces,
+    """A step of the first of a stage's ranks, which are as many as a sequence has ``shards``."""
+    stages, costs = len(found.passes), UnitBytes(kept=0, forward=0, backward=0)
+    rank, ranks = stage * shards, range(stages * shards)
+    edge = Edge(replicas=tuple(batched(ranks, shards)), consumers=tuple(ranks[:shards]))
+    encoded = EncodedUnits(
+        units=[whole_unit(found, number, shards=shards) for number in range(found.microbatches)],
+        costs=UnitCosts(blank=costs, blank_rows=0, largest=UnitBytes(kept=7), largest_rows=16),
+        width=PAYLOAD,
+        dtype=torch.uint8,
+        row=1,
+        blank_input=0,
+    )
+    pieces = of_pieces(found.pieces, encoded.spec())
+    step = EncoderStep(
+        encoder_replicas=((0,),) * found.microbatches,
+        replicas=stages,
         replica=stage,
-        consumed=of_piece if stage == 0 else [0] * len(of_piece),
-        encoded=EncodedUnits(
-            units=[UnitSize(grids=(GRID,), tokens=each.tokens) for each in found.pieces],
-            costs=UnitCosts(blank=costs, blank_rows=0, largest=UnitBytes(kept=7), largest_rows=16),
-            payload=PAYLOAD,
-            row=1,
-            blank_input=0,
-        ),
-        media=0,
+        consumes=stage == 0,
+        training=True,
         trains=True,
+        last_stage=stage == stages - 1,
+        on_host=on_host,
+        stream=found.stream(stage),
+    )
+    ends = partial(piece_ends, pieces=pieces, edge=edge, rank=rank)
+    side = EncoderBytes(
+        plan=streamed(step),
+        encoded=replace(
+            encoded,
+            units=[UnitSize(grids=(GRID,), row_tokens=(each.tokens,)) for each in found.pieces],
+        ),
+        wires=(WireBytes(ends, rank=rank, most=inf, trains=True),),
+        streamed=found.stream(stage).pieces,
     )
     ledger = Ledger()
     side.at(ledger, BEGIN)
@@ -99,13 +109,23 @@ def followed(
     return ledger
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+def whole_unit(found: StreamedStep, microbatch: int, *, shards: int) -> UnitSize:
+    """Its tokens, spread evenly over the ``shards`` of the sequence."""
+    tokens = sum(each.tokens for each in found.pieces if each.microbatch == microbatch)
+    ends = pairwise(tokens * number // shards for number in range(shards + 1))
+    return UnitSize(
+        row_tokens=(tokens,),
+        shards=tuple((slice(*each),) for each in ends) if shards > 1 else None,
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 16), (4, 16)])
-def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None:
+def test_all_that_comes_goes(stages: int, microbatches: int, shards: int) -> None:
     found = planned(stages, microbatches)
     whole = PAYLOAD * TOKENS * 4 * microbatches  # what is there at once where it is separated
     for stage in range(stages):
-        ledger = followed(found, stage, shard=shard)
+        ledger = followed(found, stage, shards=shards)
         assert not +ledger.live, (stage, ledger.live)
         for kind in (FEATURES, FEATURE_GRADIENTS):
             assert 0 < ledger.most[kind] < whole
@@ -160,26 +180,3 @@ def test_pieces_of_one_pass_come_and_go_together() -> None:
         assert 0 < ledger.most[FEATURES] <= whole
         largest = max(map(len, passes))
         assert 7 * largest <= ledger.most[ENCODER] <= 7 * sum(map(len, passes))
-
-
-@pytest.mark.parametrize("ranks_of_a_part", [1, 2])
-def test_ranks_of_one_part_take_the_same_of_a_piece(ranks_of_a_part: int) -> None:
-    """Without sequence parallelism, the ranks that share a context parallel part do."""
-    found = planned(2, 4)
-    first, second = (slice(0, 7),), (slice(7, 4 * TOKENS),)
-    units = [UnitSize(grids=(GRID,) * 4, tokens=4 * TOKENS, shards=(first, second))] * 4
-    consumers = tuple(range(2 * ranks_of_a_part))
-    edge = Edge(replicas=tuple((rank,) for rank in consumers), consumers=consumers)
-    by_rank = [consumed_tokens(found.pieces, units, edge=edge, rank=rank) for rank in consumers]
-    parts = by_rank[::ranks_of_a_part]
-    assert by_rank == [each for each in parts for _ in range(ranks_of_a_part)]
-    assert [sum(each) for each in parts] == [4 * 7, 4 * (4 * TOKENS - 7)]
-    assert [sum(each) for each in zip(*parts, strict=True)] == [
-        each.tokens for each in found.pieces
-    ]
-    behind = consumers[-1] + 1
-    assert consumed_tokens(found.pieces, units, edge=edge, rank=behind) == [0] * len(found.pieces)
-    whole = [UnitSize(grids=(GRID,) * 4, tokens=4 * TOKENS)] * 4
-    for rank in consumers:
-        taken = consumed_tokens(found.pieces, whole, edge=edge, rank=rank)
-        assert taken == [each.tokens for each in found.pieces]

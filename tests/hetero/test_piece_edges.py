@@ -28,7 +28,7 @@ from loongplug.parallel.layout import Layout
 from loongplug.simulate.programs import Act, Build, Post, Wait
 from loongplug.simulate.wires import on_streams
 
-Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
+PieceMessage = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Wires:
 @dataclass
 class Posted:
     wires: Wires
-    message: Message
+    message: PieceMessage
 
     def wait(self) -> None:
         self.wires.does("waits", self.message)

@@ -48,7 +48,10 @@ def media(run, *grids):
     """A microbatch with media of these grids for the first encoder, and none for others."""
     first, *others = run.model.encoders
     tokens = sum(map(run.model.encoder(first).tokens, grids))
-    units = {first: UnitSize(grids=grids, tokens=tokens), **dict.fromkeys(others, UnitSize())}
+    units = {
+        first: UnitSize(grids=grids, row_tokens=(tokens,)),
+        **dict.fromkeys(others, UnitSize()),
+    }
     return MicrobatchSize(units=units, row_length=LENGTH)
 
 

@@ -1,0 +1,68 @@
+"""What the operations of a step's plan mean is told in two places: who does them, who counts them.
+
+A third one that looks at what an operation is would be one more dialect to keep in step.
+"""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from loongplug.hetero.operations import Operation
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = {each.__name__ for each in get_args(Operation)}
+READERS = {
+    "loongplug/hetero/executor.py",
+    "loongplug/estimate/encoder_bytes.py",
+    # Until they go:
+    "loongplug/hetero/policies.py",  # a plan that is made of another one's (`_reduced_later`)
+    "benchmarks/modes/pipeline_clock.py",  # a bench's plans to acts, which is one compiler's task
+}
+
+
+def looked_at(source: str) -> set[str]:
+    """Those operations that some code asks for, by `match` or by `isinstance`."""
+    tree = ast.parse(source)
+    names = {
+        each.asname or each.name: each.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "loongplug.hetero.operations"
+        for each in node.names
+        if each.name in OPERATIONS | {"Operation"}
+    }
+    asked: list[ast.expr] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.MatchClass(cls=each) | ast.Call(func=ast.Name("isinstance"), args=[_, each]):
+                asked.append(each)
+    inside = (part for each in asked for part in ast.walk(each))
+    return {names[part.id] for part in inside if isinstance(part, ast.Name) and part.id in names}
+
+
+def test_two_readers_alone_ask_what_an_operation_is() -> None:
+    files = [file for room in ("loongplug", "benchmarks") for file in (ROOT / room).rglob("*.py")]
+    found = {str(file.relative_to(ROOT)): looked_at(file.read_text()) for file in files}
+    assert {file for file, operations in found.items() if operations} == READERS
+    for reader in ("loongplug/hetero/executor.py", "loongplug/estimate/encoder_bytes.py"):
+        assert found[reader] == OPERATIONS, reader
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "isinstance(each, Send)",
+        "isinstance(each, Send | int)",
+        "isinstance(each, (int, Send))",
+        "match each:\n    case [Send(piece=0)]:\n        pass",
+    ],
+)
+def test_a_third_one_is_found(code: str) -> None:
+    source = f"from loongplug.hetero.operations import Send\n{code}"
+    assert looked_at(source) == {"Send"}
+    assert looked_at(source.replace("operations", "others")) == set()
+    renamed = source.replace("import Send", "import Send as Sent").replace("Send(", "Sent(")
+    assert looked_at(renamed.replace(", Send", ", Sent")) == {"Send"}
