@@ -74,7 +74,7 @@ class PacedChunk(nn.Module):
 
     def modules_of(self, entry: Entry) -> Mapping[str, Any]:
         """What stages of an encoder ask of its sizes: of each row they hand on a state."""
-        architecture = SimpleNamespace(states=prod, hidden_size=HIDDEN)
+        architecture = SimpleNamespace(states=prod, tokens=prod, hidden_size=HIDDEN)
         return {entry.name: SimpleNamespace(architecture=architecture)}
 
     def payload(self, entry: Entry, given: EncoderInput | None) -> Tensor:
