@@ -60,6 +60,7 @@ class EncoderBytes:
         operations = [each for several in self.plan.values() for each in several]
         encodings = [each.pieces for each in operations if isinstance(each, Encode)]
         self._passes = {pieces[:1]: pieces for pieces in encodings}
+        self._media = sum(map(self.encoded.input, self._passes.values()))
         self._by_cargo = {what: wire for wire in self.wires for what in wire.carries}
         features = Cargo.FEATURES, Cargo.GRADIENTS
         states = Cargo.STATES, Cargo.STATE_GRADIENTS
@@ -67,9 +68,8 @@ class EncoderBytes:
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
-        media = sum(map(self.encoded.input, self._passes.values()))
         if when == BEGIN:
-            ledger.add(INPUT, media)
+            ledger.add(INPUT, self._media)
             for wire in self.wires:
                 wire.begin(ledger)
         held = 0
@@ -81,7 +81,7 @@ class EncoderBytes:
         if when == END:
             for wire in self.wires:
                 wire.drain(ledger)
-            ledger.take(INPUT, media)
+            ledger.take(INPUT, self._media)
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:

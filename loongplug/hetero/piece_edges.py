@@ -84,10 +84,12 @@ def piece_ends(what: Cargo, pieces: ExchangeSpec, *, edge: Edge, rank: int) -> E
     taken: list[list[PieceMessage]] = [[] for _ in numbers]
     transfers = gradient_transfers if what.back else feature_transfers
     for each in transfers(edge, pieces.encoder_replicas, parts=parts):
-        if rank not in (each.source, each.target) or not size(pieces.rows(each)):
+        if rank not in (each.source, each.target):
             continue
         of_piece = pieces.rows(each)
         consumed = (slice(0, size(of_piece)),)  # all that the consumer has of it
+        if not size(of_piece):
+            continue
         if rank == each.source:
             rows = consumed if what.back else of_piece
             given[each.unit].append(PieceMessage(peer=each.target, rows=rows))

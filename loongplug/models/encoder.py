@@ -1,15 +1,17 @@
-"""What encoders share: their Megatron config, and the smallest unit."""
+"""What encoders share: their Megatron config, the smallest unit, and tensors that never train."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
+from torch import nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.hf_mapping import Shape, leading_axes, parameter_name
 
 
 def encoder_config(
@@ -76,3 +78,18 @@ def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> Me
         rows=torch.zeros(prod(grid), architecture.row_values, device=device),
         grids=torch.tensor([grid]),
     )
+
+
+class Carried(nn.Module):
+    """Tensors of an encoder's files by their names there, frozen, zero until a file fills them.
+
+    They are parameters, so that checkpoints, imports and exports have them, and frozen whatever
+    anyone asks for: see :func:`loongplug.models.hf_mapping.is_carried`. Every tensor parallel rank
+    has them whole. Not to be called.
+    """
+
+    def __init__(self, tensors: Mapping[str, Shape]) -> None:
+        super().__init__()
+        for name, shape in tensors.items():
+            values = torch.zeros(shape[leading_axes(shape) :])
+            self.register_parameter(parameter_name(name), nn.Parameter(values, requires_grad=False))

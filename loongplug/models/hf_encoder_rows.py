@@ -71,7 +71,7 @@ def qkv_sources(
 
 
 def carried_rows(tensors: Mapping[str, Shape], *, ours: str, theirs: str) -> list[Row]:
-    """Those of a :class:`~loongplug.models.carried.Carried` with these tensors."""
+    """Those of a :class:`~loongplug.models.encoder.Carried` with these tensors."""
     return [
         Row(
             (f"{ours}.{CARRIED}.{parameter_name(name)}",),

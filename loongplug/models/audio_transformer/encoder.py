@@ -13,10 +13,9 @@ from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
-from loongplug.models.carried import Carried, parameter_name
-from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder import Carried, encoder_config
 from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
-from loongplug.models.hf_mapping import CARRIED
+from loongplug.models.hf_mapping import CARRIED, parameter_name
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
 from loongplug.models.layers.norm import LayerNorm

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.carried import Carried
-from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder import Carried, encoder_config
 from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
