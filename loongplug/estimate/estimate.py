@@ -1,20 +1,17 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Protocol
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.estimate.ledger import Ledger
+from loongplug.estimate.microbatches import StepOf, pieces_of
 from loongplug.estimate.own_ranks import own_ranks_of
-from loongplug.estimate.own_step import OwnStep
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import ROLES, EncoderCosts, TracedStep
-from loongplug.estimate.units import MicrobatchSize, UnitSize
+from loongplug.estimate.step import ROLES, EncoderCosts, EstimatedStep
+from loongplug.estimate.tape import TRANSIENT, Tape
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.rules.communicators import communicators_of
 
@@ -51,86 +48,80 @@ class RankMemory:
         return f"stage {self.stage}" + ("" if self.role in ROLES else f" of {self.role}")
 
 
-class _Followed(Protocol):
-    """A step of some ranks that have the same modules."""
-
-    role: str
-    host: int
-
-    def follow(self, ledger: Ledger, *, rank: int) -> None:
-        """Enter what the step of ``rank`` makes and frees."""
-
-
 def estimate(
     parsed: ParsedArguments,
-    microbatches: Sequence[MicrobatchSize],
+    step_of: StepOf,
     *,
-    own_units: Mapping[str, Sequence[UnitSize]] = MappingProxyType({}),
     stepping: Stepping,
     on_stage: Callable[[int, int], None] = lambda stage, stages: None,
 ) -> list[RankMemory]:
     """The fullest rank of each pipeline stage: of the decoder's first replica, then of encoders.
 
-    ``microbatches`` are those of a replica's step; ``own_units`` has of each encoder on ranks of
-    its own the units of its busiest replica, which it is seen at. ``stepping`` is how the run's
-    optimizer works, which the machine decides; ``on_stage`` is told which of how many stages comes
-    next. No collectives; there must be no process group. Makes no tensor with memory that grows
-    with the model.
+    ``step_of`` gives the microbatches of a step; an encoder on ranks of its own is seen at its
+    busiest replica. ``stepping`` is how the run's optimizer works, which the machine decides;
+    ``on_stage`` is told which of how many stages comes next. No collectives; there must be no
+    process group. Makes no tensor with memory that grows with the model.
     """
-    own = own_ranks_of(parsed.args, parsed.model)
-    stages = parsed.args.pipeline_model_parallel_size
-    of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
-    every = stages + len(of_encoders)
-    found: dict[int, RankMemory] = {}
-    trains = dict.fromkeys((each.name for each in own), False)
-    # Encoders first, stage by stage: those behind hear whether they train.
-    for number, (each, stage) in enumerate(of_encoders, stages):
-        on_stage(number, every)
-        with as_rank(parsed, each.rank(stage)) as rank:
-            states = rank_state(rank.chunks, parsed.args, stepping=stepping)
-            encoding = OwnStep(rank, parsed, own_units[each.name], trains_before=trains[each.name])
-            trains[each.name] |= encoding.trains
-            found[number] = _fullest(rank, encoding, states=states)
+    args, model = parsed.args, parsed.model
+    own, stages = own_ranks_of(args, model), args.pipeline_model_parallel_size
+    ranks = [stage * args.world_size // stages for stage in range(stages)]
+    steps = [step_of(0)] * stages
+    for each in own:
+        ranks += [each.rank(stage) for stage in range(each.layout.pp)]
+        encoder = model.encoder(each.name)
+        steps += [pieces_of(each, step_of, encoder=encoder, packed=args.packing)] * each.layout.pp
+    trains = {each.name: [False] * each.layout.pp for each in own}
     encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
-    for stage in range(stages):
-        on_stage(stage, every)
-        with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
-            states = rank_state(rank.chunks, parsed.args, stepping=stepping)
-            step = TracedStep(
+    found: dict[int, RankMemory] = {}
+    # Encoders first, stage by stage: those behind hear whether they train.
+    for number in (*range(stages, len(ranks)), *range(stages)):
+        on_stage(number, len(ranks))
+        with as_rank(parsed, ranks[number]) as rank:
+            if rank.engine.own is not None:
+                (entry,) = rank.chunks[0].encoders
+                trains[entry.name][rank.stage] = rank.chunks[0].trains(entry)
+            states = rank_state(rank.chunks, args, stepping=stepping)
+            step = EstimatedStep(
                 rank,
                 parsed,
-                microbatches,
+                steps[number],
                 states=states,
                 encoder_costs=encoder_costs,
-                trains_apart=trains,
+                trains=trains,
             )
-            found[stage] = _fullest(rank, step, states=states)
-    in_order = [found[number] for number in range(every)]
-    if parsed.args.target_device == "cpu":
+            found[number] = _fullest(rank, step, states=states)
+    in_order = [found[number] for number in range(len(ranks))]
+    if args.target_device == "cpu":
         return in_order
-    counted = communicators_of(parsed.args, parsed.model)
+    counted = communicators_of(args, model)
     return [replace(each, communicators=counted[each.rank].total) for each in in_order]
 
 
-def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State]) -> RankMemory:
+def _fullest(
+    rank: EstimatedRank, step: EstimatedStep, *, states: Mapping[str, State]
+) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     state = sum(states.values(), State())
+    kept = state.by_name()
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
-        ledger = Ledger()
-        for name, nbytes in state.by_name().items():
-            ledger.add(name, nbytes)
-        step.follow(ledger, rank=member)
-        ledger.work("optimizer step", state.step)
+        tape = Tape(region=TRANSIENT)
+        for name, nbytes in kept.items():
+            tape.add(name, nbytes)
+        tape.sample()
+        step.follow(tape, rank=member)
+        assert tape.total == sum(kept.values()), f"nobody let go of {tape.live}"
+        tape.doing = "optimizer step"
+        tape.work(state.step)
         found.append(
             RankMemory(
                 stage=rank.stage,
                 rank=member,
                 role=step.role,
-                parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
-                when=ledger.when,
-                most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
-                step=ledger.live.total() + state.step,
+                parts={name: nbytes for name, nbytes in tape.peak.items() if nbytes},
+                when=tape.when,
+                most={name: nbytes for name, nbytes in tape.highest.items() if nbytes},
+                step=tape.total + state.step,
                 host=step.host,
             )
         )

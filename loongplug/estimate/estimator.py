@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loongplug.estimate.estimate import RankMemory
+    from loongplug.estimate.microbatches import StepOf
     from loongplug.estimate.state import Stepping
-    from loongplug.estimate.units import MicrobatchSize, UnitSize
     from loongplug.training.arguments import ParsedArguments
 
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
@@ -58,29 +58,22 @@ class Estimator:
             ValueError: the flags or ``visual_tokens`` cannot be used.
         """
         self.says(f"{name}: flags and data")
-        parsed, microbatches = run_of(
+        parsed, step_of = run_of(
             flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
         )
         with quiet():
             from loongplug.estimate.estimate import estimate
+            from loongplug.estimate.microbatches import media_rows
 
             found = estimate(
                 parsed,
-                microbatches,
-                own_units=self._own_units(parsed),
+                step_of,
                 stepping=stepping_of(flags),
                 on_stage=lambda stage, stages: self.says(f"{name}: stage {stage} of {stages}"),
             )
         return Estimated(
-            parsed=parsed, rows=tuple(each.rows for each in microbatches), stages=tuple(found)
+            parsed=parsed, rows=tuple(map(media_rows, step_of(0))), stages=tuple(found)
         )
-
-    def _own_units(self, parsed: "ParsedArguments") -> "dict[str, tuple[UnitSize, ...]]":
-        from loongplug.estimate.units import own_units_of_data, own_units_of_size
-
-        if self.visual_tokens is None:
-            return own_units_of_data(parsed.args, parsed.model)
-        return own_units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
 
 
 def fits_in(nbytes: int, *, device_memory: float) -> bool:
@@ -90,8 +83,8 @@ def fits_in(nbytes: int, *, device_memory: float) -> bool:
 
 def run_of(
     flags: Sequence[str], *, ranks: int, visual_tokens: int | None, folder: Path
-) -> "tuple[ParsedArguments, list[MicrobatchSize]]":
-    """The checked arguments of a run, and the microbatches of a replica's first step.
+) -> "tuple[ParsedArguments, StepOf]":
+    """The checked arguments of a run, and the microbatches of its first step by replica.
 
     ``visual_tokens`` and ``folder`` are as :class:`Estimator` has them.
 
@@ -101,12 +94,12 @@ def run_of(
     with quiet():
         stand_ins = None if visual_tokens is None else folder
         parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
-        from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
+        from loongplug.estimate.microbatches import step_of_data, step_of_size
 
         args, model = parsed.args, parsed.model
         if visual_tokens is None:
-            return parsed, microbatches_of_data(args, model)
-        return parsed, microbatches_of_size(args, model, visual_tokens=visual_tokens)
+            return parsed, step_of_data(args, model)
+        return parsed, step_of_size(args, model, visual_tokens=visual_tokens)
 
 
 def parsed_for(

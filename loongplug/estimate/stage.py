@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel.utils import set_streams
 from torch import Tensor
 
 from loongplug.data.microbatch import Unit
-from loongplug.estimate.ledger import DECODER, ENCODER
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.tape import DECODER, ENCODER, Tape
 from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
 from loongplug.models.layers.context.row import context_row

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
 
-from loongplug.estimate.ledger import GRADIENTS, OPTIMIZER, WEIGHTS
+from loongplug.estimate.tape import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.models.multimodal import MultimodalModel
 
 _WIDE = torch.float32.itemsize

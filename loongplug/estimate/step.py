@@ -1,53 +1,41 @@
-"""One step of a rank, followed turn by turn."""
+"""One step of a rank: its encoders' plans as they are executed, its decoder's passes as traced."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from math import inf
-from types import MappingProxyType
+from math import prod
 from typing import Any
 
-from loongplug.data.positions import Grid
-from loongplug.estimate.encoded_units import (
-    EncodedUnits,
-    UnitCosts,
-    blank_unit,
-    encoded_units,
-    largest_unit,
-)
-from loongplug.estimate.encoder_bytes import EncoderBytes
-from loongplug.estimate.exchange_bytes import ExchangeBytes
-from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
+import torch
+
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.estimate.encoder_stand_in import EncoderStandIn, UnitCosts
+from loongplug.estimate.executed import EncoderReplay, one_rank
+from loongplug.estimate.microbatches import blank_unit, media_rows, segments_of
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
-from loongplug.estimate.trace import Tracer, UnitBytes
-from loongplug.estimate.units import MicrobatchSize, UnitSize
-from loongplug.estimate.wire_bytes import WireBytes
-from loongplug.hetero.edge import apart_ends
+from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, Tape
+from loongplug.estimate.trace import StageBefore, Tracer, UnitBytes
+from loongplug.hetero.engine import EncoderEngine
 from loongplug.hetero.operations import BEGIN, END
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
-from loongplug.hetero.piece_edges import piece_ends
-from loongplug.hetero.piece_work import of_pieces
-from loongplug.hetero.streamed_pieces import Piece
+from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
 
-_NO_COSTS = UnitCosts(blank=UnitBytes(), blank_rows=0, largest=UnitBytes(), largest_rows=0)
-
 ROLES = ("decoder", "encoder + decoder")
 
-# Of an encoder's units that were traced.
-EncoderCosts = dict[tuple[str, UnitSize], UnitBytes]
+# Of an encoder's units that were traced, by its name and their media.
+EncoderCosts = dict[tuple[str, tuple[Any, ...]], UnitBytes]
 
 # What is held before a turn of the step and within it, by its number.
 _Around = Callable[[int, Turn], tuple[Held, Held]]
 
 
-class TracedStep:
-    """A step of a decoder's rank: its chunks traced once, then followed for any rank like it.
+class EstimatedStep:
+    """A step of a rank: its chunks traced once, then followed for any rank like it.
 
     ``host`` is the most of the tensors that leave by name.
     """
@@ -56,93 +44,101 @@ class TracedStep:
         self,
         rank: EstimatedRank,
         parsed: ParsedArguments,
-        microbatches: Sequence[MicrobatchSize],
+        microbatches: Sequence[Microbatch],
         *,
         states: Mapping[str, State],
         encoder_costs: EncoderCosts,
-        trains_apart: Mapping[str, bool] = MappingProxyType({}),
+        trains: Mapping[str, Sequence[bool]],
     ) -> None:
-        """``states`` are those of the entries.
+        """``microbatches``: on ranks of an encoder's own, the pieces that they encode.
 
-        ``encoder_costs`` has units that were traced before, on a stage with the same encoders.
-        ``trains_apart`` says of encoders on ranks of their own whether they or what goes with them
-        trains.
+        ``states`` are those of the entries. ``encoder_costs`` has units that were traced before, on
+        a stage with the same encoders. ``trains``: which stages of encoders on ranks of their own
+        do.
         """
         self._rank = rank
-        length = max(each.row_length for each in microbatches)
-        self._args = args = Namespace(**vars(parsed.args) | {"seq_length": length})
         self._model: Any = parsed.model
         self._microbatches = microbatches
         self._states = states
-        first = rank.chunks[0]
-        self.role = ROLES[first.encodes]
-        self._trains = {
-            **trains_apart,
-            **{entry.name: first.trains(entry) for entry in first.encoders},
+        self._heard = trains
+        self._first = rank.chunks[0]
+        self.host = self._buffers = 0
+        length = max(each.split.length for each in microbatches)
+        self._args = Namespace(**vars(parsed.args) | {"seq_length": length})
+        self._apart = {name for name, each in rank.engine.encoders.items() if each.steps}
+        self._largest = {name: self._largest_unit(name) for name in microbatches[0].units}
+        inline: Mapping[str, int] = {}
+        if rank.engine.own is None:
+            self.role = ROLES[self._first.encodes]
+            inline = self._trace_decoder().encoders
+        else:
+            self.role = self._model.keys[rank.engine.own]
+        self._costs = {
+            entry.name: self._unit_costs(
+                entry,
+                inline=None if entry.name in self._apart else inline.get(entry.name, 0),
+                known=encoder_costs,
+            )
+            for entry in self._first.encoders
         }
+
+    def _largest_unit(self, encoder: str) -> Unit:
+        """The one with most rows; the smallest that there is where there are no media."""
+        largest = max((each.units[encoder] for each in self._microbatches), key=lambda x: x.rows)
+        return largest if largest.grids else blank_unit(self._model.encoder(encoder))
+
+    def _trace_decoder(self) -> Held:
+        """What its passes hold; gives what is there behind the first forward of the first chunk."""
+        args, first = self._args, self._first
         self._pipeline = Pipeline(
             stages=args.pipeline_model_parallel_size,
-            stage=rank.stage,
-            chunks=len(rank.chunks),
+            stage=self._rank.stage,
+            chunks=len(self._rank.chunks),
             group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
             overlaps=args.overlap_moe_expert_parallel_comm,
         )
-        blank = MicrobatchSize(
-            units={name: blank_unit(self._model.encoder(name)) for name in rank.engine.encoders},
-            row_length=length,
-        )
-        largest = self._largest(blank)
-        self._apart = {name for name, engine in rank.engine.encoders.items() if engine.steps}
+        own = {entry.name: first.trains(entry) for entry in first.encoders}
         tracer = Tracer(
             args,
             self._model,
-            largest,
-            features_train={name: self._trains.get(name, False) for name in self._apart},
+            self._largest,
+            segments=segments_of(max(self._microbatches, key=media_rows)),
+            features_train={
+                name: own.get(name, any(self._heard.get(name, ()))) for name in self._apart
+            },
         )
-        self.host = self._buffers = 0
         depend = self._pipeline.overlaps or args.offload_tensors
         self._around = self._whole(tracer) if depend else self._one_by_one(tracer)
-        # The first turn is a forward of the first chunk alone.
-        _, held = self._around(0, Turn(forward=Pass(chunk=0, microbatch=0)))
-        self._costs = {
-            entry.name: self._unit_costs(
-                entry, blank, largest, inline=held.encoders.get(entry.name, 0), known=encoder_costs
-            )
-            for entry in first.encoders
-        }
-
-    def _largest(self, blank: MicrobatchSize) -> MicrobatchSize:
-        """Of each encoder the largest unit, or ``blank`` media where there are none."""
-        units = {
-            name: largest_unit([each.units[name] for each in self._microbatches], blank=smallest)
-            for name, smallest in blank.units.items()
-        }
-        fullest = max(self._microbatches, key=lambda each: each.rows)
-        return replace(blank, units=units, segments=fullest.segments)
+        return self._around(0, Turn(forward=Pass(chunk=0, microbatch=0)))[1]
 
     def _unit_costs(
-        self,
-        entry: Entry,
-        blank: MicrobatchSize,
-        largest: MicrobatchSize,
-        *,
-        inline: int,
-        known: EncoderCosts,
+        self, entry: Entry, *, inline: int | None, known: EncoderCosts
     ) -> UnitCosts:
         """What units cost in an encoder; ``inline``: what the largest keeps within a forward."""
-        chunk = self._rank.chunks[0]
+        name, stage = entry.name, self._rank.stage
+        encoder = self._model.encoder(name)
+        before = None
+        if self._rank.engine.own is not None and stage:
+            width = payload_widths(encoder)[stage - 1]
+            before = StageBefore(width=width, trains=any(self._heard[name][:stage]))
 
-        def traced(like: MicrobatchSize) -> UnitBytes:
-            key = entry.name, like.units[entry.name]
-            if key not in known:
-                known[key] = Tracer(self._args, self._model, like).encoder(chunk, entry)
+        def traced(unit: Unit) -> UnitBytes:
+            key = name, unit.grids
+            if key not in known or before is not None:
+                tracer = Tracer(self._args, self._model, {name: unit})
+                known[key] = tracer.encoder(self._first, entry, before=before)
             return known[key]
 
+        blank, largest = blank_unit(encoder), self._largest[name]
+        row = encoder.row_values * torch.float32.itemsize
+        if before is not None:
+            row = before.width * self._first.config.params_dtype.itemsize
         return UnitCosts(
             blank=traced(blank),
-            blank_rows=blank.units[entry.name].rows,
-            largest=traced(largest) if entry.name in self._apart else UnitBytes(kept=inline),
-            largest_rows=largest.units[entry.name].rows,
+            blank_rows=blank.rows,
+            blank_input=row * (sum(map(encoder.states, blank.grids)) if before else blank.rows),
+            largest=UnitBytes(kept=inline) if inline is not None else traced(largest),
+            largest_rows=largest.rows,
         )
 
     def _one_by_one(self, tracer: Tracer) -> _Around:
@@ -171,28 +167,40 @@ class TracedStep:
 
         return lambda number, _: (traced(number - 1), traced(number))
 
-    def follow(self, ledger: Ledger, *, rank: int) -> None:
-        """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
-        sides = [
-            self._encoder_bytes(name, rank)
-            for name, engine in self._rank.engine.encoders.items()
-            if engine.steps
+    def follow(self, tape: Tape, *, rank: int) -> None:
+        """Have ``tape`` see a step of ``rank``, which has the same chunks as this process's."""
+        engines = [
+            each
+            for name, each in self._rank.engine.encoders.items()
+            if name in self._apart and self._rank.engine.own in (None, name)
         ]
-        number = 0
-        for event in events(self._pipeline, len(self._microbatches)):
-            if isinstance(event, Turn):
-                self._work(ledger, number, event)
-                number += 1
-                continue
-            if event == END:
-                ledger.clear(PIPELINE)
-            for side in sides:
-                side.at(ledger, event)
-            if event == BEGIN:
-                ledger.add(PIPELINE, self._buffers)
+        given = [self._given(each, rank) for each in engines]
+        with one_rank(rank, tape):
+            replays = [
+                self._replay(engine, each, tape)
+                for engine, each in zip(engines, given, strict=True)
+            ]
+            number = 0
+            for event in self._events():
+                if isinstance(event, Turn):
+                    self._work(tape, number, event)
+                    number += 1
+                    continue
+                if event == END:
+                    tape.clear(PIPELINE)
+                for each in replays:
+                    each.at(event)
+                if event == BEGIN:
+                    tape.add(PIPELINE, self._buffers)
 
-    def _work(self, ledger: Ledger, number: int, turn: Turn) -> None:
+    def _events(self) -> Iterator[Any]:
+        if self._rank.engine.own is not None:
+            return iter((BEGIN, END))
+        return events(self._pipeline, len(self._microbatches))
+
+    def _work(self, tape: Tape, number: int, turn: Turn) -> None:
         """What stays is entered before the work, what goes is there until it is done."""
+        tape.doing = turn.name
         before, within = self._around(number, turn)
         changes = {
             ENCODER: self._encoder_of(turn.forward) - self._encoder_of(turn.backward),
@@ -200,82 +208,90 @@ class TracedStep:
         }
         more = {part: max(0, nbytes) for part, nbytes in changes.items()}
         for part, nbytes in more.items():
-            ledger.add(part, nbytes)
-        ledger.work(turn.name, within.most - before.total - sum(more.values()))
+            tape.add(part, nbytes)
+        tape.sample()
+        tape.work(within.most - before.total - sum(more.values()))
         for part, nbytes in changes.items():
-            ledger.take(part, more[part] - nbytes)
+            tape.take(part, more[part] - nbytes)
 
     def _encoder_of(self, each: Pass | None) -> int:
         """What a pass keeps of encoders that encode within the chunk's forward."""
-        if each is None or each.chunk:
+        if each is None or each.chunk or not self._first.pre_process:
             return 0
         units = self._microbatches[each.microbatch].units
         return sum(
             costs.of(units[name].rows).kept
             for name, costs in self._costs.items()
-            if name not in self._apart and self._rank.chunks[0].pre_process
+            if name not in self._apart
         )
 
-    def _encoder_bytes(self, encoder: str, rank: int) -> EncoderBytes:
+    def _replay(
+        self, engine: EncoderEngine, given: list[Microbatch], tape: Tape
+    ) -> EncoderReplay:
         """Of an encoder that does not work within the decoder's forward."""
-        engine, encoded = self._rank.engine.encoders[encoder], self._encoded(encoder)
-        place, trains = engine.place, self._trains.get(encoder, False)
-        plan = partial(engine.plan, training=True, trains=trains, rank=rank)
-        wire = partial(WireBytes, rank=rank, trains=trains)
-        spec = encoded.spec()
-        if place.pieces is not None:  # on ranks of its own
-            ends = partial(apart_ends, units=spec, pieces=place.pieces[True], rank=rank)
-            return EncoderBytes(
-                plan=plan(encoder_replicas=spec.encoder_replicas),
-                encoded=encoded,
-                wires=(wire(ends, most=engine.in_flight(rank)),),
-            )
-        edge, grids = place.edge, [each.grids for each in encoded.units]
-        assert edge is not None, "an encoder beside the decoder"
-        replica = edge.replica_of(rank)
-        planner = engine.step_planner
-        planned = None if planner is None else planner.plan(grids)
-        if planned is not None:
-            stream = planned.stream(replica)
-            ends = partial(piece_ends, pieces=of_pieces(planned.pieces, spec), edge=edge, rank=rank)
-            return EncoderBytes(
-                plan=plan(encoder_replicas=spec.encoder_replicas, stream=stream),
-                encoded=replace(encoded, units=_units_of(planned.pieces, grids)),
-                wires=(wire(ends, most=inf),),
-                streamed=stream.pieces,
-            )
-        assignment = assignment_of(
-            self._args, self._model.encoder(encoder), replicas=len(edge.replicas)
-        )
-        shares = assignment.of(range(len(grids)), grids, step=len(grids))
-        shared = zip(encoded.units, shares, strict=True)
-        own = [unit.share(several, replica=replica) for unit, several in shared]
-        spec = replace(spec, shares=tuple(shares))
-        return EncoderBytes(
-            plan=plan(
-                encoder_replicas=spec.encoder_replicas, rows=tuple(unit.rows for unit in own)
-            ),
-            encoded=replace(encoded, units=own),
-            exchange=ExchangeBytes(edge=edge, rank=rank, spec=spec),
-            away=self._states[encoder].by_name(),
+        name = engine.entry.name
+        if name in self._costs:
+            self._first.payload = self._stand_in(name, tape).payload  # type: ignore[method-assign]
+        state = self._states.get(name, State())
+        return EncoderReplay(
+            engine,
+            self._first,
+            given,
+            trains=self._heard.get(name, ()),
+            away=state.by_name(),
+            tape=tape,
         )
 
-    def _encoded(self, encoder: str) -> EncodedUnits:
-        return encoded_units(
-            self._rank.chunks[0],
-            self._model,
-            encoder,
-            [each.units[encoder] for each in self._microbatches],
-            costs=self._costs.get(encoder, _NO_COSTS),
+    def _stand_in(self, name: str, tape: Tape) -> EncoderStandIn:
+        encoder, config = self._model.encoder(name), self._first.config
+        stage, widths = self._rank.stage, payload_widths(encoder)
+        hands_on = self._rank.engine.own is not None and stage < len(widths)
+        return EncoderStandIn(
+            costs=self._costs[name],
+            made=encoder.states if hands_on else encoder.tokens,
+            width=widths[stage] if hands_on else (1 + len(encoder.taps())) * config.hidden_size,
+            dtype=config.params_dtype,
+            region=STATES if hands_on else FEATURES,
+            tape=tape,
         )
 
+    def _given(self, engine: EncoderEngine, rank: int) -> list[Microbatch]:
+        """The microbatches, with what ``rank`` encodes of them."""
+        name, place = engine.entry.name, engine.place
+        units = [each.units[name] for each in self._microbatches]
+        own: Sequence[Sequence[int] | None] = [None] * len(units)  # numbers of media
+        if place.edge is not None:
+            encoder, replicas = self._model.encoder(name), place.edge.replicas
+            assignment = assignment_of(self._args, encoder, replicas=len(replicas))
+            if engine.step_planner is not None:
+                assignment = replace(assignment, by_plan=engine.step_planner.shares)
+            grids = [each.grids for each in units]
+            shares = assignment.of(range(len(grids)), grids, step=len(grids))
+            replica = place.edge.replica_of(rank)
+            units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
+            own = [_own_media(unit, replica) for unit in units]
+        elif engine.here and place.before is None:
+            own = [range(len(each.grids)) for each in units]
+        row_values = self._model.encoder(name).row_values
+        units = [
+            unit if media is None else replace(unit, media=_media(unit, media, row_values))
+            for unit, media in zip(units, own, strict=True)
+        ]
+        return [
+            replace(each, units={name: unit})
+            for each, unit in zip(self._microbatches, units, strict=True)
+        ]
 
-def _units_of(pieces: Sequence[Piece], grids: Sequence[Sequence[Grid]]) -> list[UnitSize]:
-    """What is encoded of each of ``pieces``; ``grids`` by microbatch."""
-    return [
-        UnitSize(
-            grids=tuple(grids[each.microbatch][each.media.start : each.media.stop]),
-            row_tokens=(each.tokens,),
-        )
-        for each in pieces
-    ]
+
+def _own_media(unit: Unit, replica: int | None) -> Sequence[int] | None:
+    """The numbers of the media in a replica's share; None where it has none."""
+    for each in unit.shares:
+        if each.encoder_replica == replica:
+            return range(len(unit.grids)) if each.media is None else each.media
+    return None
+
+
+def _media(unit: Unit, numbers: Sequence[int], row_values: int) -> MediaInput:
+    grids = torch.tensor([unit.grids[each] for each in numbers], dtype=torch.int64).reshape(-1, 3)
+    rows = sum(prod(unit.grids[each]) for each in numbers)
+    return MediaInput(rows=torch.empty(rows, row_values, device="meta"), grids=grids)

@@ -1,6 +1,7 @@
 """Bytes of live tensors while code runs, on real tensors or on those of the meta device."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,14 @@ from loongplug.estimate.remembered import RememberedShapes, storages
 
 Answer = Callable[..., Any]
 
+# Regions, as tables call them.
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradient buffers", "optimizer state"
+ENCODER, DECODER = "encoder activations", "decoder activations"
+INPUT, FEATURES, FEATURE_GRADIENTS = "media", "features", "feature gradients"
+STATES, STATE_GRADIENTS = "states between stages", "gradients of these states"
+PIPELINE = "pipeline buffers"
+TRANSIENT = "transient"
+
 
 class Tape(TorchDispatchMode):
     """Follows the storages that operations make while it is entered, until they are freed.
@@ -22,6 +31,9 @@ class Tape(TorchDispatchMode):
     A storage counts once, however many tensors share it, for the ``region`` in which it was made.
     Tensors made before are none of its business. ``answers`` stand in for operations, by name:
     what the meta device cannot tell, such as how many elements of a mask are set.
+
+    ``peak`` is what there was at the fullest moment, by region, and ``when`` what was being
+    ``doing`` then; ``highest`` has of each region the most that there was in a :meth:`sample`.
     """
 
     def __init__(self, *, region: str, answers: Mapping[Any, Answer] | None = None) -> None:
@@ -30,13 +42,15 @@ class Tape(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._region = region
         self._shapes = RememberedShapes()
-        self.live: dict[str, int] = {}
+        self.live: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
+        self.highest: Counter[str] = Counter()
+        self.doing = self.when = ""
 
     @property
     def total(self) -> int:
         """What is live now."""
-        return sum(self.live.values())
+        return self.live.total()
 
     @property
     def most(self) -> int:
@@ -75,6 +89,15 @@ class Tape(TorchDispatchMode):
         """Count the tensor's storage, if it is not known yet."""
         self._count(tensor.untyped_storage())
 
+    def belongs(self, tensor: Tensor, region: str, *, of: str | None = None) -> None:
+        """A storage that counts (for the region ``of``) counts for ``region`` from now on."""
+        key = tensor.untyped_storage()._cdata
+        reference, before, nbytes = self._known.get(key, (None, None, 0))
+        if reference is not None and of in (None, before):
+            self._known[key] = reference, region, nbytes
+            self.take(before, nbytes)
+            self.add(region, nbytes)
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._known or storage.nbytes() == 0:
@@ -85,8 +108,7 @@ class Tape(TorchDispatchMode):
             self._drop(key)
 
         self._known[key] = (weakref.ref(storage, gone), region, nbytes)
-        self.live[region] = self.live.get(region, 0) + nbytes
-        self.look()
+        self.add(region, nbytes)
 
     def given_back(self, storage: torch.UntypedStorage) -> None:
         """Its memory is no longer its own, though tensors on it live on."""
@@ -107,8 +129,7 @@ class Tape(TorchDispatchMode):
             if known is not None:
                 reference, region, before = known
                 self._known[storage._cdata] = (reference, region, storage.nbytes())
-                self.live[region] += storage.nbytes() - before
-                self.look()
+                self.add(region, storage.nbytes() - before)
             return result
 
         setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
@@ -119,12 +140,35 @@ class Tape(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         _, region, nbytes = self._known.pop(key)
+        self.take(region, nbytes)
+
+    def add(self, region: str, nbytes: int) -> None:
+        """So much more is there from now on."""
+        self.live[region] += nbytes
+        self.look()
+
+    def take(self, region: str, nbytes: int) -> None:
+        """So much is gone."""
         self.live[region] -= nbytes
+        assert self.live[region] >= 0, (region, self.live)
+
+    def clear(self, region: str) -> None:
+        """All of it is gone."""
+        self.live[region] = 0
+
+    def work(self, nbytes: int) -> None:
+        """So much is there for a moment, beside all else."""
+        self.add(TRANSIENT, nbytes)
+        self.take(TRANSIENT, nbytes)
+
+    def sample(self) -> None:
+        """Take note of what there is between two operations."""
+        self.highest |= self.live
 
     def look(self) -> None:
         """Take note of the peak, where this is one."""
         if self.total > self.most:
-            self.peak = dict(self.live)
+            self.peak, self.when = dict(self.live), self.doing
 
 
 class FlashAttention(TorchFunctionMode):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Unit
-from loongplug.estimate.ledger import DECODER, ENCODER
 from loongplug.estimate.stage import Held, TracedStage, region_of
 from loongplug.estimate.stand_ins import (
     Away,
@@ -27,8 +26,7 @@ from loongplug.estimate.stand_ins import (
     spread_places,
     spread_tokens_evenly,
 )
-from loongplug.estimate.tape import FlashAttention, Tape
-from loongplug.estimate.units import MicrobatchSize
+from loongplug.estimate.tape import DECODER, ENCODER, FlashAttention, Tape
 from loongplug.hetero.pass_order import Pass, Turn
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
@@ -74,22 +72,23 @@ class StageBefore:
 class Tracer:
     """Traces the chunks of one rank, which has to be Megatron's current one.
 
-    All microbatches are like ``like``, which has media for each encoder. ``features_train`` has
-    the encoders whose features come from a feature source; the first chunk encodes the units of
-    others within its forward.
+    All microbatches have units like those of ``like``, with media for each encoder, and
+    ``segments`` where they are packs. ``features_train`` has the encoders whose features come from
+    a feature source; the first chunk encodes the units of others within its forward.
     """
 
     def __init__(
         self,
         args: Namespace,
         model: Any,
-        like: MicrobatchSize,
+        like: Mapping[str, Unit],
         *,
+        segments: tuple[int, ...] | None = None,
         features_train: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self._args = args
         self._model = model
-        self._segments = like.segments
+        self._segments = segments
         self._features_train = features_train
         # Parts of the sequence, over which tokens of media are spread evenly.
         self._parts = decoder_layout_of(args).sequence_shards(
@@ -104,7 +103,7 @@ class Tracer:
                     grids=torch.tensor(unit.grids),
                 ),
             )
-            for name, unit in like.units.items()
+            for name, unit in like.items()
         }
 
     def encoder(

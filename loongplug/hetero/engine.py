@@ -67,7 +67,7 @@ class EncoderEngine:
         """
         assert mode.fills_bubbles == (costs is not None), mode.name
         self._mode = mode
-        self._entry = entry
+        self.entry = entry
         self._taps = taps
         self._handed_on = handed_on
         self._joined_rows = joined_rows
@@ -126,17 +126,22 @@ class EncoderEngine:
             trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
             stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             if self.here:
-                trains[stage] = unwrapped(chunks[0]).trains(self._entry)
+                trains[stage] = unwrapped(chunks[0]).trains(self.entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
-            if self.here or self.place.transport is not None:
-                self._trains_before = self.here and bool(trains[:stage].any())
-                self.executor().encoder_trains = bool(trains[: stage + 1].any())
-                self.executor().trains_before = self._trains_before
+            self.hear(trains.tolist())
         if Kept.STATE in self._mode.on_host:
-            name = self._entry.name
+            name = self.entry.name
             self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
+
+    def hear(self, trains: Sequence[bool]) -> None:
+        """Which stages of an encoder on ranks of its own train."""
+        if self.here or self.place.transport is not None:
+            stage = self._stage_of(dist.get_rank()) if self.here else self._stages
+            self._trains_before = self.here and any(trains[:stage])
+            self.executor().encoder_trains = any(trains[: stage + 1])
+            self.executor().trains_before = self._trains_before
 
     def plan(
         self,
@@ -145,29 +150,27 @@ class EncoderEngine:
         training: bool,
         trains: bool,
         rows: tuple[int, ...] = (),
-        trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
-        rank: int | None = None,
         stream: Stream | None = None,
     ) -> StepPlan:
-        """Of a step, as this rank or another one of its tensor parallel group does it.
+        """Of a step, as this rank does it.
 
         ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
         encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
-        input, what that rank encodes of each unit; none where all units go by themselves.
+        input, what the rank encodes of each unit; none where all units go by themselves.
         ``stream``: the rank's, of a step that streams.
         """
         place = self.place
         return self._mode.policy(
             encoder_step(
                 self._mode,
-                rank=dist.get_rank() if rank is None else rank,
+                rank=dist.get_rank(),
                 edge=place.edge,
                 layout=place.layout,
                 pieces=() if place.pieces is None else place.pieces[training],
                 encoder_replicas=encoder_replicas,
                 training=training,
                 trains=trains,
-                trains_before=self._trains_before if trains_before is None else trains_before,
+                trains_before=self._trains_before,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 ahead=self._ahead,
                 rows=rows,
@@ -184,7 +187,7 @@ class EncoderEngine:
                 self.plan,
                 self._exchange(training=True),
                 evaluating=self._exchange(training=False),
-                entry=self._entry,
+                entry=self.entry,
                 taps=self._taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
@@ -240,6 +243,12 @@ class EncoderEngine:
 
         Collective over all ranks.
         """
+        return BubbleSchedule(
+            self.stream(), self._found.pipeline_groups(), recorder=self.recorder
+        )
+
+    def stream(self) -> Executor:
+        """The executor, whose steps of training may stream from now on."""
         place, rank, planner = self.place, dist.get_rank(), self.step_planner
         assert planner is not None, "steps may stream"
         assert place.edge is not None
@@ -258,8 +267,7 @@ class EncoderEngine:
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
-        groups = self._found.pipeline_groups()
-        return BubbleSchedule(executor, groups, recorder=self.recorder)
+        return executor
 
     def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
         place, device = self.place, current_platform().device

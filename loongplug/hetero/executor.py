@@ -77,13 +77,13 @@ class Executor:
         None where it has one.
         """
         self._planned = planned
-        self._exchange = exchange
+        self.exchange = exchange
         self._evaluating = evaluating
         self._entry = entry
         self._taps = taps
         self._outside_schedule = outside_schedule
         self._platform = platform
-        self._links = links
+        self.links = links
         self._recorder = recorder
         self.streaming: Streaming | None = None  # where steps of training may stream
         self.host = HostMoves(platform)
@@ -188,7 +188,7 @@ class Executor:
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        exchange = self._exchange if training or self._evaluating is None else self._evaluating
+        exchange = self.exchange if training or self._evaluating is None else self._evaluating
         self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
@@ -204,15 +204,15 @@ class Executor:
             wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), exchange)
         if pieces is not None:
             wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), pieces.wire)
-        if self._links is not None:
+        if self.links is not None:
             states = StageSpec(
                 rows=tuple(map(encoder.states, units)),
                 microbatches=tuple(each.number for each in microbatches),
                 dtype=spec.dtype,
             )
-            self._links.begin(states, trains=encoder.trains)
-            wires |= dict.fromkeys((Cargo.STATES, Cargo.STATE_GRADIENTS), self._links)
-        self._do(BEGIN)
+            self.links.begin(states, trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.STATES, Cargo.STATE_GRADIENTS), self.links)
+        self.do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_step`` with the events of the passes through the rank's first chunk."""
@@ -223,10 +223,10 @@ class Executor:
             if unwrapped(model) is not self._now.model:
                 return forward_step(data_iterator, model, *args, **options)
             here, number = number, number + 1
-            self._do(forward(here))
+            self.do(forward(here))
             output, loss = forward_step(data_iterator, model, *args, **options)
             if backward(here) in self._now.plan:
-                before_backward(output, lambda: self._do(backward(here)))
+                before_backward(output, lambda: self.do(backward(here)))
             return output, loss
 
         return watching
@@ -238,17 +238,17 @@ class Executor:
 
     def before_pass(self, number: int) -> None:
         """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
-        self._do(before_pass(number))
+        self.do(before_pass(number))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
         step = self._now
-        rows = self._taken(number)
+        rows = self.taken(number)
         return Features.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
 
     def end(self) -> None:
         """The schedule has ended, without an error."""
-        self._do(END)
+        self.do(END)
         for wire in dict.fromkeys(self._now.wires.values()):
             wire.drain()
         self._now.assert_done()
@@ -259,7 +259,7 @@ class Executor:
         assert self._step is not None, "no step has begun"
         return self._step
 
-    def _taken(self, unit: int) -> Tensor:
+    def taken(self, unit: int) -> Tensor:
         """A unit's features, [rows, width]; nothing but the graph's own operations holds them."""
         if not self._now.encoder.trains:
             return self._now.taken.pop(unit)
@@ -275,14 +275,16 @@ class Executor:
     def _gradient_came(self, unit: int, gradient_of_features: Tensor) -> None:
         self._now.arrived = gradient_of_features
         del gradient_of_features
-        self._do(gradient(unit))
+        self.do(gradient(unit))
         self._now.arrived = None
 
-    def _do(self, when: When) -> None:
+    def do(self, when: When) -> None:
+        """What the plan has there."""
         for operation in self._now.plan.get(when, ()):
-            self._operate(operation)
+            self.operate(operation)
 
-    def _operate(self, operation: Operation) -> None:
+    def operate(self, operation: Operation) -> None:
+        """Do one of the plan's operations."""
         step = self._now
         match operation:
             case Encode(pieces=pieces, movable=movable):

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.estimate.microbatches import segments_of
 from loongplug.estimate.own_ranks import OwnRanks
-from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.modes import mode_of
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
 from loongplug.models.entries import Entry, encoders, only_decoder
@@ -17,7 +18,7 @@ from loongplug.training.layer_costs import Cost, EntryCosts, decoder_costs
 
 def costs_of(
     parsed: ParsedArguments,
-    microbatches: Sequence[MicrobatchSize],
+    microbatches: Sequence[Microbatch],
     *,
     trains: Callable[[str], bool],
     apart: Collection[str] = (),
@@ -43,13 +44,15 @@ def costs_of(
             part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
         units = [each.units[entry.name] for each in microbatches]
         found[entry.name] = _of_encoder(amounts, entry.name, units, part=part)
-    rows = [each.segments or (each.row_length,) * args.micro_batch_size for each in microbatches]
+    rows = [
+        segments_of(each) or (each.split.length,) * args.micro_batch_size for each in microbatches
+    ]
     found[only_decoder(entries).name] = decoder_costs(args, amounts.decoder, rows)
     return found
 
 
 def _of_encoder(
-    amounts: ModelAmounts, name: str, units: Sequence[UnitSize], *, part: Fraction
+    amounts: ModelAmounts, name: str, units: Sequence[Unit], *, part: Fraction
 ) -> EntryCosts:
     """With its projector, which its last layer has beside it. ``part``: of a unit, for a rank."""
     encoder, own = amounts.model.encoder(name), amounts.entries[name]

@@ -95,8 +95,8 @@ def find(
         if pp <= layers:  # a start would refuse layers that do not divide
             places = pp * chunks if pp * chunks <= layers else pp
             flags = [*flags, LAYOUT, layout_text(_even(layers, places))]
-    parsed, microbatches = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
-    model = parsed.model
+    parsed, step_of = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
+    model, microbatches = parsed.model, step_of(0)
     names = [entry.name for entry in encoders(model.entries())]
     own = own_ranks_of(parsed.args, model)
     given = _stages_of_encoders(encoder_stages, model=model, names=names)

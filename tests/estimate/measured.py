@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import MediaInput
-from loongplug.estimate.ledger import (
+from loongplug.estimate.tape import (
     DECODER,
     ENCODER,
     FEATURE_GRADIENTS,
@@ -26,8 +26,8 @@ from loongplug.estimate.ledger import (
     STATE_GRADIENTS,
     STATES,
     WEIGHTS,
+    Tape,
 )
-from loongplug.estimate.tape import Tape
 from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep
@@ -214,7 +214,7 @@ class _Watch:
 
         def gone(wire: Any, what: Cargo, rows: Tensor, *args: Any, **options: Any) -> None:
             if what is Cargo.STATE_GRADIENTS:
-                self._belongs(rows, STATE_GRADIENTS)
+                self.tape.belongs(rows, STATE_GRADIENTS)
             if _of_pieces(wire):
                 rows = copied(rows)
             elif any(each.back for each in wire.ways):
@@ -250,7 +250,7 @@ class _Watch:
         def made(encoder: EncoderOfStep, *args: Any, **kwargs: Any) -> Tensor:
             found = payload(encoder, *args, **kwargs)
             if len(encoder._model.modules_of(encoder._entry)) == 1:  # the projector is behind
-                self._belongs(found, STATES)
+                self.tape.belongs(found, STATES)
             if not self.decodes:
                 self._sample()
             return found
@@ -262,16 +262,6 @@ class _Watch:
         around(Executor, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
         if not self.decodes:
             around(EncoderOfStep, "backward", before=self._sample)
-
-    def _belongs(self, tensor: Tensor, region: str) -> None:
-        """What was made elsewhere is of ``region`` from now on."""
-        key, tape = tensor.untyped_storage()._cdata, self.tape
-        if key not in tape._known:  # without rows
-            return
-        reference, before, nbytes = tape._known[key]
-        tape._known[key] = reference, region, nbytes
-        tape.live[before] -= nbytes
-        tape.live[region] = tape.live.get(region, 0) + nbytes
 
     def _step_begins(self, _: Any) -> None:
         self.most_before_step = self.tape.most
@@ -286,8 +276,7 @@ class _Watch:
         tape = self.tape
 
         def moved(nbytes: int) -> None:
-            tape.live[AWAY] = tape.live.get(AWAY, 0) + nbytes
-            tape.look()
+            tape.add(AWAY, nbytes)
 
         def host_like(copies: Any, tensor: Tensor) -> Tensor:
             with _disable_current_modes():
@@ -350,8 +339,8 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
     if _streams(executor):
         kept = executor.pieces.wire.ways[Cargo.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
-    if isinstance(executor._exchange, Wire):
-        sends = executor._exchange.sends.values()
+    if isinstance(executor.exchange, Wire):
+        sends = executor.exchange.sends.values()
         leaving += [each.tensor for own in sends for each in own._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
 

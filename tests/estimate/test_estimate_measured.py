@@ -13,7 +13,7 @@ from sweeps import sweep
 
 from loongplug.estimate.estimate import estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
-from loongplug.estimate.ledger import (
+from loongplug.estimate.tape import (
     DECODER,
     ENCODER,
     FEATURE_GRADIENTS,
@@ -26,8 +26,8 @@ from loongplug.estimate.ledger import (
     STATES,
     WEIGHTS,
 )
+from loongplug.estimate.microbatches import step_of_data
 from loongplug.estimate.step import ROLES
-from loongplug.estimate.units import microbatches_of_data, own_units_of_data
 
 pytestmark = pytest.mark.slow
 
@@ -171,9 +171,8 @@ def estimated(rank, *, flags, ranks, freely):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for([*flags, "--device", "cpu"], ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
-    units = microbatches_of_data(parsed.args, parsed.model, step=1)
-    own = own_units_of_data(parsed.args, parsed.model, step=1)
-    return estimate(parsed, units, own_units=own, stepping=stepping_of(flags))
+    steps = step_of_data(parsed.args, parsed.model, step=1)
+    return estimate(parsed, steps, stepping=stepping_of(flags))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
-from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.state import State, _Buffer, _trained, _work
 from loongplug.estimate.tables import print_stages
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.tape import TRANSIENT, Tape
 from loongplug.hetero.pass_order import Pipeline, enough, stands_for, turns
 from loongplug.verify.tiny_processor import write_processor
 
@@ -76,16 +75,19 @@ def test_a_shorter_step_has_a_turn_like_each_of_a_long_one(
     assert (numbers[0], numbers[-1]) == (0, len(short) - 1)
 
 
-def test_the_ledger_keeps_the_fullest_moment():
-    ledger = Ledger()
-    ledger.add("weights", 10)
-    ledger.add("activations", 5)
-    ledger.work("forward", 1)
-    ledger.take("activations", 5)
-    ledger.work("later", 5)
-    assert ledger.when == "forward"
-    assert ledger.peak == {"weights": 10, "activations": 5, TRANSIENT: 1}
-    assert ledger.most["activations"] == 5
+def test_the_tape_keeps_the_fullest_moment():
+    tape = Tape(region=TRANSIENT)
+    tape.add("weights", 10)
+    tape.add("activations", 5)
+    tape.sample()
+    tape.doing = "forward"
+    tape.work(1)
+    tape.take("activations", 5)
+    tape.doing = "later"
+    tape.work(5)
+    assert tape.when == "forward"
+    assert tape.peak == {"weights": 10, "activations": 5, TRANSIENT: 1}
+    assert tape.highest == {"weights": 10, "activations": 5}
 
 
 def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():

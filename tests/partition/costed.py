@@ -2,7 +2,10 @@
 
 from argparse import Namespace
 
-from loongplug.estimate.units import MicrobatchSize, UnitSize
+import numpy as np
+import torch
+
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.models.freezing import Freezing
 from loongplug.partition.costs import costs_of
 from loongplug.training.arguments import ParsedArguments
@@ -49,10 +52,17 @@ def media(run, *grids):
     first, *others = run.model.encoders
     tokens = sum(map(run.model.encoder(first).tokens, grids))
     units = {
-        first: UnitSize(grids=grids, row_tokens=(tokens,)),
-        **dict.fromkeys(others, UnitSize()),
+        first: Unit(grids=grids, places=(np.arange(tokens),)),
+        **dict.fromkeys(others, Unit()),
     }
-    return MicrobatchSize(units=units, row_length=LENGTH)
+    return Microbatch(
+        input_ids=None,
+        position_ids=torch.empty(3, 1, LENGTH),
+        labels=None,
+        loss_mask=None,
+        tokens=LENGTH,
+        units=units,
+    )
 
 
 def trains_of(run, *, freeze=(), train=()) -> Freezing:

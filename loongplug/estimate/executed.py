@@ -1,0 +1,258 @@
+"""The run's own executor of an encoder's plan, on tensors without memory."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from loongplug.data.microbatch import Microbatch
+from loongplug.estimate.stand_ins import Away
+from loongplug.estimate.tape import (
+    ENCODER,
+    FEATURE_GRADIENTS,
+    FEATURES,
+    INPUT,
+    STATE_GRADIENTS,
+    STATES,
+    TRANSIENT,
+    Tape,
+)
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.engine import EncoderEngine
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Backward,
+    Cargo,
+    Encode,
+    Event,
+    Kept,
+    Operation,
+    When,
+)
+from loongplug.hetero.sends import Sends
+from loongplug.hetero.wire import Wire
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.platform.prefetch import Movable
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+_META = torch.device("meta")
+_REGIONS: dict[Cargo | Kept, str] = {
+    Cargo.FEATURES: FEATURES,
+    Cargo.GRADIENTS: FEATURE_GRADIENTS,
+    Cargo.STATES: STATES,
+    Cargo.STATE_GRADIENTS: STATE_GRADIENTS,
+    Kept.FEATURES: FEATURES,
+    Kept.GRADIENTS: FEATURE_GRADIENTS,
+    Kept.ACTIVATIONS: ENCODER,
+    Kept.STATE: TRANSIENT,  # which counts where it is freed, and where it comes back
+}
+_SAID = {Encode: "encoder's forward", Backward: "encoder's backward"}  # others by their names
+
+
+@dataclass
+class _Chunk:
+    """A rank's first chunk, as far as an executor looks at what Megatron wraps around it."""
+
+    module: MultimodalModel
+    parts: Mapping[str, Any]
+    outside_schedule: set[str] = field(default_factory=set)
+
+
+class EncoderReplay:
+    """One rank's encoder side of a step: the plan's operations, event by event, on a tape.
+
+    No operation is interpreted here: what the run's executor makes and frees is what counts. Only
+    the encoder's passes (:class:`EncoderStandIn`), what lies between steps, and when sends are done
+    have stand-ins.
+    """
+
+    def __init__(
+        self,
+        engine: EncoderEngine,
+        chunk: MultimodalModel,
+        microbatches: list[Microbatch],
+        *,
+        trains: Sequence[bool],
+        away: Mapping[str, int],
+        tape: Tape,
+    ) -> None:
+        """``chunk`` makes payloads by a stand-in; ``microbatches`` have what this rank encodes.
+
+        ``trains``: by stage, of an encoder on ranks of its own; ``away`` are the bytes that leave
+        with an encoder's state, by region. Inside :func:`one_rank`.
+        """
+        self._tape = tape
+        self._microbatches = microbatches  # until the step has ended
+        media = (each.units[engine.entry.name].media for each in microbatches)
+        with tape.region(INPUT):
+            for each in filter(None, media):
+                tape.see(each.rows)
+        part = SimpleNamespace(
+            no_sync=nullcontext,
+            ddp_config=SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False),
+        )
+        self._chunk = _Chunk(module=chunk, parts={engine.entry.name: part})
+        self._rows: dict[int, int] = {}  # of features, by microbatch
+        self._edges: dict[int, GradientEdge] = {}  # by microbatch, in the decoder's graph
+        engine = copy(engine)  # each rank has an executor of its own, in the same place
+        if engine.apart:
+            engine.hear(trains)
+        if engine.fills_bubbles:
+            engine.stream()
+        executor = self._executor = engine.executor()
+        none = torch.empty(0, device=_META)
+        state = [
+            _StateBytes(device=none, where=_META, region=region, nbytes=nbytes, tape=tape)
+            for region, nbytes in away.items()
+        ]
+        executor.host.state = cast(EncoderState, SimpleNamespace(movable=lambda: state))
+        last, first = engine.place.behind is None, engine.place.before is None
+        self._made = FEATURES if last else STATES  # by a pass, forward and backward
+        self._passes = {Encode: ENCODER, Backward: TRANSIENT if first else STATE_GRADIENTS}
+        self._operate, executor.operate = executor.operate, self._counted  # type: ignore[method-assign]
+        streamed = None if executor.streaming is None else executor.streaming.wire
+        self._wires = [
+            each
+            for each in (executor.exchange, executor.links, streamed)
+            if isinstance(each, Wire)
+        ]
+        for wire in self._wires:
+            wire._post = self._in_region(wire._post)  # type: ignore[method-assign]
+            wire.sends = {what: _Sends(most=each._most) for what, each in wire.sends.items()}
+
+    def at(self, when: When) -> None:
+        """Do what the plan has there."""
+        self._tape.doing = when.event.value
+        if when == BEGIN:
+            self._executor.begin(self._chunk, self._microbatches, training=True)
+        elif when == END:
+            self._microbatches.clear()
+            self._executor.end()
+        elif when.event is Event.GRADIENT and when.microbatch in self._edges:
+            self._decoder_gives_back(when.microbatch)
+        else:
+            self._executor.do(when)
+        if when.event is Event.FORWARD and when.microbatch in self._executor._now.taken:
+            self._decoder_takes(when.microbatch)
+
+    def _decoder_takes(self, microbatch: int) -> None:
+        """They are used up before the forward has all that it leaves."""
+        features = self._executor.taken(microbatch)
+        self._rows[microbatch] = len(features)
+        if features.requires_grad:
+            self._edges[microbatch] = get_gradient_edge(features)
+
+    def _decoder_gives_back(self, microbatch: int) -> None:
+        """The decoder's backward holds it as long as its node works."""
+        spec = self._executor._now.spec
+        with self._tape.region(FEATURE_GRADIENTS):
+            came = torch.empty(self._rows[microbatch], spec.width, dtype=spec.dtype, device=_META)
+        torch.autograd.backward(self._edges.pop(microbatch), came)
+
+    def _counted(self, operation: Operation) -> None:
+        what = getattr(operation, "what", None)
+        if isinstance(what, Cargo) and what.back:
+            # Who takes what is sent here has got as far as to send something back.
+            for sends in (each for wire in self._wires for each in wire.sends.values()):
+                cast(_Sends, sends).arrived()
+        kind = type(operation)
+        region = _REGIONS[what] if what in _REGIONS else self._passes.get(kind, TRANSIENT)
+        self._tape.doing = _SAID.get(kind, f"{kind.__name__.lower()} of {region}")
+        with self._tape.region(region):
+            self._operate(operation)
+        for made in self._executor._now.payloads.values() if kind is Encode else ():
+            self._tape.belongs(made, self._made, of=ENCODER)
+        self._tape.sample()
+
+    def _in_region(self, post: Callable[[Cargo], None]) -> Callable[[Cargo], None]:
+        def posted(what: Cargo) -> None:
+            with self._tape.region(_REGIONS[what]):
+                post(what)
+
+        return posted
+
+
+class _Sends(Sends):
+    """Messages that count as held until they are waited for, or are known to have arrived.
+
+    Where nobody waits for a send, what is sent counts as gone.
+    """
+
+    _given = _known = 0
+
+    def arrived(self) -> None:
+        """All that have been given so far."""
+        self._known = self._given
+
+    def add(self, work: Any, tensor: Tensor, *, microbatch: int) -> None:
+        """See :meth:`Sends.add`; on tensors without memory, ``work`` is nothing."""
+        if self._most < inf:
+            number, self._given = self._given, self._given + 1
+            message = cast(dist.Work, _Message(lambda: number < self._known))
+            super().add(message, tensor, microbatch=microbatch)
+
+
+@dataclass
+class _Message:
+    """Stands in for a ``dist.Work``."""
+
+    is_completed: Callable[[], bool]
+
+    def wait(self) -> None:
+        """It has gone."""
+        self.is_completed = lambda: True
+
+
+@dataclass(kw_only=True, eq=False)
+class _StateBytes(Movable):
+    """Bytes of an encoder's state, which no tensor stands for."""
+
+    region: str
+    nbytes: int
+    tape: Tape
+
+    def free(self) -> None:
+        """They are on the host."""
+        self.tape.take(self.region, self.nbytes)
+
+    def allocate(self) -> Tensor:
+        """They are back."""
+        self.tape.add(self.region, self.nbytes)
+        return super().allocate()
+
+
+@contextmanager
+def one_rank(rank: int, tape: Tape) -> Iterator[None]:
+    """Inside, an engine takes this process for ``rank``, and its device for one without memory.
+
+    The process groups are those of another rank with the same modules.
+    """
+    away = Away(tape)
+    rows = (
+        Replacement(
+            target="torch.distributed.get_rank",
+            reason="plans and messages of all ranks like this one are made in its process groups",
+            wrapper=lambda of_group: lambda group=None: of_group(group) if group else rank,
+        ),
+        Replacement(
+            target="loongplug.hetero.engine.current_platform",
+            reason="what an executor makes on its device has to be without memory",
+            replacement=lambda: away,
+        ),
+    )
+    table = ReplacementTable("a rank without memory", rows, importers=())
+    table.apply()
+    try:
+        with tape:
+            yield
+    finally:
+        table.undo()

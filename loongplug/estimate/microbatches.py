@@ -1,0 +1,163 @@
+"""The microbatches of a replica's first step, as a loader gives them, but for what media hold."""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from loongplug.context.row_parts import RowParts
+from loongplug.data.loader import collate
+from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.positions import Grid
+from loongplug.data.source import EncoderUnits, LocalSource
+from loongplug.data.step_sizes import StepSizes
+from loongplug.data.units import token_ids
+from loongplug.estimate.own_ranks import OwnRanks
+from loongplug.models.entries import encoders
+from loongplug.training.datasets import DatasetProvider
+from loongplug.training.provider import engine_of
+from loongplug.training.step_rows import row_lengths_of
+
+# The microbatches of a decoder replica's step, by the replica.
+StepOf = Callable[[int], Sequence[Microbatch]]
+
+
+def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
+    """Those of the data that the flags name, in a step that is counted from 0.
+
+    Reads the text parts and the headers of media only.
+
+    Raises:
+        ValueError: the data do not fit the model, or a row cannot be used.
+    """
+    provider = DatasetProvider(args, model, engine=engine_of(args, model))
+    dataset, entries = provider.train, encoders(model.entries())
+    processor = dataset.processor
+    ids = {entry.name: token_ids(processor, entry.media) for entry in entries}
+
+    def of_replica(replica: int) -> list[Microbatch]:
+        source = LocalSource(
+            dataset,
+            sizes=StepSizes.constant(args.global_batch_size),
+            micro_batch_size=args.micro_batch_size,
+            dp_rank=replica,
+            dp_size=args.data_parallel_size,
+            seed=args.seed,
+            encoders={entry.name: EncoderUnits(kinds=entry.media, loads=()) for entry in entries},
+            consumed_samples=step * args.global_batch_size,
+            bad_samples=provider.bad_samples,
+            look_ahead=args.packing_look_ahead if args.packing else None,
+        )
+        planned, row_lengths = list(source.next_step()), row_lengths_of(args)
+        texts = [each.samples for each in planned]
+        found = []
+        for number, each in enumerate(planned):
+            length: int = args.seq_length
+            if row_lengths is not None:
+                together = texts if row_lengths.by_step else [each.samples]
+                length = row_lengths.of(together, longest=length)
+            found += collate(
+                each.samples,
+                pad_token_id=processor.pad_token_id,
+                seq_length=length,
+                token_ids=ids,
+                packed=args.packing,
+                units={name: Unit(grids=tuple(each.units[name].media.grids)) for name in ids},
+                number=number,
+                parts=_parts(args),
+            )
+        return found
+
+    return of_replica
+
+
+def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
+    """As many of ``visual_tokens`` to each row, in one image of about a square, or one sound.
+
+    They are the first encoder's, spread evenly over the row; others have no media.
+
+    Raises:
+        ValueError: there are more of them than a row has tokens.
+    """
+    rows, length = args.micro_batch_size, args.seq_length
+    if not 0 <= visual_tokens < length:
+        raise ValueError(
+            f"--visual-tokens is {visual_tokens}: expected 0 or more, and less than "
+            f"--seq-length {length}, for a row of one image and its text"
+        )
+    first, *others = (entry.name for entry in encoders(model.entries()))
+    none = np.empty(0, dtype=np.int64)
+    units = dict.fromkeys(others, Unit(places=(none,) * rows))
+    units[first] = Unit(
+        grids=(model.encoder(first).grid_of(visual_tokens),) * rows if visual_tokens else (),
+        places=(np.arange(visual_tokens) * length // max(1, visual_tokens),) * rows,
+    )
+    parts = _parts(args)
+    microbatch = Microbatch(
+        input_ids=None,
+        position_ids=torch.empty(3, rows, length // args.context_parallel_size, device="meta"),
+        labels=None,
+        loss_mask=None,
+        tokens=rows * length,
+        units=units,
+        own=None if parts is None else parts.of(length),
+    )
+    each = rows * args.data_parallel_size
+    count = next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
+    step = [replace(microbatch, number=number) for number in range(count)]
+    return lambda replica: step
+
+
+def pieces_of(one: OwnRanks, step_of: StepOf, *, encoder: Any, packed: bool) -> list[Microbatch]:
+    """What the busiest replica of an ``encoder`` on ranks of its own encodes, in its order."""
+    steps = {each.decoder: step_of(each.decoder) for each in one.made}
+    found = []
+    for number in range(len(next(iter(steps.values())))):
+        for each in one.made:
+            microbatch = steps[each.decoder][number]
+            unit = microbatch.units[one.name]
+            if not packed:
+                unit = _of_samples(unit, each.samples, tokens=encoder.tokens)
+            found.append(replace(microbatch, units={one.name: unit}))
+    return found
+
+
+def _of_samples(unit: Unit, samples: range, *, tokens: Callable[[Grid], int]) -> Unit:
+    """What a unit has of some rows, whose media stand in the order of the text."""
+    ends = np.cumsum([0, *map(len, unit.places)])  # of rows
+    first, behind = ends[samples.start], ends[samples.stop]
+    starts = np.cumsum([0, *map(tokens, unit.grids)])[:-1]  # of media
+    return replace(
+        unit,
+        places=unit.places[samples.start : samples.stop],
+        grids=tuple(
+            grid for grid, at in zip(unit.grids, starts, strict=True) if first <= at < behind
+        ),
+    )
+
+
+def segments_of(microbatch: Microbatch) -> tuple[int, ...] | None:
+    """The lengths of a pack's samples, and of the padding behind them; None of other rows."""
+    if microbatch.segments is None:
+        return None
+    return (*microbatch.segments, microbatch.split.length - microbatch.tokens)
+
+
+def media_rows(microbatch: Microbatch) -> int:
+    """Patches and frames of all its media."""
+    return sum(unit.rows for unit in microbatch.units.values())
+
+
+def blank_unit(encoder: Any) -> Unit:
+    """The smallest unit, which stands in for no media."""
+    grid: Grid = encoder.blank_grid()
+    return Unit(grids=(grid,), places=(np.arange(encoder.tokens(grid)),))
+
+
+def _parts(args: Namespace) -> RowParts | None:
+    """The first rank's: of its text only what is the whole row's is looked at."""
+    cp = args.context_parallel_size
+    return RowParts(cp=cp, rank=0, balance=args.cp_balance) if cp > 1 else None
