@@ -11,7 +11,6 @@ from loongplug.data.positions import Grid
 from loongplug.estimate.tape import ENCODER, Tape
 from loongplug.estimate.trace import UnitBytes
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
-from loongplug.models.entries import Entry
 
 _META = torch.device("meta")
 
@@ -50,7 +49,7 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderStandIn:
-    """In the place of :meth:`MultimodalModel.payload`, with as many bytes on a ``tape``.
+    """In the place of an encoder's passes, with as many bytes on a ``tape``.
 
     Of each medium it makes as many rows as ``made`` says of its grid, [rows, width] of ``dtype``,
     which count for ``region``.
@@ -63,8 +62,8 @@ class EncoderStandIn:
     region: str
     tape: Tape
 
-    def payload(self, entry: Entry, given: EncoderInput | None) -> Tensor:
-        """What a pass makes; its graph holds what the stage's would."""
+    def payload(self, given: EncoderInput | None) -> Tensor:
+        """What a pass makes; its graph holds what the encoder's would."""
         taken, rows = None, 0
         if given is not None:
             taken = given.states if isinstance(given, HandedOn) else given.rows

@@ -175,6 +175,10 @@ class EstimatedStep:
             if name in self._apart and self._rank.engine.own in (None, name)
         ]
         given = [self._given(each, rank) for each in engines]
+        stand_ins = {name: self._stand_in(name, tape) for name in self._costs}
+        self._first.payload = (  # type: ignore[method-assign]
+            lambda entry, media: stand_ins[entry.name].payload(media)
+        )
         with one_rank(rank, tape):
             replays = [
                 self._replay(engine, each, tape)
@@ -230,8 +234,6 @@ class EstimatedStep:
     ) -> EncoderReplay:
         """Of an encoder that does not work within the decoder's forward."""
         name = engine.entry.name
-        if name in self._costs:
-            self._first.payload = self._stand_in(name, tape).payload  # type: ignore[method-assign]
         state = self._states.get(name, State())
         return EncoderReplay(
             engine,
