@@ -143,6 +143,9 @@ def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
 class Away:
     """What leaves the device is none of the ``device`` tape's, and counts as the host's."""
 
+    name = "cpu"
+    device = _META
+
     def __init__(self, device: Tape) -> None:
         self._device = device
         self._host = Tape(region="host")
