@@ -1,19 +1,34 @@
 """From the flags of a run to what the ranks of each of its stages hold."""
 
+import json
 import logging
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from loongplug.estimate.estimate import RankMemory
-    from loongplug.estimate.state import Stepping
-    from loongplug.estimate.units import MicrobatchSize, UnitSize
-    from loongplug.training.arguments import ParsedArguments
+from loongplug.estimate.estimate import RankMemory
+from loongplug.estimate.estimate import estimate as estimate_run
+from loongplug.estimate.state import Stepping
+from loongplug.estimate.units import (
+    MicrobatchSize,
+    UnitSize,
+    microbatches_of_data,
+    microbatches_of_size,
+    own_units_of_data,
+    own_units_of_size,
+)
+from loongplug.models.registry import Family
+from loongplug.platform import requested_device
+from loongplug.training.arguments import ParsedArguments
+from loongplug.training.config import compose_asked_for
+from loongplug.training.defaults import default_tokenizer
+from loongplug.training.flags import read_command_line, without_flags
+from loongplug.training.special_tokens import FILE
+from loongplug.verify.plan import first_rank
 
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
 GB = 10**9
@@ -27,12 +42,12 @@ _OF_THE_MACHINE = frozenset(
 class Estimated:
     """A run's memory. ``rows`` are those that encoders take of each microbatch of a step."""
 
-    parsed: "ParsedArguments"
+    parsed: ParsedArguments
     rows: tuple[int, ...]
-    stages: "tuple[RankMemory, ...]"
+    stages: tuple[RankMemory, ...]
 
     @property
-    def fullest(self) -> "RankMemory":
+    def fullest(self) -> RankMemory:
         """The rank that needs most."""
         return max(self.stages, key=lambda each: each.total)
 
@@ -62,9 +77,7 @@ class Estimator:
             flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
         )
         with quiet():
-            from loongplug.estimate.estimate import estimate
-
-            found = estimate(
+            found = estimate_run(
                 parsed,
                 microbatches,
                 own_units=self._own_units(parsed),
@@ -75,9 +88,7 @@ class Estimator:
             parsed=parsed, rows=tuple(each.rows for each in microbatches), stages=tuple(found)
         )
 
-    def _own_units(self, parsed: "ParsedArguments") -> "dict[str, tuple[UnitSize, ...]]":
-        from loongplug.estimate.units import own_units_of_data, own_units_of_size
-
+    def _own_units(self, parsed: ParsedArguments) -> dict[str, tuple[UnitSize, ...]]:
         if self.visual_tokens is None:
             return own_units_of_data(parsed.args, parsed.model)
         return own_units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
@@ -90,7 +101,7 @@ def fits_in(nbytes: int, *, device_memory: float) -> bool:
 
 def run_of(
     flags: Sequence[str], *, ranks: int, visual_tokens: int | None, folder: Path
-) -> "tuple[ParsedArguments, list[MicrobatchSize]]":
+) -> tuple[ParsedArguments, list[MicrobatchSize]]:
     """The checked arguments of a run, and the microbatches of a replica's first step.
 
     ``visual_tokens`` and ``folder`` are as :class:`Estimator` has them.
@@ -101,8 +112,6 @@ def run_of(
     with quiet():
         stand_ins = None if visual_tokens is None else folder
         parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
-        from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
-
         args, model = parsed.args, parsed.model
         if visual_tokens is None:
             return parsed, microbatches_of_data(args, model)
@@ -111,50 +120,53 @@ def run_of(
 
 def parsed_for(
     flags: Sequence[str], *, ranks: int, stand_ins: Path | None = None
-) -> "ParsedArguments":
+) -> ParsedArguments:
     """The checked arguments of the first rank, for tensors that are on no device.
 
     The run is for GPUs, unless ``--device cpu`` is among the flags. In the folder ``stand_ins``
-    there will be a tokenizer for flags that name none.
+    there will be a tokenizer and an empty file of data for flags that name none.
+
+    Raises:
+        ValueError: the flags cannot be used, or name too little.
     """
-    from loongplug.platform import activate, requested_device
-
-    activate("cpu")
-    from loongplug.training.flags import read_command_line, without_flags
-    from loongplug.verify.plan import first_rank
-
-    # Either refuses what is no flag before it is taken apart.
-    if stand_ins is None:
-        _require_sizes(read_command_line(flags).args)
-    else:
-        from loongplug.estimate.stand_in_data import with_stand_ins
-
-        flags = with_stand_ins(flags, stand_ins)
+    line = read_command_line(flags)  # refuses what is no flag before it is taken apart
+    args = line.args
+    default_tokenizer(args)
+    sizes = {
+        "tokenizer-model": args.tokenizer_model,
+        "train-data-path": args.train_data_path or args.data_path,
+    }
+    for flag in (name for name, value in sizes.items() if not value):
+        if stand_ins is None:
+            raise ValueError(
+                f"--{flag} is not given: expected a tokenizer and data, whose rows say how large "
+                "microbatches are, or in their place --visual-tokens N, of each sample"
+            )
+        path = stand_ins
+        if flag == "tokenizer-model":
+            composed = compose_asked_for(args, overrides=line.overrides)
+            _write_tokenizer(path, composed.config, family=composed.family)
+        else:
+            path = path / "rows.jsonl"
+            path.touch()  # a run's start looks whether it is there, an estimate reads nothing of it
+        flags = [*flags, f"--{flag}", str(path)]
     target = "cpu" if requested_device(flags) == "cpu" else "cuda"
     flags = [*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"]
     return first_rank(flags, ranks=ranks, target=target)
 
 
-def _require_sizes(args: Namespace) -> None:
-    from loongplug.training.defaults import default_tokenizer
-
-    default_tokenizer(args)
-    data = args.train_data_path or args.data_path
-    for flag, value in (("tokenizer-model", args.tokenizer_model), ("train-data-path", data)):
-        if not value:
-            raise ValueError(
-                f"--{flag} is not given: expected a tokenizer and data, whose rows say how large "
-                "microbatches are, or in their place --visual-tokens N, of each sample"
-            )
+def _write_tokenizer(folder: Path, model: Any, *, family: Family) -> None:
+    """It has the model's special tokens and no others."""
+    known = {text: getattr(model, field) for field, text in family.special_tokens.items()}
+    free = (number for number in count() if number not in known.values())
+    ids = {text: next(free) if number is None else number for text, number in known.items()}
+    tokens = [{"content": text, "id": number} for text, number in ids.items()]
+    content = {"added_tokens": tokens, "model": {"vocab": {}}}
+    (folder / FILE).write_text(json.dumps(content), encoding="utf-8")
 
 
-def stepping_of(flags: Sequence[str]) -> "Stepping":
-    """How the optimizer of a run with these flags works: torch's, unless they ask for another.
-
-    Needs the platform to be active.
-    """
-    from loongplug.training.flags import read_command_line
-
+def stepping_of(flags: Sequence[str]) -> Stepping:
+    """How the optimizer of a run with these flags works: torch's, unless they ask for another."""
     line = read_command_line(flags)
     args = line.args
     engine = "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine"
