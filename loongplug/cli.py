@@ -264,6 +264,9 @@ def estimate(
     which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
     with user_errors(json_path, "estimate", flags=context.args):
+        from loongplug.platform import activate
+
+        activate("cpu")  # before Megatron's import, also for a run on GPUs
         from loongplug.estimate.command import estimate as run
 
         raise typer.Exit(
@@ -296,6 +299,9 @@ def partition(
     Takes train.py's flags. Needs no GPU and makes no weights.
     """
     with user_errors(json_path, "partition", flags=context.args):
+        from loongplug.platform import activate
+
+        activate("cpu")  # before Megatron's import, also for a run on GPUs
         from loongplug.partition.command import partition as run
 
         run(

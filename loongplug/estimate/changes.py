@@ -1,11 +1,16 @@
-"""What could be changed in a run that does not fit, the cheapest first."""
+"""What could be changed in a run that does not fit, the cheapest first, and what makes it fit."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from loongplug.hetero.modes import mode_of
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.flags import without_flags
 
+ENOUGH = 3  # ways to choose among
+SECONDS = 120.0  # of processor time; after so many no further estimate begins
 _ONE_NODE = 8  # ranks of a tensor parallel group talk in every layer
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _FULL_RECOMPUTE = (
@@ -29,10 +34,85 @@ class Change:
         return " ".join(self.flags)
 
 
-def changed(flags: Sequence[str], changes: Sequence[Change]) -> list[str]:
-    """``flags`` with all the changes; imports ``megatron.training``."""
-    from loongplug.training.flags import without_flags
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Changes, all at once, and the bytes that the fullest rank needs with them."""
 
+    changes: tuple[Change, ...]
+    needs: int
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """``ways`` that fit, the cheapest first; else ``least`` is the one that needs least.
+
+    ``tried`` counts what could be estimated; ``in_time`` is false where the time was too short to
+    try all.
+    """
+
+    ways: tuple[Way, ...]
+    least: Way | None
+    tried: int
+    in_time: bool
+
+
+def ways_to_fit(
+    changes: Sequence[Change],
+    *,
+    needs: int,
+    estimate: Callable[[Sequence[Change]], int | None],
+    fits: Callable[[int], bool],
+    clock: Callable[[], float] = time.process_time,
+) -> Found:
+    """Of a run that ``needs`` so many bytes: changes together, then single ones.
+
+    ``changes`` are the cheapest first. ``estimate`` gives what the fullest rank needs with some of
+    them, None where they are refused; ``fits`` says whether so many bytes do.
+    """
+    known: dict[tuple[Change, ...], Way | None] = {}
+    until, in_time = clock() + SECONDS, True
+
+    def tried(*some: Change) -> Way | None:
+        nonlocal in_time
+        if some not in known:
+            if clock() > until:
+                in_time = False
+                return None
+            nbytes = estimate(some)
+            known[some] = None if nbytes is None else Way(changes=some, needs=nbytes)
+        return known[some]
+
+    best = Way(changes=(), needs=needs)
+    for change in changes:
+        way = tried(*(each for each in best.changes if each.kind != change.kind), change)
+        if way is not None and way.needs < best.needs:
+            best = way
+        if fits(best.needs):
+            break
+    ways = []
+    if fits(best.needs):
+        for change in reversed(best.changes[:-1]):  # it did not fit before the last one
+            fewer = tried(*(each for each in best.changes if each is not change))
+            if fewer is not None and fits(fewer.needs):
+                best = fewer
+        # What is not enough with all that is cheaper is not enough alone.
+        singles = map(tried, changes[changes.index(best.changes[-1]) :])
+        fitting = (way for way in singles if way is not None and fits(way.needs) and way != best)
+        ways = [best, *islice(fitting, ENOUGH - 1)]
+    estimated = [way for way in known.values() if way is not None]
+    return Found(
+        ways=tuple(ways),
+        least=min(estimated, key=lambda way: way.needs, default=None),
+        tried=len(estimated),
+        in_time=in_time,
+    )
+
+
+def changed(flags: Sequence[str], changes: Sequence[Change]) -> list[str]:
+    """``flags`` with all the changes."""
     drops = frozenset[str]().union(*(each.drops for each in changes))
     return [*without_flags(flags, drops), *(flag for each in changes for flag in each.flags)]
 

@@ -1,20 +1,17 @@
 """``loongplug estimate``: from the flags of a run, or of several layouts of it, to a table."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from loongplug.estimate.estimator import GB, USABLE, Estimated, Estimator, fits_in
+from loongplug.estimate.changes import SECONDS, Change, Found, changed, changes_of, ways_to_fit
+from loongplug.estimate.estimator import GB, USABLE, Estimator, fits_in
 from loongplug.estimate.tables import EstimatedLayout, as_json, print_layouts, print_stages
 from loongplug.output_files import write_figures
-
-if TYPE_CHECKING:
-    from loongplug.estimate.search import Found
 
 FITS, TOO_LARGE = 0, 1
 
@@ -42,49 +39,49 @@ def estimate(
         raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")
     if device_memory is not None and device_memory <= 0:
         raise ValueError(f"--device-memory is {device_memory}: expected GB, above 0")
-    with _at_work(ranks, visual_tokens) as estimator:
-        found = [
-            _layout(flags, own, estimator, name=f"layout {number}" if layouts else "it")
-            for number, own in enumerate(layouts or [""], 1)
-        ]
-    possible = [(each.run, each) for each in found if each.run is not None]
-    if not possible:
-        raise ValueError("\n".join(dict.fromkeys(each.refused or "" for each in found)))
-    run, smallest = min(possible, key=lambda each: each[0].fullest.total)
-    if layouts:
-        print_layouts(found, device_memory=device_memory)
-    else:
-        print_stages(run)
-    write_figures(json_path, as_json(found if layouts else run), "estimate")
-    if device_memory is None:
-        return FITS
-    needs = run.fullest.total
-    fits = fits_in(needs, device_memory=device_memory)
-    print(
-        f"{f'{smallest.name} ' if layouts else ''}{'fits' if fits else 'does not fit'}: the "
-        f"fullest rank needs {needs / GB:.4g} of {USABLE * device_memory:.4g} GB; "
-        f"{1 - USABLE:.0%} of the device's {device_memory:g} GB are kept free for its own libraries"
-    )
-    if fits:
-        return FITS
-    with _at_work(ranks, visual_tokens) as estimator:
-        way_out = _search(
-            run, [*flags, *shlex.split(smallest.flags)], estimator, device_memory=device_memory
-        )
-    _print_what_to_change(way_out, name=smallest.name)
-    return TOO_LARGE
-
-
-@contextmanager
-def _at_work(ranks: int, visual_tokens: int | None) -> Iterator[Estimator]:
-    """Inside, a terminal shows what is at work; what is printed would get in its way."""
-    with (
-        TemporaryDirectory(prefix="loongplug-estimate-") as folder,
-        Console(stderr=True).status("") as shown,
-    ):
-        yield Estimator(
+    with TemporaryDirectory(prefix="loongplug-estimate-") as folder:
+        shown = Console(stderr=True).status("")  # what is at work, on a terminal
+        estimator = Estimator(
             ranks=ranks, visual_tokens=visual_tokens, folder=Path(folder), says=shown.update
         )
+        with shown:
+            found = [
+                _layout(flags, own, estimator, name=f"layout {number}" if layouts else "it")
+                for number, own in enumerate(layouts or [""], 1)
+            ]
+        possible = [(each.run, each) for each in found if each.run is not None]
+        if not possible:
+            raise ValueError("\n".join(dict.fromkeys(each.refused or "" for each in found)))
+        run, smallest = min(possible, key=lambda each: each[0].fullest.total)
+        if layouts:
+            print_layouts(found, device_memory=device_memory)
+        else:
+            print_stages(run)
+        write_figures(json_path, as_json(found if layouts else run), "estimate")
+        if device_memory is None:
+            return FITS
+        needs, fits = run.fullest.total, partial(fits_in, device_memory=device_memory)
+        print(
+            f"{f'{smallest.name} ' if layouts else ''}"
+            f"{'fits' if fits(needs) else 'does not fit'}: the fullest rank needs {needs / GB:.4g} "
+            f"of {USABLE * device_memory:.4g} GB; {1 - USABLE:.0%} of the device's "
+            f"{device_memory:g} GB are kept free for its own libraries"
+        )
+        if fits(needs):
+            return FITS
+
+        def with_changes(changes: Sequence[Change]) -> int | None:
+            named = " ".join(map(str, changes))
+            own = [*flags, *shlex.split(smallest.flags)]
+            tried = _layout(changed(own, changes), "", estimator, name=named).run
+            return None if tried is None else tried.fullest.total
+
+        with shown:
+            ways = ways_to_fit(
+                changes_of(run.parsed), needs=needs, estimate=with_changes, fits=fits
+            )
+    _print_what_to_change(ways, name=smallest.name)
+    return TOO_LARGE
 
 
 def _layout(flags: Sequence[str], own: str, estimator: Estimator, *, name: str) -> EstimatedLayout:
@@ -95,31 +92,8 @@ def _layout(flags: Sequence[str], own: str, estimator: Estimator, *, name: str) 
     return EstimatedLayout(name=name, flags=own, run=run)
 
 
-def _search(
-    run: Estimated, flags: Sequence[str], estimator: Estimator, *, device_memory: float
-) -> "Found":
-    from loongplug.estimate.changes import Change, changed, changes_of
-    from loongplug.estimate.search import Search
-
-    def needs(changes: Sequence[Change]) -> int | None:
-        named = " ".join(map(str, changes))
-        try:
-            return estimator.of(changed(flags, changes), name=named).fullest.total
-        except ValueError:
-            return None  # a start would refuse it
-
-    return Search(
-        changes_of(run.parsed),
-        needs=run.fullest.total,
-        estimate=needs,
-        fits=lambda nbytes: fits_in(nbytes, device_memory=device_memory),
-    ).found()
-
-
-def _print_what_to_change(found: "Found", *, name: str) -> None:
+def _print_what_to_change(found: Found, *, name: str) -> None:
     """A sentence for each way to make it fit, or one on the nearest."""
-    from loongplug.estimate.search import SECONDS
-
     for way in found.ways:
         print(f"{name} fits with {way}: {way.needs / GB:.4g} GB")
     if not found.ways:

@@ -1,19 +1,27 @@
 """From the flags of a run to what the ranks of each of its stages hold."""
 
+import json
 import logging
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from loongplug.estimate.estimate import RankMemory
-    from loongplug.estimate.microbatches import StepOf
-    from loongplug.estimate.state import Stepping
-    from loongplug.training.arguments import ParsedArguments
+from loongplug.estimate.estimate import RankMemory
+from loongplug.estimate.estimate import estimate as estimate_run
+from loongplug.estimate.microbatches import StepOf, media_rows, step_of_data, step_of_size
+from loongplug.estimate.state import Stepping
+from loongplug.models.registry import Family
+from loongplug.platform import requested_device
+from loongplug.training.arguments import ParsedArguments
+from loongplug.training.config import compose_asked_for
+from loongplug.training.defaults import default_tokenizer
+from loongplug.training.flags import read_command_line, without_flags
+from loongplug.training.special_tokens import FILE
+from loongplug.verify.plan import first_rank
 
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
 GB = 10**9
@@ -27,12 +35,12 @@ _OF_THE_MACHINE = frozenset(
 class Estimated:
     """A run's memory. ``rows`` are those that encoders take of each microbatch of a step."""
 
-    parsed: "ParsedArguments"
+    parsed: ParsedArguments
     rows: tuple[int, ...]
-    stages: "tuple[RankMemory, ...]"
+    stages: tuple[RankMemory, ...]
 
     @property
-    def fullest(self) -> "RankMemory":
+    def fullest(self) -> RankMemory:
         """The rank that needs most."""
         return max(self.stages, key=lambda each: each.total)
 
@@ -62,10 +70,7 @@ class Estimator:
             flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
         )
         with quiet():
-            from loongplug.estimate.estimate import estimate
-            from loongplug.estimate.microbatches import media_rows
-
-            found = estimate(
+            found = estimate_run(
                 parsed,
                 step_of,
                 stepping=stepping_of(flags),
@@ -83,7 +88,7 @@ def fits_in(nbytes: int, *, device_memory: float) -> bool:
 
 def run_of(
     flags: Sequence[str], *, ranks: int, visual_tokens: int | None, folder: Path
-) -> "tuple[ParsedArguments, StepOf]":
+) -> tuple[ParsedArguments, StepOf]:
     """The checked arguments of a run, and the microbatches of its first step by replica.
 
     ``visual_tokens`` and ``folder`` are as :class:`Estimator` has them.
@@ -94,8 +99,6 @@ def run_of(
     with quiet():
         stand_ins = None if visual_tokens is None else folder
         parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
-        from loongplug.estimate.microbatches import step_of_data, step_of_size
-
         args, model = parsed.args, parsed.model
         if visual_tokens is None:
             return parsed, step_of_data(args, model)
@@ -104,50 +107,53 @@ def run_of(
 
 def parsed_for(
     flags: Sequence[str], *, ranks: int, stand_ins: Path | None = None
-) -> "ParsedArguments":
+) -> ParsedArguments:
     """The checked arguments of the first rank, for tensors that are on no device.
 
     The run is for GPUs, unless ``--device cpu`` is among the flags. In the folder ``stand_ins``
-    there will be a tokenizer for flags that name none.
+    there will be a tokenizer and an empty file of data for flags that name none.
+
+    Raises:
+        ValueError: the flags cannot be used, or name too little.
     """
-    from loongplug.platform import activate, requested_device
-
-    activate("cpu")
-    from loongplug.training.flags import read_command_line, without_flags
-    from loongplug.verify.plan import first_rank
-
-    # Either refuses what is no flag before it is taken apart.
-    if stand_ins is None:
-        _require_sizes(read_command_line(flags).args)
-    else:
-        from loongplug.estimate.stand_in_data import with_stand_ins
-
-        flags = with_stand_ins(flags, stand_ins)
+    line = read_command_line(flags)  # refuses what is no flag before it is taken apart
+    args = line.args
+    default_tokenizer(args)
+    sizes = {
+        "tokenizer-model": args.tokenizer_model,
+        "train-data-path": args.train_data_path or args.data_path,
+    }
+    for flag in (name for name, value in sizes.items() if not value):
+        if stand_ins is None:
+            raise ValueError(
+                f"--{flag} is not given: expected a tokenizer and data, whose rows say how large "
+                "microbatches are, or in their place --visual-tokens N, of each sample"
+            )
+        path = stand_ins
+        if flag == "tokenizer-model":
+            composed = compose_asked_for(args, overrides=line.overrides)
+            _write_tokenizer(path, composed.config, family=composed.family)
+        else:
+            path = path / "rows.jsonl"
+            path.touch()  # a run's start looks whether it is there, an estimate reads nothing of it
+        flags = [*flags, f"--{flag}", str(path)]
     target = "cpu" if requested_device(flags) == "cpu" else "cuda"
     flags = [*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"]
     return first_rank(flags, ranks=ranks, target=target)
 
 
-def _require_sizes(args: Namespace) -> None:
-    from loongplug.training.defaults import default_tokenizer
-
-    default_tokenizer(args)
-    data = args.train_data_path or args.data_path
-    for flag, value in (("tokenizer-model", args.tokenizer_model), ("train-data-path", data)):
-        if not value:
-            raise ValueError(
-                f"--{flag} is not given: expected a tokenizer and data, whose rows say how large "
-                "microbatches are, or in their place --visual-tokens N, of each sample"
-            )
+def _write_tokenizer(folder: Path, model: Any, *, family: Family) -> None:
+    """It has the model's special tokens and no others."""
+    known = {text: getattr(model, field) for field, text in family.special_tokens.items()}
+    free = (number for number in count() if number not in known.values())
+    ids = {text: next(free) if number is None else number for text, number in known.items()}
+    tokens = [{"content": text, "id": number} for text, number in ids.items()]
+    content = {"added_tokens": tokens, "model": {"vocab": {}}}
+    (folder / FILE).write_text(json.dumps(content), encoding="utf-8")
 
 
-def stepping_of(flags: Sequence[str]) -> "Stepping":
-    """How the optimizer of a run with these flags works: torch's, unless they ask for another.
-
-    Needs the platform to be active.
-    """
-    from loongplug.training.flags import read_command_line
-
+def stepping_of(flags: Sequence[str]) -> Stepping:
+    """How the optimizer of a run with these flags works: torch's, unless they ask for another."""
     line = read_command_line(flags)
     args = line.args
     engine = "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from loongplug.estimate.tape import (
     TRANSIENT,
     Tape,
 )
+from loongplug.hetero import engine
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.engine import EncoderEngine
 from loongplug.hetero.operations import (
@@ -42,7 +44,6 @@ from loongplug.hetero.sends import Sends
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
-from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _META = torch.device("meta")
 _REGIONS: dict[Cargo | Kept, str] = {
@@ -55,7 +56,10 @@ _REGIONS: dict[Cargo | Kept, str] = {
     Kept.ACTIVATIONS: ENCODER,
     Kept.STATE: TRANSIENT,  # which counts where it is freed, and where it comes back
 }
-_SAID = {Encode: "encoder's forward", Backward: "encoder's backward"}  # others by their names
+_SAID: dict[type, str] = {
+    Encode: "encoder's forward",
+    Backward: "encoder's backward",
+}  # others by their names
 
 
 @dataclass
@@ -77,7 +81,7 @@ class EncoderReplay:
 
     def __init__(
         self,
-        engine: EncoderEngine,
+        of_run: EncoderEngine,
         chunk: MultimodalModel,
         microbatches: list[Microbatch],
         *,
@@ -92,7 +96,7 @@ class EncoderReplay:
         """
         self._tape = tape
         self._microbatches = microbatches  # until the step has ended
-        media = (each.units[engine.entry.name].media for each in microbatches)
+        media = (each.units[of_run.entry.name].media for each in microbatches)
         with tape.region(INPUT):
             for each in filter(None, media):
                 tape.see(each.rows)
@@ -100,33 +104,34 @@ class EncoderReplay:
             no_sync=nullcontext,
             ddp_config=SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False),
         )
-        self._chunk = _Chunk(module=chunk, parts={engine.entry.name: part})
+        self._chunk = _Chunk(module=chunk, parts={of_run.entry.name: part})
         self._rows: dict[int, int] = {}  # of features, by microbatch
         self._edges: dict[int, GradientEdge] = {}  # by microbatch, in the decoder's graph
-        engine = copy(engine)  # each rank has an executor of its own, in the same place
-        if engine.apart:
-            engine.hear(trains)
-        if engine.fills_bubbles:
-            engine.stream()
-        executor = self._executor = engine.executor()
+        own = copy(of_run)  # each rank has an executor of its own, in the same place
+        if own.apart:
+            own.hear(trains)
+        if own.fills_bubbles:
+            own.stream()
+        executor = self._executor = own.executor()
         none = torch.empty(0, device=_META)
         state = [
             _StateBytes(device=none, where=_META, region=region, nbytes=nbytes, tape=tape)
             for region, nbytes in away.items()
         ]
         executor.host.state = cast(EncoderState, SimpleNamespace(movable=lambda: state))
-        last, first = engine.place.behind is None, engine.place.before is None
+        last, first = own.place.behind is None, own.place.before is None
         self._made = FEATURES if last else STATES  # by a pass, forward and backward
-        self._passes = {Encode: ENCODER, Backward: TRANSIENT if first else STATE_GRADIENTS}
+        self._passes: dict[type, str] = {
+            Encode: ENCODER,
+            Backward: TRANSIENT if first else STATE_GRADIENTS,
+        }
         self._operate, executor.operate = executor.operate, self._counted  # type: ignore[method-assign]
         streamed = None if executor.streaming is None else executor.streaming.wire
         self._wires = [
-            each
-            for each in (executor.exchange, executor.links, streamed)
-            if isinstance(each, Wire)
+            each for each in (executor.exchange, executor.links, streamed) if isinstance(each, Wire)
         ]
         for wire in self._wires:
-            wire._post = self._in_region(wire._post)  # type: ignore[method-assign]
+            wire._post = self._in_region(wire._post)  # type: ignore[method-assign, assignment]
             wire.sends = {what: _Sends(most=each._most) for what, each in wire.sends.items()}
 
     def at(self, when: When) -> None:
@@ -236,23 +241,10 @@ def one_rank(rank: int, tape: Tape) -> Iterator[None]:
 
     The process groups are those of another rank with the same modules.
     """
-    away = Away(tape)
-    rows = (
-        Replacement(
-            target="torch.distributed.get_rank",
-            reason="plans and messages of all ranks like this one are made in its process groups",
-            wrapper=lambda of_group: lambda group=None: of_group(group) if group else rank,
-        ),
-        Replacement(
-            target="loongplug.hetero.engine.current_platform",
-            reason="what an executor makes on its device has to be without memory",
-            replacement=lambda: away,
-        ),
-    )
-    table = ReplacementTable("a rank without memory", rows, importers=())
-    table.apply()
-    try:
-        with tape:
-            yield
-    finally:
-        table.undo()
+    group_rank, away = dist.get_rank, Away(tape)
+    with (
+        patch.object(dist, "get_rank", lambda group=None: group_rank(group) if group else rank),
+        patch.object(engine, "current_platform", lambda: away),
+        tape,
+    ):
+        yield

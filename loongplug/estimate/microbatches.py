@@ -53,7 +53,7 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
         )
         planned, row_lengths = list(source.next_step()), row_lengths_of(args)
         texts = [each.samples for each in planned]
-        found = []
+        found: list[Microbatch] = []
         for number, each in enumerate(planned):
             length: int = args.seq_length
             if row_lengths is not None:

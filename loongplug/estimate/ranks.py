@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 # Its import registers the backend "fake", which sends nothing.
@@ -85,6 +86,7 @@ def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[Mul
             vp_stage=None if virtual is None else number,
             states=engine.states,
         )
+        chunk.model_type = ModelType.encoder_or_decoder  # as Megatron's get_model has it
         # As Megatron's Float16Module does to all there is.
         chunks.append(chunk.bfloat16() if args.bf16 else chunk)
     freezing = freezing_of(args, parsed.model)

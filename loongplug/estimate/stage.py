@@ -1,33 +1,33 @@
-"""One pipeline stage at work on tensors without memory, turn by turn, as Megatron's schedules do.
+"""One pipeline stage at work on tensors without memory, in Megatron's own schedules.
 
 Layers are those without TransformerEngine, attention keeps what flash kernels keep.
 """
 
 from argparse import Namespace
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from megatron.core.pipeline_parallel.combined_1f1b import combined_forward_backward_step
-from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from loongplug.data.microbatch import Unit
+from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER, ENCODER, Tape
 from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
-from loongplug.models.layers.context.row import context_row
-from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.platform import Platform
 from loongplug.training.decoder_data import row_parts
-from loongplug.training.forward_step import LossReport, token_loss
+from loongplug.training.forward_step import ForwardStep
 
 _META = torch.device("meta")
-_Backward = tuple[Any, Any, Any]  # a chunk's input, its output and the gradient of that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Held:
 
 
 class TracedStage:
-    """Its chunks, with what its schedule keeps between the turns.
+    """Its chunks, and what the ``tape`` sees around each turn of their work.
 
     All microbatches have these ``units`` by encoder, and ``segments`` where they are packs.
     """
@@ -67,144 +67,115 @@ class TracedStage:
         self._args = args
         self._segments = segments
         self._units = units
-        # By chunk, in the order of its microbatches.
-        self._inputs: defaultdict[int, list[Tensor | None]] = defaultdict(list)
-        self._outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._gradient: Tensor | None = None  # came for the next backward
-        self._output: Tensor | None = None  # sent last
-        self._given: Tensor | None = None  # the gradient sent last
+        self.platform = Away(tape)
+        self._forward_step = ForwardStep(cast(Platform, self.platform))
 
-    def step(self, order: Sequence[Turn]) -> list[Held]:
-        """Do the turns; gives what each one held."""
-        found = []
-        self._come_for(order[0])
-        for turn, behind in zip(order, [*order[1:], Turn()], strict=True):
-            self._tape.restart()
-            self._run(turn)
-            self._come_for(behind)
-            live = self._tape.live
-            found.append(
-                Held(
-                    encoders={name: live.get(region_of(name), 0) for name in self._units},
-                    decoder=live.get(DECODER, 0),
-                    most=self._tape.most,
-                )
-            )
-        return found
-
-    def _come_for(self, turn: Turn) -> None:
-        """What other stages have sent for it."""
-        if turn.forward is not None:
-            chunk = self._chunks[turn.forward.chunk]
-            self._inputs[turn.forward.chunk].append(received(chunk, self._args))
-        if turn.backward is not None:
-            self._gradient = sent(self._chunks[turn.backward.chunk], self._args)
-
-    def _run(self, turn: Turn) -> None:
-        """As Megatron's schedules do, with the calls around the turns left out."""
-        self._free_output()
-        forward, backward = turn.forward, turn.backward
-        goes = comes = entering = None
-        of_backward: _Backward = (None, None, None)
-        if forward is not None:
-            goes, entering = self._chunks[forward.chunk], self._inputs[forward.chunk][-1]
-        if backward is not None:
-            comes = self._chunks[backward.chunk]
-            inputs, outputs = self._inputs[backward.chunk], self._outputs[backward.chunk]
-            of_backward = inputs.pop(0), outputs.pop(0), self._gradient
-            self._gradient = None
-        together = self._chunks[0].config.overlap_moe_expert_parallel_comm
-        output, given = (self._overlapped if together else self._alone)(
-            goes, entering, comes, of_backward
-        )
-        if backward is not None:
-            self._given = given
-        if forward is None or goes is None:
-            return
-        self._outputs[forward.chunk].append(output)
-        self._output = None if goes.post_process else output
-        if backward is None:  # sent at once
-            self._free_output()
-
-    def _overlapped(
-        self,
-        goes: MultimodalModel | None,
-        entering: Any,
-        comes: MultimodalModel | None,
-        of_backward: _Backward,
-    ) -> tuple[Any, Tensor | None]:
-        """Gives the forward's output, which knows its plan, and the gradient of the input."""
-        set_streams()
-        output, _, given = combined_forward_backward_step(
-            lambda _, model, return_schedule_plan: self._start(model, planned=True),
-            None,
-            goes,
+    def alone(self) -> tuple[Held, Held]:
+        """A forward and a backward of the only chunk, and of one microbatch."""
+        (chunk,) = self._chunks
+        entering = received(chunk, self._args)
+        self._tape.restart()
+        output, _ = schedules.forward_step(
+            self._forward_step,
+            self._microbatches(chunk),
+            chunk,
             1,
             entering,
             [],
-            comes,
-            *of_backward,
-            self._chunks[0].config,
-            f_model_chunk_id=None if goes is None else goes.vp_stage,
+            chunk.config,
+            cp_group_size=parallel_state.get_context_parallel_world_size(),
+            vp_stage=chunk.vp_stage,
+            is_last_stage=chunk.post_process,
         )
-        return output, given
+        if not chunk.post_process:
+            schedules.deallocate_output_tensor(output, chunk.config.deallocate_pipeline_outputs)
+        forward = self._held()
+        gradient = sent(chunk, self._args)
+        self._tape.restart()
+        schedules.backward_step(entering, output, gradient, chunk.config)
+        return forward, self._held()
 
-    def _alone(
-        self,
-        goes: MultimodalModel | None,
-        entering: Any,
-        comes: MultimodalModel | None,
-        of_backward: _Backward,
-    ) -> tuple[Any, Tensor | None]:
-        """As :meth:`_overlapped`, of one of the two."""
-        if goes is not None:
-            goes.set_input_tensor(entering)
-            output, loss = self._start(goes)
-            return (loss(output)[0] if goes.post_process else output), None
-        entered, output, gradient = of_backward
-        if not output.requires_grad:
-            return None, None
-        if gradient is None:
-            output.backward()
-        else:
-            custom_backward(output, gradient)
-        return None, None if entered is None else entered.grad
+    def step(self, order: Sequence[Turn]) -> list[Held]:
+        """A step of which these are the turns; gives what each one held."""
+        found: list[Held] = []  # before each turn, and in the end
 
-    def _start(
-        self, chunk: MultimodalModel, *, planned: bool = False
-    ) -> tuple[Any, Callable[[Tensor], LossReport]]:
-        """A microbatch's output, or the plan of how to come to it, and its loss."""
-        shape = (self._args.micro_batch_size, held_tokens(self._args))
-        ids = torch.empty(shape, dtype=torch.int64, device=_META)
-        mask = ids.float()
-        output = (chunk.build_schedule_plan if planned else chunk)(
-            ids,
-            torch.empty((3, *shape), dtype=torch.int64, device=_META),
-            units=self._units,
-            number=0,
-            labels=ids if chunk.post_process else None,
-            loss_mask=mask,
-            packed_seq_params=self._packed(),
-        )
-        return output, partial(token_loss, mask)
+        def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+            def turn(*args: Any, **kwargs: Any) -> Any:
+                found.append(self._held())
+                self._tape.restart()
+                return work(*args, **kwargs)
 
-    def _packed(self) -> PackedSegments | None:
-        """A pack's segments, or those of a row of which this rank holds a part."""
-        length, segments = self._args.seq_length, self._segments
-        parts = row_parts(self._args)
-        if parts is None:
-            return None if segments is None else pack_segments(segments, device=_META)
-        own = parts.of(length, segments=segments)
-        row = context_row(own.split, segments or (length,), rank=own.rank, device=_META)
-        return PackedSegments(qkv_format="sbhd" if segments is None else "thd", context=row)
+            return turn
 
-    def _free_output(self) -> None:
-        """The next stage has it."""
-        if self._output is not None:
-            deallocate_output_tensor(
-                self._output, self._chunks[0].config.deallocate_pipeline_outputs
+        model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
+        with (
+            patch.object(P2PCommunicator, "_communicate", self._messages(order)),
+            patch.object(schedules, "forward_step", noted(schedules.forward_step)),
+            patch.object(schedules, "backward_step", noted(schedules.backward_step)),
+            patch.object(combined_1f1b, combined.__name__, noted(combined)),
+        ):
+            schedules.get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=[self._microbatches(chunk) for chunk in model],
+                model=model,
+                num_microbatches=sum(turn.forward is not None for turn in order) // len(model),
+                seq_length=self._args.seq_length,
+                micro_batch_size=self._args.micro_batch_size,
             )
-            self._output = None
+        found.append(self._held())
+        assert len(found) == len(order) + 1, "the schedule has other turns"
+        return found[1:]
+
+    def _messages(self, order: Sequence[Turn]) -> Callable[..., Any]:
+        """In the place of Megatron's: other stages send at once, and what is sent is theirs."""
+        chunks, args = self._chunks, self._args
+        forwards = (chunks[turn.forward.chunk] for turn in order if turn.forward is not None)
+        backwards = (chunks[turn.backward.chunk] for turn in order if turn.backward is not None)
+        outputs = (received(chunk, args) for chunk in forwards if not chunk.pre_process)
+        gradients = (sent(chunk, args) for chunk in backwards if not chunk.post_process)
+
+        def communicate(_: Any, *, recv_prev: bool, recv_next: bool, **others: Any) -> Any:
+            moves = {
+                "send_next": others["tensor_send_next"] is not None,
+                "send_prev": others["tensor_send_prev"] is not None,
+                "recv_prev": recv_prev,
+                "recv_next": recv_next,
+            }
+            done = SimpleNamespace(wait=lambda: None)
+            return (
+                next(outputs) if recv_prev else None,
+                next(gradients) if recv_next else None,
+                {name: done for name, moved in moves.items() if moved},
+            )
+
+        return communicate
+
+    def _held(self) -> Held:
+        live = self._tape.live
+        return Held(
+            encoders={name: live.get(region_of(name), 0) for name in self._units},
+            decoder=live.get(DECODER, 0),
+            most=self._tape.most,
+        )
+
+    def _microbatches(self, chunk: MultimodalModel) -> Iterator[Microbatch]:
+        """As many as are asked for; nothing else holds one."""
+        return iter(partial(self._microbatch, chunk), None)
+
+    def _microbatch(self, chunk: MultimodalModel) -> Microbatch:
+        args, segments, parts = self._args, self._segments, row_parts(self._args)
+        shape = (args.micro_batch_size, held_tokens(args))
+        ids = torch.empty(shape, dtype=torch.int64, device=_META)
+        return Microbatch(
+            input_ids=ids,
+            position_ids=torch.empty((3, *shape), dtype=torch.int64, device=_META),
+            labels=ids if chunk.post_process else None,
+            loss_mask=ids.float(),
+            tokens=args.seq_length * args.micro_batch_size if segments is None else sum(segments),
+            units=self._units,
+            segments=segments,
+            own=None if parts is None else parts.of(args.seq_length, segments=segments),
+        )
 
 
 def held_tokens(args: Namespace) -> int:

@@ -111,9 +111,7 @@ class EstimatedStep:
         self._around = self._whole(tracer) if depend else self._one_by_one(tracer)
         return self._around(0, Turn(forward=Pass(chunk=0, microbatch=0)))[1]
 
-    def _unit_costs(
-        self, entry: Entry, *, inline: int | None, known: EncoderCosts
-    ) -> UnitCosts:
+    def _unit_costs(self, entry: Entry, *, inline: int | None, known: EncoderCosts) -> UnitCosts:
         """What units cost in an encoder; ``inline``: what the largest keeps within a forward."""
         name, stage = entry.name, self._rank.stage
         encoder = self._model.encoder(name)
@@ -177,7 +175,7 @@ class EstimatedStep:
         given = [self._given(each, rank) for each in engines]
         stand_ins = {name: self._stand_in(name, tape) for name in self._costs}
         self._first.payload = (  # type: ignore[method-assign]
-            lambda entry, media: stand_ins[entry.name].payload(media)
+            lambda entry, unit: stand_ins[entry.name].payload(unit)
         )
         with one_rank(rank, tape):
             replays = [
@@ -229,9 +227,7 @@ class EstimatedStep:
             if name not in self._apart
         )
 
-    def _replay(
-        self, engine: EncoderEngine, given: list[Microbatch], tape: Tape
-    ) -> EncoderReplay:
+    def _replay(self, engine: EncoderEngine, given: list[Microbatch], tape: Tape) -> EncoderReplay:
         """Of an encoder that does not work within the decoder's forward."""
         name = engine.entry.name
         state = self._states.get(name, State())

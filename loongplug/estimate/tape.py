@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from loongplug.estimate.remembered import RememberedShapes, storages
+from torch.utils._pytree import tree_leaves
 
 Answer = Callable[..., Any]
 
@@ -41,7 +40,6 @@ class Tape(TorchDispatchMode):
         self._answers = answers or {}
         self._known: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._region = region
-        self._shapes = RememberedShapes()
         self.live: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
         self.highest: Counter[str] = Counter()
@@ -76,10 +74,10 @@ class Tape(TorchDispatchMode):
         if func in self._answers:
             result = self._answers[func](*args, **(kwargs or {}))
         if result is NotImplemented:
-            result = self._shapes.run(func, args, kwargs or {})
-        made = storages(result)
+            result = func(*args, **(kwargs or {}))
+        made = _storages(result)
         if not made.keys() <= self._known.keys():
-            before = storages((args, kwargs))
+            before = _storages((args, kwargs))
             for key, storage in made.items():
                 if key not in before:  # else a view of something that was there before
                     self._count(storage)
@@ -92,8 +90,10 @@ class Tape(TorchDispatchMode):
     def belongs(self, tensor: Tensor, region: str, *, of: str | None = None) -> None:
         """A storage that counts (for the region ``of``) counts for ``region`` from now on."""
         key = tensor.untyped_storage()._cdata
-        reference, before, nbytes = self._known.get(key, (None, None, 0))
-        if reference is not None and of in (None, before):
+        if key not in self._known:
+            return
+        reference, before, nbytes = self._known[key]
+        if of in (None, before):
             self._known[key] = reference, region, nbytes
             self.take(before, nbytes)
             self.add(region, nbytes)
@@ -169,6 +169,12 @@ class Tape(TorchDispatchMode):
         """Take note of the peak, where this is one."""
         if self.total > self.most:
             self.peak, self.when = dict(self.live), self.doing
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """Those of the tensors among an operation's arguments or results, by their addresses."""
+    tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    return {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
 
 
 class FlashAttention(TorchFunctionMode):

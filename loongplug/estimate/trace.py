@@ -20,14 +20,13 @@ from torch import Tensor
 from loongplug.data.microbatch import MediaInput, Unit
 from loongplug.estimate.stage import Held, TracedStage, region_of
 from loongplug.estimate.stand_ins import (
-    Away,
     answers,
     devices_and_buffers,
     spread_places,
     spread_tokens_evenly,
 )
 from loongplug.estimate.tape import DECODER, ENCODER, FlashAttention, Tape
-from loongplug.hetero.pass_order import Pass, Turn
+from loongplug.hetero.pass_order import Turn
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
@@ -149,11 +148,8 @@ class Tracer:
 
     def alone(self, chunk: MultimodalModel) -> tuple[Held, Held]:
         """A forward and a backward of one chunk that have nothing to do with others."""
-        with self._stage(chunk) as (_, stage):
-            only = Pass(chunk=0, microbatch=0)
-            (forward,) = stage.step([Turn(forward=only)])
-            (backward,) = stage.step([Turn(backward=only)])
-            return forward, backward
+        with self._stage(chunk) as stage:
+            return stage.alone()
 
     def step(
         self, chunks: Sequence[MultimodalModel], order: Sequence[Turn]
@@ -164,9 +160,8 @@ class Tracer:
         microbatch's backward; tensors that leave the device come back by the order of the passes.
         Chunks are changed as the run changes them.
         """
-        with self._stage(*chunks) as (tape, stage):
-            away = Away(tape)
-            offload = tensor_offload_of(self._args, platform=cast(Platform, away))
+        with self._stage(*chunks) as stage:
+            offload = tensor_offload_of(self._args, platform=cast(Platform, stage.platform))
             if offload is not None:
                 offload.expect(_backwards(order))
             for chunk in chunks:
@@ -175,7 +170,7 @@ class Tracer:
                     offload_layers(chunk, offload)
                 if self._args.overlap_moe_expert_parallel_comm:
                     plan_schedules(chunk, offload=offload)
-            return stage.step(order), away.most
+            return stage.step(order), stage.platform.most
 
     @contextmanager
     def _tape(self, region: str, *chunks: MultimodalModel) -> Iterator[Tape]:
@@ -200,7 +195,7 @@ class Tracer:
             yield entered.enter_context(tape)
 
     @contextmanager
-    def _stage(self, *chunks: MultimodalModel) -> Iterator[tuple[Tape, TracedStage]]:
+    def _stage(self, *chunks: MultimodalModel) -> Iterator[TracedStage]:
         """The chunks under a tape, which has what encoders make apart from the decoder's."""
         first = chunks[0]
         for chunk in chunks:
@@ -219,11 +214,8 @@ class Tracer:
         first.encode = apart  # type: ignore[method-assign, assignment]
         try:
             with self._tape(DECODER, *chunks) as tape:
-                yield (
-                    tape,
-                    TracedStage(
-                        tape, chunks, self._args, units=self._units, segments=self._segments
-                    ),
+                yield TracedStage(
+                    tape, chunks, self._args, units=self._units, segments=self._segments
                 )
         finally:
             del first.encode

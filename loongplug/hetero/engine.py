@@ -243,9 +243,7 @@ class EncoderEngine:
 
         Collective over all ranks.
         """
-        return BubbleSchedule(
-            self.stream(), self._found.pipeline_groups(), recorder=self.recorder
-        )
+        return BubbleSchedule(self.stream(), self._found.pipeline_groups(), recorder=self.recorder)
 
     def stream(self) -> Executor:
         """The executor, whose steps of training may stream from now on."""

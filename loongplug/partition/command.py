@@ -8,7 +8,8 @@ from rich.console import Console
 
 from loongplug.estimate.estimator import quiet
 from loongplug.output_files import write_figures
-from loongplug.platform import activate
+from loongplug.partition.found import find
+from loongplug.partition.tables import as_json, print_found
 
 
 def partition(
@@ -35,10 +36,6 @@ def partition(
         quiet(),
         TemporaryDirectory(prefix="loongplug-partition-") as folder,
     ):
-        activate("cpu")  # Megatron, which comes with what is below, asks for the device
-        from loongplug.partition.found import find
-        from loongplug.partition.tables import as_json, print_found
-
         found = find(
             flags,
             ranks=ranks,

@@ -13,6 +13,8 @@ from sweeps import sweep
 
 from loongplug.estimate.estimate import estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
+from loongplug.estimate.microbatches import step_of_data
+from loongplug.estimate.step import ROLES
 from loongplug.estimate.tape import (
     DECODER,
     ENCODER,
@@ -26,8 +28,6 @@ from loongplug.estimate.tape import (
     STATES,
     WEIGHTS,
 )
-from loongplug.estimate.microbatches import step_of_data
-from loongplug.estimate.step import ROLES
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ from loongplug.estimate.tape import ENCODER, INPUT, STATES
 
 pytestmark = pytest.mark.quick
 
+
 @pytest.mark.parametrize(
     ("sizes", "replica", "decoders"),
     [
@@ -45,7 +46,11 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
         [each.units["image_encoder"] for each in microbatches]
         for microbatches in (
             pieces_of(own, step_of, encoder=encoder, packed=False),
-            [each for step in zip(*(step_of(d) for d, _ in decoders), strict=True) for each in step],
+            [
+                each
+                for step in zip(*(step_of(d) for d, _ in decoders), strict=True)
+                for each in step
+            ],
         )
     )
     for piece, unit, (_, samples) in zip(units, whole, decoders * 99, strict=False):
