@@ -20,7 +20,7 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.snapshot import load_start
 from loongplug.parallel.states import destroy_parallel_states
-from loongplug.training.apart import make_own_groups
+from loongplug.training.apart import decoder_layout_of, initialize_decoder, make_own_groups
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
 from loongplug.training.provider import build_on_meta, engine_of
@@ -45,18 +45,11 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.ranks)
     try:
         engine = engine_of(args, parsed.model)
+        without_gloo = Namespace(**{**vars(args), "use_gloo_process_groups": False})
         if engine.apart:
-            make_own_groups(Namespace(**{**vars(args), "use_gloo_process_groups": False}), engine)
+            make_own_groups(without_gloo, engine)
         else:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
-                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-                context_parallel_size=args.context_parallel_size,
-                expert_model_parallel_size=args.expert_model_parallel_size,
-                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-                create_gloo_process_groups=False,
-            )
+            initialize_decoder(without_gloo, decoder_layout_of(args))
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(args.seed)
             stage = parallel_state.get_pipeline_model_parallel_rank()

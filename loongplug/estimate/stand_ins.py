@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -11,14 +12,13 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.tape import Answer, Tape
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Places, TokenPlaces
 from loongplug.models.layers.context.row import ContextRow
-from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.copies import Copies
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
@@ -87,57 +87,33 @@ def _even_counts(dispatcher: Any) -> Callable[[Tensor, Tensor], Any]:
     def dispatch_postprocess(hidden: Tensor, probs: Tensor) -> Any:
         """``hidden`` [all ranks' tokens, hidden], ``probs`` [all ranks' tokens, experts]."""
         tokens = hidden.shape[0] * dispatcher.router_topk // probs.shape[1]
-        with _OnHost(torch.full((dispatcher.num_local_experts,), tokens)):
+        counts = torch.full((dispatcher.num_local_experts,), tokens)
+        with patch.object(Tensor, "cpu", lambda _: counts):  # which are all that the host is told
             return dispatch(dispatcher, hidden, probs)
 
     return dispatch_postprocess
 
 
-class _OnHost(TorchFunctionMode):
-    """Has ``values`` be what is copied from the meta device to the host."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self._values = values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch, but for ``Tensor.cpu``."""
-        if func is Tensor.cpu and args[0].is_meta:
-            assert args[0].shape == self._values.shape
-            return self._values
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
-    """The rank's device is meta. Megatron's buffers that all layers share are of ``region``."""
-    buffers: dict[Any, Tensor] = {}
+    """Inside, this rank's device is meta, and Megatron's shared buffers are new ones of ``region``.
 
-    def get_tensor(shape: Any, dtype: torch.dtype, name: str, *_: Any) -> Tensor:
-        needed = torch.Size(shape).numel()
-        if buffers.get((name, dtype)) is None or buffers[name, dtype].numel() < needed:
-            with tape.region(region):
-                buffers[name, dtype] = torch.empty(needed, dtype=dtype, device=_META)
-        return buffers[name, dtype][:needed].view(*shape)
-
-    device = ReplacementTable(
-        "meta",
-        (
-            Replacement(
-                target="torch.cuda.current_device",
-                reason="what upstream makes on the rank's device has to be without memory, too",
-                replacement=lambda: _META,
-            ),
-        ),
-    )
+    They do not grow with the layers: each has one use at a time.
+    """
     memory = parallel_state.get_global_memory_buffer()
-    memory.get_tensor = get_tensor
-    device.apply()
-    try:
+    make = memory.get_tensor
+
+    def get_tensor(*args: Any, **kwargs: Any) -> Tensor:
+        with tape.region(region):
+            made: Tensor = make(*args, **kwargs)
+            return made
+
+    with (
+        patch.object(memory, "get_tensor", get_tensor),
+        patch.dict(memory.buffer, clear=True),
+        patch.object(torch.cuda, "current_device", lambda: _META),
+    ):
         yield
-    finally:
-        device.undo()
-        del memory.get_tensor
 
 
 class Away:
@@ -164,8 +140,8 @@ class Away:
         self._device.given_back(storage)
 
 
-class MetaCopies:
-    """Copies between tensors without memory; see :class:`loongplug.platform.copies.Copies`."""
+class MetaCopies(Copies):
+    """Copies between tensors without memory."""
 
     def __init__(self, host: Tape) -> None:
         self._host = host
@@ -177,17 +153,5 @@ class MetaCopies:
         self._host.see(found)
         return found
 
-    def follow(self) -> None:
-        """Nothing is computed."""
-
     def copy(self, target: Tensor, source: Tensor) -> None:
         """There are no values."""
-
-    def keep(self, tensor: Tensor) -> None:
-        """Nothing is under way."""
-
-    def mark(self) -> Any:
-        """Nothing is under way."""
-
-    def wait(self, mark: Any) -> None:
-        """Nothing is under way."""

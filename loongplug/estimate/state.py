@@ -5,13 +5,14 @@ Everything is counted by Megatron's own plan of its buffers, from parameters on 
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
@@ -67,7 +68,7 @@ class _Buffer:
     gradient: torch.dtype
     expert: bool
     length: int
-    stepped: tuple[int, ...]  # elements of each tensor, in the optimizer's order
+    stepped: tuple[int, ...]  # elements of each tensor
 
 
 def rank_state(
@@ -81,7 +82,8 @@ def rank_state(
     buffers: defaultdict[str, list[_Buffer]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for part in chunk.parallel_parts():
-            tensors = {id(each): each for each in _tensors(part.modules.values())}.values()
+            modules = nn.ModuleList(part.modules.values())
+            tensors = [*modules.parameters(), *modules.buffers()]
             trained = [each for each in tensors if each.requires_grad]
             unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
             frozen[part.name] = frozen.get(part.name, 0) + unchanged
@@ -114,12 +116,6 @@ def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping)
     )
 
 
-def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
-
-
 def _buffers(
     groups: ProcessGroupCollection,
     trained: list[torch.Tensor],
@@ -127,58 +123,44 @@ def _buffers(
     *,
     first_chunk: bool,
 ) -> Iterator[_Buffer]:
+    """Of ``trained`` tensors; with the distributed optimizer as it lays them out."""
     config = get_megatron_ddp_config(args)
-    if not args.use_distributed_optimizer:
-        for key, (params, _) in group_params_for_buffers(
-            trained, config.grad_reduce_in_fp32
-        ).items():
-            sizes = tuple(each.numel() for each in sorted(params, key=_is_vector))
-            yield _Buffer(
-                parameter=key.param_dtype,
-                gradient=key.grad_dtype,
-                expert=key.is_expert_parallel,
-                length=sum(sizes),
-                stepped=sizes,
-            )
-        return
-    single = not first_chunk or args.overlap_param_gather_with_optimizer_step
-    bucket = resolve_ddp_bucket_size(
-        config, groups.dp_cp, config.overlap_grad_reduce, sum(each.numel() for each in trained)
-    )
-    layout = DistributedOptimizer.compute_full_param_layout(
-        trained,
-        None if single or groups.pp.rank() > 0 else bucket,
-        groups.intra_dp_cp.size(),
-        config,
-        expert_data_parallel_world_size=groups.intra_expt_dp.size(),
-    )
-    for key, plan in layout.layouts.items():
-        replicas = groups.intra_expt_dp if key.is_expert_parallel else groups.intra_dp_cp
-        owned = (
-            _own(start, end, plan.bucket_indices[number], replicas)
-            for start, end, number in (
-                plan.param_index_map[each] for each in sorted(plan.param_index_map, key=_is_vector)
-            )
+    layouts = {}
+    if args.use_distributed_optimizer:
+        single = not first_chunk or args.overlap_param_gather_with_optimizer_step
+        bucket = resolve_ddp_bucket_size(
+            config, groups.dp_cp, config.overlap_grad_reduce, sum(each.numel() for each in trained)
         )
+        layouts = DistributedOptimizer.compute_full_param_layout(
+            trained,
+            None if single or groups.pp.rank() > 0 else bucket,
+            groups.intra_dp_cp.size(),
+            config,
+            expert_data_parallel_world_size=groups.intra_expt_dp.size(),
+        ).layouts
+    for key, (tensors, _) in group_params_for_buffers(trained, config.grad_reduce_in_fp32).items():
+        stepped = [each.numel() for each in tensors]
+        length = sum(stepped)
+        if key in layouts:
+            plan = layouts[key]
+            replicas = groups.intra_expt_dp if key.is_expert_parallel else groups.intra_dp_cp
+            stepped = [_own(plan, each, replicas) for each in tensors]
+            length = plan.bucket_indices[-1][1]
         yield _Buffer(
             parameter=key.param_dtype,
             gradient=key.grad_dtype,
             expert=key.is_expert_parallel,
-            length=plan.bucket_indices[-1][1],
-            stepped=tuple(size for size in owned if size > 0),
+            length=length,
+            stepped=tuple(filter(None, stepped)),
         )
 
 
-def _is_vector(tensor: torch.Tensor) -> bool:
-    """Whether it has no weight decay: the optimizer steps such tensors behind the others."""
-    return tensor.dim() < 2
-
-
 def _own(
-    start: int, end: int, bucket: tuple[int, int], replicas: torch.distributed.ProcessGroup
+    plan: PerBufferParamLayout, tensor: torch.Tensor, replicas: torch.distributed.ProcessGroup
 ) -> int:
-    """How many of the elements from ``start`` to ``end`` lie in this rank's shard of the bucket."""
-    first, behind = bucket
+    """How many of the tensor's elements lie in this rank's shard of their bucket."""
+    start, end, number = plan.param_index_map[tensor]
+    first, behind = plan.bucket_indices[number]
     share = (behind - first) // replicas.size()
     mine = first + share * replicas.rank()
     return max(0, min(end, mine + share) - max(start, mine))

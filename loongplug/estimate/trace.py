@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -220,26 +220,17 @@ class Tracer:
         finally:
             del first.encode
 
-    def _source(self, chunk: MultimodalModel, encoder: str, *, trains: bool) -> "_OneUnit":
+    def _source(self, chunk: MultimodalModel, encoder: str, *, trains: bool) -> Any:
+        """A feature source that gives the same features for every microbatch."""
         config = chunk.text_decoder.config
         width = (1 + len(self._model.encoder(encoder).taps())) * config.hidden_size
         shape = (-(-self._units[encoder].tokens // self._parts), width)
         payload = torch.empty(shape, dtype=config.params_dtype, device="meta")
-        return _OneUnit(payload, hidden=config.hidden_size, trains=trains)
-
-
-class _OneUnit:
-    """A feature source that gives the same features for every microbatch."""
-
-    def __init__(self, payload: Tensor, *, hidden: int, trains: bool) -> None:
-        self._hidden = hidden
-        self._payload = payload.requires_grad_(trains)
         if trains:
-            self._payload.register_post_accumulate_grad_hook(_drop)
-
-    def features(self, number: int) -> Features:
-        """Whichever ``number`` it is."""
-        return Features.unpacked(self._payload, hidden=self._hidden)
+            payload.requires_grad_().register_post_accumulate_grad_hook(_drop)
+        return SimpleNamespace(
+            features=lambda number: Features.unpacked(payload, hidden=config.hidden_size)
+        )
 
 
 def _backwards(order: Sequence[Turn]) -> list[int]:

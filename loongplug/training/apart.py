@@ -78,7 +78,7 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         TEXT_DECODER,
         decoder,
         gloo=args.use_gloo_process_groups,
-        initialize=partial(_initialize, args, decoder),
+        initialize=partial(initialize_decoder, args, decoder),
     )
     # A timer's barrier is over the world, and only the decoder's schedule has such timers.
     args.barrier_with_L1_time = False
@@ -97,7 +97,7 @@ def arguments_of_decoder(args: Namespace) -> Namespace:
     return found
 
 
-def _initialize(args: Namespace, decoder: Layout) -> None:
+def initialize_decoder(args: Namespace, decoder: Layout) -> None:
     """Megatron's groups of the decoder, with the flags that Megatron's own start goes by."""
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
