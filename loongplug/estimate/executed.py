@@ -56,10 +56,8 @@ _REGIONS: dict[Cargo | Kept, str] = {
     Kept.ACTIVATIONS: ENCODER,
     Kept.STATE: TRANSIENT,  # which counts where it is freed, and where it comes back
 }
-_SAID: dict[type, str] = {
-    Encode: "encoder's forward",
-    Backward: "encoder's backward",
-}  # others by their names
+# Other operations are called by their names.
+_SAID: dict[type, str] = {Encode: "encoder's forward", Backward: "encoder's backward"}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import chain
 
 import pytest
 from typer.testing import CliRunner
@@ -46,11 +47,7 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
         [each.units["image_encoder"] for each in microbatches]
         for microbatches in (
             pieces_of(own, step_of, encoder=encoder, packed=False),
-            [
-                each
-                for step in zip(*(step_of(d) for d, _ in decoders), strict=True)
-                for each in step
-            ],
+            chain(*zip(*(step_of(each) for each, _ in decoders), strict=True)),
         )
     )
     for piece, unit, (_, samples) in zip(units, whole, decoders * 99, strict=False):
