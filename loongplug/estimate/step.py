@@ -190,6 +190,7 @@ class EstimatedStep:
                     continue
                 if event == END:
                     tape.clear(PIPELINE)
+                    tape.clear(DECODER)  # reports of losses
                 for each in replays:
                     each.at(event)
                 if event == BEGIN:
