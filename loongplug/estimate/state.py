@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
@@ -19,6 +20,7 @@ from torch import nn
 
 from loongplug.estimate.tape import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.module_ddp import part_layout
 
 _WIDE = torch.float32.itemsize
 
@@ -78,21 +80,27 @@ def rank_state(
 
     No collectives, but Megatron's parallel state has to be there.
     """
+    config = get_megatron_ddp_config(args)
+    config.bucket_size = resolve_ddp_bucket_size(
+        config,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        config.overlap_grad_reduce,
+        sum(each.numel() for chunk in chunks for each in chunk.parameters()),
+    )
     frozen: dict[str, int] = {}
     buffers: defaultdict[str, list[_Buffer]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for part in chunk.parallel_parts():
             modules = nn.ModuleList(part.modules.values())
             tensors = [*modules.parameters(), *modules.buffers()]
-            trained = [each for each in tensors if each.requires_grad]
             unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
             frozen[part.name] = frozen.get(part.name, 0) + unchanged
-            if part.state is None:
-                continue
-            with part.state.entered():
-                buffers[part.name] += _buffers(
-                    part.state.groups, trained, args, first_chunk=number == 0
-                )
+            if part.state is not None:
+                single = number > 0 or args.overlap_param_gather_with_optimizer_step
+                with part.state.entered():
+                    buffers[part.name] += _buffers(
+                        modules, config, groups=part.state.groups, single=single
+                    )
     return {
         name: State(weights=nbytes) + _trained(buffers[name], args, stepping=stepping)
         for name, nbytes in frozen.items()
@@ -117,32 +125,19 @@ def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping)
 
 
 def _buffers(
-    groups: ProcessGroupCollection,
-    trained: list[torch.Tensor],
-    args: Namespace,
+    modules: nn.Module,
+    config: DistributedDataParallelConfig,
     *,
-    first_chunk: bool,
+    groups: ProcessGroupCollection,
+    single: bool,
 ) -> Iterator[_Buffer]:
-    """Of ``trained`` tensors; with the distributed optimizer as it lays them out."""
-    config = get_megatron_ddp_config(args)
-    layouts = {}
-    if args.use_distributed_optimizer:
-        single = not first_chunk or args.overlap_param_gather_with_optimizer_step
-        bucket = resolve_ddp_bucket_size(
-            config, groups.dp_cp, config.overlap_grad_reduce, sum(each.numel() for each in trained)
-        )
-        layouts = DistributedOptimizer.compute_full_param_layout(
-            trained,
-            None if single or groups.pp.rank() > 0 else bucket,
-            groups.intra_dp_cp.size(),
-            config,
-            expert_data_parallel_world_size=groups.intra_expt_dp.size(),
-        ).layouts
+    trained = [each for each in modules.parameters() if each.requires_grad]
+    layout = part_layout(modules, ddp_config=config, groups=groups, single=single)
     for key, (tensors, _) in group_params_for_buffers(trained, config.grad_reduce_in_fp32).items():
         stepped = [each.numel() for each in tensors]
         length = sum(stepped)
-        if key in layouts:
-            plan = layouts[key]
+        if layout is not None:
+            plan = layout.layouts[key]
             replicas = groups.intra_expt_dp if key.is_expert_parallel else groups.intra_dp_cp
             stepped = [_own(plan, each, replicas) for each in tensors]
             length = plan.bucket_indices[-1][1]

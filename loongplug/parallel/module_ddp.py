@@ -162,7 +162,7 @@ def _wrapped(
             ddp_config,
             holder,
             disable_bucketing=single,
-            full_param_layout=_layout(
+            full_param_layout=part_layout(
                 holder, ddp_config=ddp_config, groups=state.groups, single=single
             ),
         )
@@ -172,14 +172,17 @@ def _wrapped(
     return wrapped
 
 
-def _layout(
+def part_layout(
     holder: nn.Module,
     *,
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroupCollection,
     single: bool,
 ) -> FullParamLayout | None:
-    """Where the distributed optimizer wants each parameter; sized by the part's own groups."""
+    """Where the distributed optimizer wants each parameter of a part, sized by its own groups.
+
+    None without that optimizer. ``single``: in one bucket for each kind of parameter.
+    """
     if not ddp_config.use_distributed_optimizer:
         return None
     return DistributedOptimizer.compute_full_param_layout(
