@@ -25,12 +25,11 @@ from loongplug.estimate.state import State
 from loongplug.estimate.trace import Tracer, UnitBytes
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.edge import apart_ends
 from loongplug.hetero.operations import BEGIN, END
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
 from loongplug.hetero.piece_edges import piece_ends
-from loongplug.hetero.piece_work import of_pieces
-from loongplug.hetero.streamed_pieces import Piece
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -236,8 +235,9 @@ class TracedStep:
         planner = engine.step_planner
         planned = None if planner is None else planner.plan(grids)
         if planned is not None:
+            assert replica is not None, "it lies on all ranks"
             stream = planned.stream(replica)
-            ends = partial(piece_ends, pieces=of_pieces(planned.pieces, spec), edge=edge, rank=rank)
+            ends = partial(piece_ends, pieces=planned.exchanged(spec), edge=edge, rank=rank)
             return EncoderBytes(
                 plan=plan(encoder_replicas=spec.encoder_replicas, stream=stream),
                 encoded=replace(encoded, units=_units_of(planned.pieces, grids)),

@@ -113,12 +113,12 @@ def own_units_of_data(
     if not own:
         return {}
     data = _Data(args, model, step=step)
-    replicas = sorted({each.decoder for one in own for each in one.made})
+    replicas = sorted({each.edge.decoder for one in own for each in one.made})
     steps = {replica: data.microbatches(replica) for replica in replicas}
     return {
         one.name: tuple(
             data.unit(
-                *steps[each.decoder][number],
+                *steps[each.edge.decoder][number],
                 one.name,
                 samples=None if args.packing else each.samples,
             )

@@ -60,14 +60,14 @@ class BubbleSchedule:
         """``schedule`` as it is; in a step that streams, by a communicator that has work done."""
 
         def forward_backward(*, model: Any, **options: Any) -> Any:
-            pieces = self._executor.pieces
-            if pieces is None:
+            passes = self._executor.streamed_passes
+            if passes is None:
                 return schedule(model=model, **options)
             communicator = BubbleCommunicator(
                 parallel_state.get_pipeline_model_parallel_group(),
                 get_model_config(model[0] if isinstance(model, list) else model),
                 groups=self._groups,
-                forwards=pieces.forwards,
+                forwards=[each.forward for each in passes],
                 work=self._executor,
                 recorder=self._recorder,
             )

@@ -8,31 +8,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
 from loongplug.hetero.bubbles import BubbleSchedule
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
-from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
+from loongplug.hetero.pass_order import warmup
 from loongplug.hetero.piece_edges import piece_wire
-from loongplug.hetero.piece_work import Streaming
-from loongplug.hetero.pipeline_graph import in_flight
 from loongplug.hetero.stage_links import StageSpec, stage_wire
-from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
 from loongplug.hetero.wire import Wire
-from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.module_state import ModuleState
-from loongplug.parallel.states import (
-    TEXT_DECODER,
-    decoder_layout,
-)
+from loongplug.parallel.states import TEXT_DECODER, decoder_layout
 from loongplug.platform import current_platform
 
 
@@ -41,50 +34,26 @@ class EncoderEngine:
 
     def __init__(
         self,
-        mode: Mode,
+        found: PlaceOfEncoder,
         *,
-        entry: Entry,
-        encoder_tp: int | None,
         taps: int,
-        handed_on: tuple[int, ...] = (),
         joined_rows: int = 0,
-        seed: int,
-        micro_batch_sizes: Mapping[bool, int],
         ahead: int,
-        sequence_parallel: bool,
-        timeout_minutes: float,
-        nccl_config_path: str | None = None,
         costs: StreamedCosts | None = None,
     ) -> None:
-        """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
+        """``found`` says where the encoder will be.
 
-        ``taps`` are how many features of a token it has for the decoder's first layers.
-        ``handed_on`` are the widths of what each of its stages but the last hands on. Units go
+        ``taps`` are how many features of a token it has for the decoder's first layers. Units go
         through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
-        decoder's first chunk before its first backward.
-        ``micro_batch_sizes``: of a step of training (True) and of evaluation. ``costs`` are a
-        step's, where the mode fills bubbles.
+        decoder's first chunk before its first backward. ``costs`` are a step's, where the mode
+        fills bubbles.
         """
-        assert mode.fills_bubbles == (costs is not None), mode.name
-        self._mode = mode
-        self._entry = entry
+        assert found.mode.fills_bubbles == (costs is not None), found.mode.name
+        self._found, self._mode, self._entry = found, found.mode, found.entry
         self._taps = taps
-        self._handed_on = handed_on
         self._joined_rows = joined_rows
         self._ahead = ahead
         self._costs = costs
-        self._found = PlaceOfEncoder(
-            mode=mode,
-            entry=entry,
-            encoder_tp=encoder_tp or mode.encoder_tp,
-            handed_on=handed_on,
-            seed=seed,
-            micro_batch_sizes=micro_batch_sizes,
-            sequence_parallel=sequence_parallel,
-            timeout_minutes=timeout_minutes,
-            nccl_config_path=nccl_config_path,
-            decoder_places=0 if costs is None else len(costs.forward),
-        )
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
@@ -138,43 +107,24 @@ class EncoderEngine:
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
 
-    def plan(
-        self,
-        *,
-        encoder_replicas: tuple[tuple[int, ...], ...],
-        training: bool,
-        trains: bool,
-        rows: tuple[int, ...] = (),
-        trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
-        rank: int | None = None,
-        stream: Stream | None = None,
-    ) -> StepPlan:
+    def plan(self, *, training: bool, rank: int | None = None, **of_step: Any) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
-        ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
-        encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
-        input, what that rank encodes of each unit; none where all units go by themselves.
-        ``stream``: the rank's, of a step that streams.
+        ``of_step`` is what is known of the step as fields of :class:`EncoderStep`: at least its
+        ``encoder_replicas``, and whether the encoder ``trains`` in it. Whether stages before do is
+        as :meth:`built` has heard where that is not among them.
         """
-        place = self.place
-        return self._mode.policy(
-            encoder_step(
-                self._mode,
-                rank=dist.get_rank() if rank is None else rank,
-                edge=place.edge,
-                layout=place.layout,
-                pieces=() if place.pieces is None else place.pieces[training],
-                encoder_replicas=encoder_replicas,
-                training=training,
-                trains=trains,
-                trains_before=self._trains_before if trains_before is None else trains_before,
-                last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-                ahead=self._ahead,
-                rows=rows,
-                joined_rows=self._joined_rows,
-                stream=stream,
-            )
+        of_step.setdefault("trains_before", training and self._trains_before)
+        step = self.place.step(
+            dist.get_rank() if rank is None else rank,
+            training=training,
+            ahead=self._ahead,
+            last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            on_host=self._mode.on_host,
+            joined_rows=self._joined_rows,
+            **of_step,
         )
+        return self._mode.policy(step)
 
     def executor(self) -> Executor:
         """What does the plan of a step, one for the run. Collective like :attr:`place`."""
@@ -202,12 +152,12 @@ class EncoderEngine:
 
     def in_flight(self, rank: int) -> int:
         """Of how many microbatches ``rank`` may be sending at a time."""
-        return in_flight(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
+        return 1 + warmup(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
 
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
-        return 1 + len(self._handed_on)
+        return 1 + len(self._found.handed_on)
 
     def _stage_of(self, rank: int) -> int:
         layout = self.place.layout
@@ -258,7 +208,9 @@ class EncoderEngine:
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
-        groups = self._found.pipeline_groups()
+        assert self._costs is not None
+        virtual = len(self._costs.forward) > decoder_layout().pp
+        groups = self._found.pipeline_groups(virtual=virtual)
         return BubbleSchedule(executor, groups, recorder=self.recorder)
 
     def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:

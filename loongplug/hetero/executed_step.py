@@ -1,34 +1,71 @@
 """What one step has made of an encoder's pieces on a rank, and not used up yet."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, Share, Unit
+from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import addresses
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.operations import Cargo, StepPlan
-from loongplug.hetero.piece_work import PiecesOfStep
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
 
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """What one rank streams an encoder's pieces by, for a run.
+
+    ``replica`` is the encoder's that this rank is of, ``stage`` the decoder's.
+    """
+
+    planner: StepPlanner
+    wire: Wire[ExchangeSpec]
+    replica: int
+    stage: int
+
+    def media(self, piece: Piece, unit: Unit) -> MediaInput:
+        """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
+        assert unit.media is not None, "the unit was loaded somewhere else"
+        share: Share
+        (share,) = (x for x in unit.shares if x.encoder_replica == self.replica)
+        held = range(len(unit.grids)) if share.media is None else share.media
+        first = held.index(piece.media.start)
+        behind = first + len(piece.media)
+        assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
+        sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
+        before = sum(sizes[:first])
+        return MediaInput(
+            rows=unit.media.rows[before : before + sum(sizes[first:])],
+            grids=unit.media.grids[first:behind],
+        )
+
+
 @dataclass(kw_only=True)
 class ExecutedStep:
-    """What one step has made and not used up, by piece; ``own`` is what this rank encoded."""
+    """What one step has made and not used up, by piece; ``own`` is what this rank encoded.
+
+    Where it streams, ``streamed`` is what is planned of it, and ``pieces`` are the numbers of each
+    microbatch's; else a piece is a unit, of which there is one to a microbatch.
+    """
 
     plan: StepPlan
     encoder: EncoderOfStep
     exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
-    microbatches: list[Microbatch]
+    units: Sequence[Unit]
     spec: ExchangeSpec  # of all that is exchanged
-    pieces: PiecesOfStep | None  # where it streams
+    pieces: Sequence[range] | None = None
+    streaming: Streaming | None = None
+    streamed: StreamedStep | None = None
     wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
@@ -42,28 +79,23 @@ class ExecutedStep:
     own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # None: of no media
     saved: dict[int, list[Movable]] = field(default_factory=dict)  # that may leave, by pass
 
-    def unit(self, piece: int) -> Unit:
+    def unit(self, number: int) -> Unit:
         """The media of a piece that is encoded here."""
-        if self.pieces is not None:
-            return self.pieces.unit(piece)
-        return self.microbatches[piece].units[self.encoder.name]
+        if self.streamed is None or self.streaming is None:
+            return self.units[number]
+        piece = self.streamed.pieces[number]
+        unit = self.units[piece.microbatch]
+        return replace(unit, media=self.streaming.media(piece, unit))
 
     def pieces_of(self, microbatch: int) -> range:
         """Those that a microbatch consists of."""
-        if self.pieces is not None:
-            return self.pieces.stream.pieces[microbatch]
-        return range(microbatch, microbatch + 1)
+        return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
 
     @cached_property
-    def weights(self) -> set[int]:
-        """Addresses of what all pieces use."""
-        return addresses(self.model.parameters())
-
-    @cached_property
-    def media(self) -> set[int]:
-        """Addresses of what is encoded here."""
-        units = [each.units[self.encoder.name] for each in self.microbatches]
-        return addresses(each.media.rows for each in units if each.media is not None)
+    def stays(self) -> set[int]:
+        """Addresses of what others hold: the weights, and what is encoded here."""
+        media = (each.media.rows for each in self.units if each.media is not None)
+        return addresses((*self.model.parameters(), *media))
 
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""

@@ -29,7 +29,7 @@ class HostMoves:
         """
         if not movable:
             return nullcontext()
-        return movable_saves(device=self._device, stays=step.weights | step.media)
+        return movable_saves(device=self._device, stays=step.stays)
 
     def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
         """What leaves is the ``step``'s, and what comes back is it again."""

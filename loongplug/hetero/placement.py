@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import batched, chain, combinations
 
-from loongplug.hetero.intervals import overlaps
 from loongplug.models.entries import Entry
 from loongplug.parallel.layout import Layout, encoder_layout
 
@@ -140,24 +139,31 @@ class Placement:
     def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
         """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
 
-        They are a microbatch of all decoder replicas, in the order of the samples.
+        They are a microbatch of all decoder replicas, in the order of the samples. The encoder's
+        replicas divide these among themselves, each a run of neighbours, as even as whole samples
+        allow: of B, replica j of n has those from floor(j B / n) up to floor((j + 1) B / n). One
+        may have none.
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
         last_stage, first_stage = encoder.stage(-1), decoder.stage(0)
-        slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
-        return tuple(
-            ApartPiece(
-                edge=ApartEdge(
-                    encoder=each.encoder,
-                    decoder=each.decoder,
-                    encoder_ranks=tuple(last_stage[each.encoder]),
-                    decoder_ranks=tuple(first_stage[each.decoder]),
-                ),
-                samples=each.samples,
-            )
-            for each in slot
-        )
+        samples = decoder.dp * micro_batch_size
+        found = []
+        for replica, ranks in enumerate(last_stage):
+            first = replica * samples // encoder.dp
+            behind = (replica + 1) * samples // encoder.dp
+            while first < behind:
+                consumer, place = divmod(first, micro_batch_size)
+                count = min(behind - first, micro_batch_size - place)
+                edge = ApartEdge(
+                    encoder=replica,
+                    decoder=consumer,
+                    encoder_ranks=tuple(ranks),
+                    decoder_ranks=tuple(first_stage[consumer]),
+                )
+                found.append(ApartPiece(edge=edge, samples=range(place, place + count)))
+                first += count
+        return tuple(found)
 
     def edge(self, name: str, *, rank: int) -> Edge:
         """The edge from the entry ``name``, in the model replica of ``rank``."""

@@ -1,12 +1,14 @@
-"""One step of full separation: the decoder's passes, the encoder's work, and plans of it. Pure.
+"""One step of full separation: the decoder's passes, the encoder's work, and what they cost. Pure.
 
 Costs are integers of one unit, such as counted operations.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.pass_order import Pipeline, turns
 
 
@@ -45,19 +47,8 @@ FREE = PieceCost(0, 0)
 Name = tuple[int, int]  # of a piece: its microbatch, and its number in it
 
 
-class EncoderWork(NamedTuple):
-    """A pass through the encoder, forward or backward, before one of its stage's passes.
-
-    ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
-    are stands for behind the last. What earlier passes made has been sent then, and what the next
-    one takes is not waited for yet. ``pieces`` go together, forward and backward, each by its
-    microbatch and its number in it, in order: features are there when all of them are made, and
-    the backward waits for the gradients of all.
-    """
-
-    before: int
-    forward: bool
-    pieces: tuple[Name, ...]
+# What each encoder replica of a model replica does in a step, in its order.
+EncoderPlan = tuple[tuple[EncoderWork[Name], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,25 +106,15 @@ class Step:
             return DecoderPass(True, place, microbatch)
         return DecoderPass(False, place + 1, microbatch)
 
-    def behind(self, one: DecoderPass) -> DecoderPass | None:
-        """What waits for it, but for an encoder's backward; None for the last of all."""
-        forward, place, microbatch = one
-        if not forward:
-            return DecoderPass(False, place - 1, microbatch) if place else None
-        if place == len(self.forward) - 1:
-            return DecoderPass(False, place, microbatch)
-        return DecoderPass(True, place + 1, microbatch)
-
     def encoding(self, microbatch: int, piece: int) -> int:
         """What a piece takes forward and, where the encoder trains, backward."""
         cost = self.pieces[microbatch][piece]
         return cost.forward + cost.backward if self.encoder.trains else cost.forward
 
-    def encoder_pass(self, work: EncoderWork) -> int:
-        """What it takes."""
-        way = 0 if work.forward else 1
-        of_pieces = sum(self.pieces[unit][piece][way] for unit, piece in work.pieces)
-        return self.encoder.each[way] + of_pieces
+    def encoder_pass(self, names: Iterable[Name], *, forward: bool) -> int:
+        """What a pass of these pieces takes."""
+        way = 0 if forward else 1
+        return self.encoder.each[way] + sum(self.pieces[unit][piece][way] for unit, piece in names)
 
     @cached_property
     def names(self) -> tuple[Name, ...]:
@@ -156,15 +137,3 @@ class Step:
             tuple(number for number, at in enumerate(self.replicas) if at == stage)
             for stage in range(len(self.passes))
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderPlan:
-    """What each encoder replica of a model replica does in a step, in its order.
-
-    Where it is not ``streamed``, the decoder's schedule begins when all pieces are encoded, and
-    backwards begin when it is through: both exchanges are of all ranks at once.
-    """
-
-    work: tuple[tuple[EncoderWork, ...], ...]
-    streamed: bool

@@ -28,10 +28,11 @@ from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
 from loongplug.estimate.wire_bytes import WireBytes
 from loongplug.hetero.edge import apart_ends
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import BEGIN, END, Cargo, forward, gradient
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pass_order import ahead
 from loongplug.hetero.placement import ApartEdge, ApartPiece
-from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.policies import apart
 from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 
 pytestmark = pytest.mark.quick
@@ -305,7 +306,7 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
     parsed = parsed_for([*flags, *given], ranks=ranks)
     (own,) = own_ranks_of(parsed.args, parsed.model)
     assert (own.replica, own.rank(0)) == (replica, offset + replica)
-    assert [(each.decoder, each.samples) for each in own.made] == decoders
+    assert [(each.edge.decoder, each.samples) for each in own.made] == decoders
     with as_rank(parsed, own.rank(0)) as here:
         place = here.engine.encoders["image_encoder"].place
         pieces = [

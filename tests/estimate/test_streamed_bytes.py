@@ -19,13 +19,13 @@ from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledg
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
 from loongplug.hetero.piece_edges import piece_ends
-from loongplug.hetero.piece_work import of_pieces
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.policies import streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, StreamedStep
 
 pytestmark = pytest.mark.quick
 
@@ -69,16 +69,16 @@ def followed(
     rank, ranks = stage * shards, range(stages * shards)
     edge = Edge(replicas=tuple(batched(ranks, shards)), consumers=tuple(ranks[:shards]))
     encoded = EncodedUnits(
-        units=[whole_unit(found, number, shards=shards) for number in range(found.microbatches)],
+        units=[whole_unit(found, number, shards=shards) for number in range(len(found.shares))],
         costs=UnitCosts(blank=costs, blank_rows=0, largest=UnitBytes(kept=7), largest_rows=16),
         width=PAYLOAD,
         dtype=torch.uint8,
         row=1,
         blank_input=0,
     )
-    pieces = of_pieces(found.pieces, encoded.spec())
+    pieces = found.exchanged(encoded.spec())
     step = EncoderStep(
-        encoder_replicas=((0,),) * found.microbatches,
+        encoder_replicas=((0,),) * len(found.shares),
         replicas=stages,
         replica=stage,
         consumes=stage == 0,

@@ -5,6 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from loongplug.hetero.balance import plan as balanced
+from loongplug.hetero.bubble_drafts import _at_the_ends, streamed
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.step_costs import (
     DecoderPass,
@@ -14,7 +16,7 @@ from loongplug.hetero.step_costs import (
     Step,
     decoder_passes,
 )
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import PlanClock, separated_time
 from loongplug.simulate.clock import run
 from loongplug.simulate.order import Deadlock
 
@@ -63,6 +65,23 @@ def busiest(step: Step) -> int:
     decoding = sum(step.decoding[stage] for stage in step.replicas)
     encoding = sum(step.encoding(*name) for name in step.names)
     return -(-(decoding + encoding) // len(step.replicas))
+
+
+def separated(step: Step) -> EncoderPlan:
+    """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
+    costs = [step.encoding(*name) for name in step.names]
+    return _at_the_ends(step, balanced(costs, len(step.replicas), threshold=0))
+
+
+def separated_end(step: Step) -> int:
+    """When such a step ends, in which all wait for all before and behind the schedule."""
+    passes = [[one.pieces for one in work if one.forward] for work in separated(step)]
+    return separated_time(step, passes, group=len(step.passes))
+
+
+def filled(step: Step) -> EncoderPlan | None:
+    """The plan of a step that may stream."""
+    return streamed(step, otherwise=separated_end(step))
 
 
 @dataclass(frozen=True, kw_only=True)
