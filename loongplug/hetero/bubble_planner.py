@@ -17,7 +17,6 @@ from loongplug.hetero.balance import cut, in_passes, shares_of
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.encoder_steps import EncoderWork, Stream
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.routes import common, within
 from loongplug.hetero.step_costs import (
     DecoderPass,
@@ -26,7 +25,6 @@ from loongplug.hetero.step_costs import (
     PassCosts,
     PieceCost,
     Step,
-    decoder_passes,
 )
 from loongplug.hetero.step_programs import separated_time
 
@@ -158,7 +156,7 @@ class StepPlanner:
         passes = [
             in_passes(*each, most=self._costs.joined_rows) for each in zip(held, rows, strict=True)
         ]
-        return separated_time(step, passes, group=self._costs.group)
+        return separated_time(step, passes)
 
     def _planned(self, units: tuple[tuple[Grid, ...], ...]) -> StreamedStep | None:
         cuts = [self._cut(grids, len(units)) for grids in units]
@@ -173,25 +171,16 @@ class StepPlanner:
 
     def _step(self, units: Units, media: Sequence[Sequence[Sequence[int]]]) -> Step:
         """Each of a unit's ``media``, by their numbers, is a piece."""
-        costs, stages = self._costs, 1 + max(self._stages)
-        pipelines = (
-            Pipeline(
-                stages=stages,
-                stage=stage,
-                chunks=len(costs.forward) // stages,
-                group=costs.group,
-            )
-            for stage in range(stages)
-        )
+        costs = self._costs
         return Step(
             pieces=tuple(
                 tuple(costs.of_media([grids[medium] for medium in own]) for own in of_unit)
                 for grids, of_unit in zip(units, media, strict=True)
             ),
             replicas=self._stages,
-            passes=tuple(decoder_passes(each, len(units)) for each in pipelines),
             forward=costs.forward,
             backward=costs.backward,
+            group=costs.group,
             encoder=costs.of_passes,
         )
 

@@ -1,7 +1,7 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
-from loongplug.hetero.bubbles import BubbleSchedule
+from loongplug.hetero.bubbles import filling
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
@@ -185,7 +185,7 @@ class EncoderEngine:
         stages = [decoder.coordinates(ranks[0]).pp for ranks in edge.replicas]
         return StepPlanner(self._costs, stages=stages)
 
-    def bubbles(self) -> BubbleSchedule:
+    def bubbles(self) -> Callable[[Schedule], Schedule]:
         """What is put around a schedule whose bubbles the executor's steps may fill from now on.
 
         Collective over all ranks.
@@ -211,7 +211,7 @@ class EncoderEngine:
         assert self._costs is not None
         virtual = len(self._costs.forward) > decoder_layout().pp
         groups = self._found.pipeline_groups(virtual=virtual)
-        return BubbleSchedule(executor, groups, recorder=self.recorder)
+        return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
     def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
         place, device = self.place, current_platform().device
@@ -239,7 +239,7 @@ class Engine:
             each.recorder = recorder
 
     @cached_property
-    def _bubbles(self) -> BubbleSchedule | None:
+    def _bubbles(self) -> Callable[[Schedule], Schedule] | None:
         """Where steps may stream, of one encoder. Collective over all ranks."""
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
         assert len(streaming) <= 1, "one streams"
@@ -293,7 +293,7 @@ class Engine:
                 return self.encoders[self.own].alone()
             schedule = get_schedule(*args, **kwargs)
             if self._bubbles is not None:
-                schedule = self._bubbles.within(schedule)
+                schedule = self._bubbles(schedule)
             nested = [each for each in self.encoders.values() if each.steps]
             nested.sort(key=lambda each: each.fills_bubbles)
             for each in reversed(nested):

@@ -1,6 +1,7 @@
-"""What one step has made of an encoder's pieces on a rank, and not used up yet."""
+"""What one step has made of an encoder's pieces on a rank, and what of that is on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -12,12 +13,13 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import MediaInput, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.hetero.encoder_state import addresses
+from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
-from loongplug.hetero.operations import Cargo, StepPlan
+from loongplug.hetero.operations import Cargo, Kept, StepPlan, To
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform.prefetch import Movable
+from loongplug.platform import Platform
+from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +106,75 @@ class ExecutedStep:
             *(self.own, self.own_gradients, self.saved, self.states),
         ):
             assert not what, f"nobody used what there is of pieces {list(what)}"
+
+
+class HostMoves:
+    """One rank's, for one encoder and a run: the queue of all that moves."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._device = platform.device
+        self.queue = PrefetchQueue(platform.copies())
+        self.state: EncoderState | None = None  # where it leaves for the host
+
+    def saves(
+        self, step: ExecutedStep, *, movable: bool
+    ) -> AbstractContextManager[dict[int, Movable] | None]:
+        """Inside, something is encoded; what its backward needs is given where it is ``movable``.
+
+        Weights and media are not among that.
+        """
+        if not movable:
+            return nullcontext()
+        return movable_saves(device=self._device, stays=step.stays)
+
+    def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+        """What leaves is the ``step``'s, and what comes back is it again."""
+        match to:
+            case To.LEAVE:
+                self.queue.leave(self._leaving(what, pieces, step))
+            case To.FREE:
+                self.queue.let_go(*_names(what, pieces))
+            case To.RETURN:
+                self.queue.send_for(*_names(what, pieces))
+            case To.HERE:
+                self._arrives(what, pieces, step)
+
+    def features_leave(self, features: dict[int, Tensor]) -> None:
+        """They are on the host alone, by piece."""
+        lots: dict[Hashable, Sequence[Movable]] = {
+            (Kept.FEATURES, piece): [self._movable(each)] for piece, each in features.items()
+        }
+        self.queue.leave(lots)
+        features.clear()
+        self.queue.let_go(*lots)
+
+    def _leaving(
+        self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep
+    ) -> Mapping[Hashable, Sequence[Movable]]:
+        match what:
+            case Kept.STATE:
+                assert self.state is not None
+                return dict.fromkeys(_names(what, pieces), self.state.movable())
+            case Kept.ACTIVATIONS:
+                return {(what, piece): step.saved.pop(piece) for piece in pieces}
+            case Kept.GRADIENTS:
+                return {(what, each): [self._movable(step.gradients.pop(each))] for each in pieces}
+            case Kept.FEATURES:
+                raise AssertionError("they leave when they are gathered")
+
+    def _arrives(self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+        """Nothing here holds activations."""
+        arriving = {Kept.FEATURES: step.features, Kept.GRADIENTS: step.gradients}
+        taken = self.queue.take(*_names(what, pieces))
+        for piece in pieces if what in arriving else ():
+            (found,) = taken[what, piece]
+            assert found.device is not None
+            arriving[what][piece] = found.device
+
+    def _movable(self, tensor: Tensor) -> Movable:
+        return Movable(device=tensor, where=self._device)
+
+
+def _names(what: Kept, pieces: tuple[int, ...]) -> list[Hashable]:
+    """As the queue knows them; the encoder's state is of no piece."""
+    return [(what, piece) for piece in pieces or (None,)]

@@ -13,8 +13,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
-from loongplug.hetero.executed_step import ExecutedStep, Streaming
-from loongplug.hetero.host_moves import HostMoves
+from loongplug.hetero.executed_step import ExecutedStep, HostMoves, Streaming
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -246,7 +245,7 @@ class Executor:
         return step.streamed.passes[step.streaming.stage]
 
     def before_pass(self, number: int) -> None:
-        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        """Before a pass of the stage, where a step streams; see :mod:`~.bubbles`."""
         self._do(before_pass(number))
 
     def features(self, number: int) -> Features:

@@ -109,17 +109,16 @@ class ApartPiece:
 class Placement:
     """All entries of a model, and the edges between them.
 
-    Raises:
-        ValueError: an entry lies on some ranks of the one that it leads into, but neither on all
-            nor on those of its first stage, or has a replica on several model replicas.
+    An entry lies apart from the one that it leads into, or on all of its ranks, or on those of its
+    first stage, with each replica within one model replica.
     """
 
     entries: tuple[PlacedEntry, ...]
 
     def __post_init__(self) -> None:
         for entry in self.entries:
-            if entry.into is not None:
-                _check_ranks(entry, self.entry(entry.into))
+            if entry.into is not None and not self.is_apart(entry.name):
+                _assert_beside(entry, self.entry(entry.into).layout)
 
     def entry(self, name: str) -> PlacedEntry:
         """The entry of this name, which is one of the model's."""
@@ -312,31 +311,12 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
         )
 
 
-def _check_ranks(entry: PlacedEntry, consumer: PlacedEntry) -> None:
-    """Raise ValueError unless ``entry`` lies on its consumer's ranks, by whole replicas."""
-    if _are_apart(entry, consumer):
-        return
-    everywhere = set(consumer.layout.ranks)
-    first = {rank for rank in everywhere if consumer.holds(rank)}
-    own = {rank for rank in entry.layout.ranks if entry.holds(rank)}
-    if own not in (everywhere, first):
-        raise ValueError(
-            f"{entry.name!r} lies on ranks {_named(own)}, and what comes out of it goes into "
-            f"{consumer.name!r}: expected all ranks of that, {_named(everywhere)}, or those of its "
-            f"first stage, {_named(first)}."
-        )
-    model_replica = {
-        rank: number
-        for number, ranks in enumerate(consumer.layout.groups("tp_cp_pp"))
-        for rank in ranks
-    }
+def _assert_beside(entry: PlacedEntry, consumer: Layout) -> None:
+    own, first = set(entry.layout.ranks), set(chain(*consumer.stage(0)))
+    assert own in (first, set(consumer.ranks)), f"{entry} beside {consumer}"
+    model_replicas = [set(ranks) for ranks in consumer.groups("tp_cp_pp")]
     for ranks in entry.layout.groups("tp"):
-        if len({model_replica[rank] for rank in ranks}) > 1:
-            raise ValueError(
-                f"ranks {_named(set(ranks))} hold one replica of {entry.name!r} and several of "
-                f"{consumer.name!r}: give {entry.name!r} a tensor parallel size that divides the "
-                f"{len(consumer.layout.group('tp_cp_pp', ranks[0]))} ranks of one."
-            )
+        assert any(each.issuperset(ranks) for each in model_replicas), f"{ranks} of {entry}"
 
 
 def _ranks(ranks: set[int]) -> str:

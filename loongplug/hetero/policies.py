@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
@@ -75,12 +74,13 @@ def group_ahead(step: EncoderStep) -> StepPlan:
     return plan.done()
 
 
-def separated(step: EncoderStep) -> StepPlan:
+def separated(step: EncoderStep, *, reduces: bool = True) -> StepPlan:
     """Phase 1 encodes, phase 2 is the decoder's own schedule, phase 3 is the encoder's backward.
 
     Section 3.3 of the LoongForge paper. All ranks of a model replica encode, several small units in
     one pass. What is on the host leaves in phase 1, or at the start of phase 2; activations do so
-    unit by unit, which are few on the device only if no pass has several.
+    unit by unit, which are few on the device only if no pass has several. With ``reduces`` the last
+    backward has the reductions set out; else somebody else does.
     """
     plan = _Draft()
     mine = step.mine(step.units)
@@ -98,8 +98,7 @@ def separated(step: EncoderStep) -> StepPlan:
     if moves and mine:
         plan.at(BEGIN, Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=(mine[-1],)))
     # A reduction that overlaps starts when every parameter has a gradient.
-    blank = step.trains and not mine
-    if blank:
+    if step.trains and not mine:
         plan.at(BEGIN, Encode(pieces=()))
     plan.at(BEGIN, Exchange(what=Cargo.FEATURES, pieces=step.units, to_host=on_host))
     if on_host and step.consumes:
@@ -110,9 +109,7 @@ def separated(step: EncoderStep) -> StepPlan:
         _decode(plan, step, on_host=on_host)
     if step.trains:
         plan.at(END, Exchange(what=Cargo.GRADIENTS, pieces=step.units))
-        _encoders_backward(plan, passes, moves=moves)
-        if blank:
-            plan.at(END, Backward(pieces=(), more=False))
+        _encoders_backward(plan, passes or [()], moves=moves and bool(mine), reduces=reduces)
     return plan.done()
 
 
@@ -126,8 +123,8 @@ def streamed(step: EncoderStep) -> StepPlan:
     if step.trains:
         plan.at(BEGIN, Weights(gather=True))
     if step.stream is None:
-        for when, operations in separated(step).items():
-            plan.at(when, *(_reduced_later(each) for each in operations))
+        for when, operations in separated(step, reduces=False).items():
+            plan.at(when, *operations)
     else:
         _bubbles(plan, step, step.stream)
     if step.trains:
@@ -179,11 +176,6 @@ class _Draft:
 
     def done(self) -> StepPlan:
         return {when: tuple(operations) for when, operations in self._plan.items() if operations}
-
-
-def _reduced_later(operation: Operation) -> Operation:
-    """As it is where all replicas' reductions come behind the plan."""
-    return replace(operation, more=True) if isinstance(operation, Backward) else operation
 
 
 def _activations_move(step: EncoderStep) -> bool:
@@ -306,9 +298,11 @@ def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
         plan.at(END, Move(to=To.HERE, what=Kept.GRADIENTS, pieces=everything))
 
 
-def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool) -> None:
+def _encoders_backward(
+    plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool, reduces: bool
+) -> None:
     """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
-    if moves and passes:
+    if moves:
         plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=passes[0]))
     for number, pieces in enumerate(passes):
         behind = passes[number + 1 : number + 2]
@@ -316,4 +310,4 @@ def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bo
             plan.at(END, Move(to=To.HERE, what=Kept.ACTIVATIONS, pieces=pieces))
         if moves and behind:
             plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=behind[0]))
-        plan.at(END, Backward(pieces=pieces, more=bool(behind)))
+        plan.at(END, Backward(pieces=pieces, more=bool(behind) or not reduces))

@@ -4,7 +4,7 @@ Costs are integers of one unit, such as counted operations.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,26 +72,35 @@ class Step:
         pieces: of each microbatch, in the order of its rows; none for one without media.
         replicas: the stage that each encoder replica lies on; each stage has at least one. One
             that is spread over several stages has no place here.
-        passes: of each stage, in Megatron's order (:func:`decoder_passes`).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
+        group: how many microbatches each of a rank's chunks takes in turn, where it has several.
         encoder: what holds for its passes.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
     replicas: tuple[int, ...]
-    passes: tuple[tuple[DecoderPass, ...], ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    group: int
     encoder: PassCosts = PassCosts()
 
     def __post_init__(self) -> None:
-        stages = len(self.passes)
+        stages = 1 + max(self.replicas)
         assert {*self.replicas} == {*range(stages)}, f"{self.replicas} on {stages} stages"
         assert len(self.forward) == len(self.backward)
         assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
-        each = 2 * len(self.pieces) * len(self.forward) // stages
-        assert all(len(passes) == each for passes in self.passes), "not a step's passes"
+
+    @cached_property
+    def passes(self) -> tuple[tuple[DecoderPass, ...], ...]:
+        """Of each stage, in Megatron's order."""
+        stages = 1 + max(self.replicas)
+        first = Pipeline(
+            stages=stages, stage=0, chunks=len(self.forward) // stages, group=self.group
+        )
+        return tuple(
+            decoder_passes(replace(first, stage=stage), len(self.pieces)) for stage in range(stages)
+        )
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""

@@ -165,13 +165,12 @@ def decoder_alone(step: Step) -> list[PassOnClock]:
     ]
 
 
-def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]], *, group: int) -> int:
+def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> int:
     """When a step ends that does not stream, by what is sent: between stages a send waits.
 
     All encode, all exchange features, Megatron's schedule runs, and gradients go back when the
-    first stage is through. ``passes`` are each replica's through the encoder, there and back.
-    ``group`` is how many microbatches each virtual stage takes in turn; passes go on beside what
-    such stages send.
+    first stage is through. ``passes`` are each replica's through the encoder, there and back. Those
+    of the decoder go on beside what virtual stages send.
     """
     build, stages = Build(), len(step.passes)
     chunks, everyone = len(step.forward) // stages, range(len(step.replicas))
@@ -197,7 +196,7 @@ def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]], *, 
         yield Meet(encoded)
         yield from stage_acts(
             build,
-            Pipeline(stages=stages, stage=stage, chunks=chunks, group=group),
+            Pipeline(stages=stages, stage=stage, chunks=chunks, group=step.group),
             len(step.pieces),
             ranks=[lanes[lane] for lanes in step.lanes],
             work=work,

@@ -36,7 +36,7 @@ def partition(
         TemporaryDirectory(prefix="loongplug-partition-") as folder,
     ):
         activate("cpu")  # Megatron, which comes with what is below, asks for the device
-        from loongplug.partition.found import find
+        from loongplug.partition.splits import find
         from loongplug.partition.tables import as_json, print_found
 
         found = find(

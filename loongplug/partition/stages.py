@@ -1,12 +1,12 @@
 """A split of a model's layers into stages, and the time of a step with it. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.partition.clock import StageTime, step_time
-from loongplug.partition.split import split
 from loongplug.training.layer_costs import Cost, EntryCosts
 
 
@@ -71,40 +71,41 @@ def partition(
     Raises:
         ValueError: an entry has more stages than layers.
     """
-    *_, decoder = stages
-    found: list[Stage] = []
+    *others, decoder = stages
+    found: dict[str, list[Stage]] = {}
     for entry, number in stages.items():
         chunks = pipeline.chunks if pipeline is not None and entry == decoder else 1
         sizes = _split(entry, believed[entry], stages=number * chunks)
-        start = 0
-        for place, size in enumerate(sizes):
-            layers = range(start, start + size)
-            cost = costs[entry].stage(layers.start, layers.stop)
-            found.append(Stage(entry=entry, number=place % number, layers=layers, cost=cost))
-            start += size
-    times = {
-        entry: [
-            StageTime(forward=each.cost.forward, backward=each.cost.backward)
-            for each in found
-            if each.entry == entry
+        found[entry] = [
+            Stage(
+                entry=entry,
+                number=place % number,
+                layers=range(*ends),
+                cost=costs[entry].stage(*ends),
+            )
+            for place, ends in enumerate(pairwise(accumulate(sizes, initial=0)))
         ]
-        for entry in stages
-    }
-    encoders = [times[entry] for entry in stages if entry != decoder]
-    step = step_time(
-        times[decoder], microbatches=microbatches, encoders=encoders, pipeline=pipeline
-    )
-    alone = {
-        entry: step_time(
+
+    def step_of(entry: str, *, behind: Sequence[str] = ()) -> float:
+        """Of an entry ``behind`` others."""
+        times = {
+            each: [StageTime(forward=x.cost.forward, backward=x.cost.backward) for x in found[each]]
+            for each in (*behind, entry)
+        }
+        return step_time(
             times[entry],
             microbatches=microbatches,
+            encoders=[times[each] for each in behind],
             pipeline=pipeline if entry == decoder else None,
         )
-        for entry in stages
-    }
+
     outside = microbatches * sum(costs[entry].whole().total for entry in around)
     return Partition(
-        name=name, stages=tuple(found), step=step + outside, alone=alone, outside=outside
+        name=name,
+        stages=tuple(chain.from_iterable(found.values())),
+        step=step_of(decoder, behind=others) + outside,
+        alone={entry: step_of(entry) for entry in stages},
+        outside=outside,
     )
 
 
@@ -117,3 +118,49 @@ def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:
         )
     except ValueError as error:
         raise ValueError(f"{entry}: {error}") from None
+
+
+# Stages' costs, the largest first, and how many layers each stage has.
+_Found = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def split(layers: int, *, stages: int, cost: Callable[[int, int], int]) -> tuple[int, ...]:
+    """How many of so many ``layers`` each of ``stages`` takes, one or more, in their order.
+
+    ``cost(start, stop)`` is what a stage with the layers from ``start`` to before ``stop`` takes;
+    it is asked once for each pair. The slowest stage takes the least that is possible; of all such
+    splits, the second slowest does, and so on. Of those that are equal in all this, it is the one
+    with fewer layers in front, where a pipeline keeps the most activations.
+
+    Exact, by dynamic programming over where stages end: what is put behind a prefix, the better
+    prefix stays the better one.
+
+    >>> split(4, stages=2, cost=lambda start, stop: sum([3, 1, 1, 1][start:stop]))
+    (1, 3)
+
+    Raises:
+        ValueError: there are more stages than layers, or not one.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(
+            f"{layers} layers cannot be split into {stages} stages: expected 1 to {layers} of them"
+        )
+    best: list[_Found | None] = [((), ()), *[None] * layers]  # by the layers that are taken
+    for stage in range(stages):
+        left = stages - stage - 1
+        ends: list[_Found | None] = [None] * (layers + 1)
+        for stop in range(stage + 1, layers - left + 1):
+            ends[stop] = min(
+                _with(found, cost(start, stop), stop - start)
+                for start, found in enumerate(best[:stop])
+                if found is not None
+            )
+        best = ends
+    found = best[layers]
+    assert found is not None, "each stage has a layer"
+    return found[1]
+
+
+def _with(found: _Found, cost: int, size: int) -> _Found:
+    costs, sizes = found
+    return tuple(sorted((*costs, cost), reverse=True)), (*sizes, size)

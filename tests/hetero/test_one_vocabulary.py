@@ -19,7 +19,6 @@ READERS = {
     "loongplug/hetero/executor.py",
     "loongplug/estimate/encoder_bytes.py",
     # Until they go:
-    "loongplug/hetero/policies.py",  # a plan that is made of another one's (`_reduced_later`)
     "benchmarks/modes/pipeline_clock.py",  # a bench's plans to acts, which is one compiler's task
 }
 

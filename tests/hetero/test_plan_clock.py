@@ -8,7 +8,6 @@ from streamed_steps import (
     FORWARD,
     busiest,
     even,
-    passes,
     separated,
     separated_end,
     simulate,
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.quick
 SMALL = Step(
     pieces=((PieceCost(3, 5),),) * 2,
     replicas=(0, 1),
-    passes=passes(2, 2),
+    group=2,
     forward=(1, 1),
     backward=(2, 2),
 )
@@ -170,7 +169,7 @@ def test_uneven_virtual_stages_are_held_up_by_what_they_send() -> None:
     step = Step(
         pieces=((),) * 4,
         replicas=(0, 1),
-        passes=passes(2, 4, chunks=2),
+        group=2,
         forward=(2, 1, 1, 9),
         backward=(9, 1, 9, 1),
     )

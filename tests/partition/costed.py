@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.models.freezing import Freezing
-from loongplug.partition.costs import costs_of
+from loongplug.partition.splits import costs_of
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_model
 from loongplug.training.freezing import freezing_of

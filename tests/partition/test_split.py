@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.partition.split import split
+from loongplug.partition.stages import split
 
 pytestmark = pytest.mark.quick
 

@@ -111,7 +111,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         return original(self, *args)
 
     around("loongplug.hetero.executor:Executor.end", noted)
-    around("loongplug.hetero.host_moves:HostMoves._leaving", leaving)
+    around("loongplug.hetero.executed_step:HostMoves._leaving", leaving)
     if before is not None:
         before(rank)
 
