@@ -48,7 +48,7 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
 
 def streams(self: Any, *_: Any, **__: Any) -> bool:
     """Whether an executor's step does."""
-    return self.pieces is not None
+    return self.streamed_passes is not None
 
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
