@@ -11,24 +11,21 @@ this order, and goes backward through them in this order; the first stage takes 
 gradients back in the order of its forwards and backwards of the first chunk, which is the same. So
 the sends and receives of a pair of ranks are in one order on both sides, in each direction.
 
-Work before a pass belongs where the last pass's output has been sent, the next pass's receive is
-posted, and nobody waits for it yet. That is in the pipeline's communicator: ``forward_step_func``
-is called behind the wait. Nobody waits for the sends of features and gradients of features. A
-replica without a piece has no work here, and still has to give every parameter a gradient.
+Nobody waits for these sends. A replica without a piece has no work here, and still has to give
+every parameter a gradient.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 from loongplug.hetero.balance import in_passes
 from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, Step
-from loongplug.hetero.step_programs import PassOnClock, PlanClock, decoder_alone
+from loongplug.hetero.step_programs import PlanClock, decoder_alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +80,15 @@ def _plans(step: Step) -> Iterator[EncoderPlan]:
     """What is tried; of two that are equally fast, the first has fewer passes."""
     alone = decoder_alone(step)
     yield _blocks(step, alone)
-    passes = passes_ahead(step, alone)
+    tails = _tails(step, alone)
     for habits in _HABITS:
-        plan = drafted(step, passes, habits)
+        plan = _Draft(step, tails, habits).plan()
         if any(step.encoder.each):
             yield tuple(_joined(step, each) for each in plan)
         yield plan
 
 
-def _blocks(step: Step, alone: Iterable[PassOnClock]) -> EncoderPlan:
+def _blocks(step: Step, alone: Mapping[DecoderPass, int]) -> EncoderPlan:
     """One block of neighbouring pieces to each replica, before its first pass, and back at its end.
 
     Later stages have later pieces, and more of them: their first activations come later, and they
@@ -99,10 +96,9 @@ def _blocks(step: Step, alone: Iterable[PassOnClock]) -> EncoderPlan:
     too, of as many microbatches as there are later stages: it is through last, so that nobody else
     waits for what they give back.
     """
-    begins = {each.one: each.begin for each in alone}
-    ends = [begins[passes[-1]] + step.cost(passes[-1]) for passes in step.passes]
+    ends = [alone[passes[-1]] + step.cost(passes[-1]) for passes in step.passes]
     waits = [
-        begins[passes[0]] + max(ends) - end for passes, end in zip(step.passes, ends, strict=True)
+        alone[passes[0]] + max(ends) - end for passes, end in zip(step.passes, ends, strict=True)
     ]
     costs = [step.encoding(*name) for name in step.names]
     rooms = _filled([waits[stage] for stage in step.replicas], sum(costs))
@@ -180,50 +176,22 @@ def _joined(step: Step, work: Sequence[EncoderWork[Name]]) -> tuple[EncoderWork[
     return tuple(each for _, each in sorted(found))
 
 
-_Queue = deque[tuple[tuple[Name, ...], int]]  # of passes: their pieces, and what each takes
+def _tails(step: Step, alone: Iterable[DecoderPass]) -> dict[DecoderPass, int]:
+    """From each pass's begin to the end of the schedule at the earliest, by the decoder ``alone``.
 
-
-class PassAhead(NamedTuple):
-    """One of the decoder's passes, as a draft looks at it.
-
-    It waits for the one ``before``, or, without, for features; the replicas ``behind`` wait for it.
-    ``tail`` is from its begin to the end of the decoder's schedule at the earliest. A piece's
-    backward that waits for a pass counts, too.
+    A piece's backward that waits for a pass counts, too.
     """
-
-    one: DecoderPass
-    before: DecoderPass | None
-    behind: tuple[int, ...]
-    takes: int
-    tail: int
-
-
-def passes_ahead(step: Step, alone: Sequence[PassOnClock]) -> list[list[PassAhead]]:
-    """Of each stage, by what waits for what in the decoder ``alone``."""
-    tails: dict[DecoderPass, int] = {}
-    found: list[list[PassAhead]] = [[] for _ in step.passes]
-    waiting = {step.before(each.one): each.one for each in alone}
-    for stage, one, _ in reversed(alone):
-        behind = waiting.get(one)
+    found: dict[DecoderPass, int] = {}
+    own = [0 for _ in step.passes]  # by stage, of its next pass
+    for one in reversed([*alone]):
+        stage, behind = one.place % len(own), step.behind.get(one)
         if behind is not None:
-            tail, lanes = tails[behind], step.lanes[behind.place % len(step.passes)]
-        else:
-            costs, lanes, encoder = step.pieces[one.microbatch], (), step.encoder
-            largest = max((each.backward for each in costs), default=0)
-            tail = encoder.each.backward + largest if encoder.trains and costs else 0
-        if found[stage]:
-            tail = max(tail, found[stage][-1].tail)
-        takes = step.cost(one)
-        tails[one] = tail + takes
-        found[stage].append(PassAhead(one, step.before(one), lanes, takes, tail + takes))
-    return [each[::-1] for each in found]
-
-
-def drafted(step: Step, passes: list[list[PassAhead]], habits: Habits) -> EncoderPlan:
-    """A plan by these ``habits``; ``passes`` are the step's :func:`passes_ahead`."""
-    draft = _Draft(step, passes, habits)
-    draft.fill()
-    return tuple(map(tuple, draft.work))
+            own[stage] = max(own[stage], found[behind])
+        elif step.encoder.trains and step.pieces[one.microbatch]:
+            largest = max(each.backward for each in step.pieces[one.microbatch])
+            own[stage] = max(own[stage], step.encoder.each.backward + largest)
+        found[one] = own[stage] = own[stage] + step.cost(one)
+    return found
 
 
 class _Draft:
@@ -234,18 +202,19 @@ class _Draft:
     through in time. Pieces are encoded in their order, by whoever comes first.
     """
 
-    def __init__(self, step: Step, passes: list[list[PassAhead]], habits: Habits) -> None:
-        self._step, self._passes, self._habits = step, passes, habits
+    def __init__(self, step: Step, tails: Mapping[DecoderPass, int], habits: Habits) -> None:
+        """``tails`` are from the begin of each pass to the end of the schedule, at the least."""
+        self._step, self._tails, self._habits = step, tails, habits
         replicas = range(len(step.replicas))
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(replicas)
         piece = max(cost.backward if step.encoder.trains else cost.forward for cost in costs)
-        longest = max(of_stage[0].tail for of_stage in passes)
+        longest = max(tails[passes[0]] for passes in step.passes)
         self._target = longest + phase * habits.start // 16 + piece * habits.late // 4
         self._needed = {  # when the first pass of a microbatch must begin
-            each.one.microbatch: self._target - each.tail
-            for each in passes[0]
-            if each.before is None
+            one.microbatch: self._target - tails[one]
+            for one in step.passes[0]
+            if step.before(one) is None
         }
         self._encoding = {name: step.encoding(*name) for name in step.names}
         decoding = [step.decoding[stage] for stage in step.replicas]
@@ -264,12 +233,15 @@ class _Draft:
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._gradients: list[int | None] = [None for _ in step.pieces]  # when they are there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
-        # By replica, whose graphs go back in the order in which they were made.
-        self._to_go_backward: list[_Queue] = [deque() for _ in replicas]
-        self.work: list[list[EncoderWork[Name]]] = [[] for _ in replicas]
+        # By replica, whose graphs go back in the order in which they were made: passes' pieces, and
+        # what each takes.
+        self._to_go_backward: list[deque[tuple[tuple[Name, ...], int]]] = [
+            deque() for _ in replicas
+        ]
+        self._work: list[list[EncoderWork[Name]]] = [[] for _ in replicas]
 
-    def fill(self) -> None:
-        """Place all there is."""
+    def plan(self) -> EncoderPlan:
+        """With all that there is in its place."""
         replicas = range(len(self._step.replicas))
         self._look(0, replicas)
         now = 0
@@ -283,6 +255,7 @@ class _Draft:
                 replica = max(replicas, key=lambda at: (self._room[at], -at))
                 self._ready[replica] = False
                 self._encode(replica, now, 1)
+        return tuple(map(tuple, self._work))
 
     def _look(self, when: int, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -291,10 +264,10 @@ class _Draft:
 
     def _decide(self, replica: int, now: int) -> None:
         stage = self._step.replicas[replica]
-        passes, here = self._passes[stage], self._next[stage]
+        passes, here = self._step.passes[stage], self._next[stage]
         one = passes[here] if here < len(passes) else None
         comes = None if one is None else self._comes(one)
-        bound = inf if one is None else max(self._target - one.tail, comes or 0)
+        bound = inf if one is None else max(self._target - self._tails[one], comes or 0)
         if count := self._may_encode(replica, now, bound):
             self._encode(replica, now, count)
         elif self._may_go_backward(replica, now, bound):
@@ -304,12 +277,12 @@ class _Draft:
             if all(self._ready[each] for each in self._step.lanes[stage]):
                 self._decode(stage, one, now)
 
-    def _comes(self, one: PassAhead) -> int | None:
+    def _comes(self, one: DecoderPass) -> int | None:
         """When the input of a pass is there; None for not yet known."""
-        if one.before is not None:
-            return self._ends.get(one.before)
-        microbatch = one.one.microbatch
-        return None if self._missing[microbatch] else self._features[microbatch]
+        before = self._step.before(one)
+        if before is not None:
+            return self._ends.get(before)
+        return None if self._missing[one.microbatch] else self._features[one.microbatch]
 
     def _may_encode(self, replica: int, now: int, bound: float) -> int:
         """How many of the next pieces in one pass."""
@@ -357,21 +330,23 @@ class _Draft:
     ) -> int:
         """When it ends."""
         before = self._next[self._step.replicas[replica]]
-        self.work[replica].append(EncoderWork(before, forward, names))
+        self._work[replica].append(EncoderWork(before, forward, names))
         end = self._free[replica] = now + takes
         self._look(end, [replica])
         return end
 
-    def _decode(self, stage: int, one: PassAhead, now: int) -> None:
-        end = self._ends[one.one] = now + one.takes
+    def _decode(self, stage: int, one: DecoderPass, now: int) -> None:
+        end = self._ends[one] = now + self._step.cost(one)
         self._next[stage] += 1
         lanes = self._step.lanes[stage]
         for replica in lanes:
             self._ready[replica], self._free[replica] = False, end
         self._look(end, lanes)
-        if one.behind:
-            self._look(now, one.behind)
-            self._look(end, one.behind)
+        behind = self._step.behind.get(one)
+        if behind is None:
+            self._gradients[one.microbatch] = end
+            self._look(end, self._owners[one.microbatch])
         else:
-            self._gradients[one.one.microbatch] = end
-            self._look(end, self._owners[one.one.microbatch])
+            lanes = self._step.lanes[behind.place % len(self._next)]
+            self._look(now, lanes)
+            self._look(end, lanes)

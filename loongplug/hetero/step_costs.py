@@ -115,6 +115,11 @@ class Step:
             return DecoderPass(True, place, microbatch)
         return DecoderPass(False, place + 1, microbatch)
 
+    @cached_property
+    def behind(self) -> dict[DecoderPass | None, DecoderPass]:
+        """By pass what waits for it, but for an encoder's backward."""
+        return {self.before(one): one for passes in self.passes for one in passes}
+
     def encoding(self, microbatch: int, piece: int) -> int:
         """What a piece takes forward and, where the encoder trains, backward."""
         cost = self.pieces[microbatch][piece]

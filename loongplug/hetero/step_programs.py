@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.pass_order import Pipeline, Turn
@@ -10,7 +9,7 @@ from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, Step
 from loongplug.simulate.clock import run, step_time
 from loongplug.simulate.order import Deadlock, order
-from loongplug.simulate.programs import Act, Build, End, Label, Meet, Post, Programs, Wait, Work
+from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait, Work
 
 
 def stage_acts(
@@ -64,15 +63,6 @@ class PlanClock:
         self._made = {
             one: build.message(one[:2], one.microbatch) for own in step.passes for one in own
         }
-        chunks = len(step.forward) // len(step.passes)
-        self._labels = {
-            (phase, chunk): [
-                Label(phase, each, chunk if chunks > 1 else None)
-                for each in range(len(step.pieces))
-            ]
-            for phase in ("forward", "backward")
-            for chunk in range(chunks)
-        }
         self._build = build
         self._passes = [
             [[*self._decoding(stage, one)] for one in passes]
@@ -114,9 +104,7 @@ class PlanClock:
         """Plans of one step have many works in common."""
         key = one.forward, one.pieces
         if key not in self._works:
-            phase = "encoder_forward" if one.forward else "encoder_backward"
-            takes = self.step.encoder_pass(one.pieces, forward=one.forward)
-            work = Work(takes, Label(phase, one.pieces[0][0]))
+            work = Work(self.step.encoder_pass(one.pieces, forward=one.forward))
             if one.forward:
                 ends = tuple((self._features[name], True) for name in one.pieces)
                 self._works[key] = work, Post(ends)
@@ -133,36 +121,25 @@ class PlanClock:
             yield self._wait(before)
         if len(step.lanes[stage]) > 1:
             yield Meet(self._build.group(step.lanes[stage]))
-        labels = self._labels[
-            "forward" if one.forward else "backward", one.place // len(step.passes)
-        ]
-        yield Work(step.cost(one), labels[one.microbatch])
+        yield Work(step.cost(one))
         yield Post(((self._made[one], True),))
 
     def _wait(self, one: DecoderPass) -> Wait:
         return Wait(((self._made[one], False),))
 
 
-class PassOnClock(NamedTuple):
-    """One of a stage's passes through the decoder, and when it begins."""
-
-    stage: int
-    one: DecoderPass
-    begin: int
-
-
-def decoder_alone(step: Step) -> list[PassOnClock]:
-    """All passes of a step without encoders, each behind what it waits for."""
-    bare = replace(step, pieces=((),) * len(step.pieces))
-    programs = PlanClock(bare).programs(((),) * len(step.replicas))
+def decoder_alone(step: Step) -> dict[DecoderPass, int]:
+    """When each pass of a step without encoders begins, in an order of what waits for what."""
+    programs = PlanClock(replace(step, pieces=((),) * len(step.pieces))).programs(
+        ((),) * len(step.replicas)
+    )
     begins = {each[:2]: int(each.begin) for spans in run(programs).spans for each in spans}
-    stages = {lanes[0]: stage for stage, lanes in enumerate(step.lanes)}
-    passes = [iter(each) for each in step.passes]
-    return [
-        PassOnClock(stages[rank], next(passes[stages[rank]]), begins[rank, act])
+    passes = {lanes[0]: iter(own) for lanes, own in zip(step.lanes, step.passes, strict=True)}
+    return {
+        next(passes[rank]): begins[rank, act]
         for rank, act in order(programs).works.values()
-        if rank in stages
-    ]
+        if rank in passes
+    }
 
 
 def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> int:

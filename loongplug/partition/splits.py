@@ -98,7 +98,9 @@ def find(
         flags = without_flags(flags, _SPLITS)
         if pp <= layers:  # a start would refuse layers that do not divide
             places = pp * chunks if pp * chunks <= layers else pp
-            flags = [*flags, LAYOUT, layout_text(_even(layers, places))]
+            each, more = divmod(layers, places)
+            even = [each + (place < more) for place in range(places)]
+            flags = [*flags, LAYOUT, layout_text(even)]
     parsed, microbatches = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
     model = parsed.model
     names = [entry.name for entry in encoders(model.entries())]
@@ -235,11 +237,6 @@ def _virtual_stages(args: Namespace, layers: int) -> int:
     if each:
         return -(-layers // (pp * each))
     return args.num_virtual_stages_per_pipeline_rank or 1
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    each, more = divmod(layers, stages)
-    return [each + (stage < more) for stage in range(stages)]
 
 
 def _with_encoders(
