@@ -111,7 +111,7 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             timeout_minutes=_MINUTES,
         )
         return EncoderEngine(
-            place,
+            found=place,
             taps=0,
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             costs=paced_costs(case, encoder) if case.streams else None,

@@ -92,7 +92,13 @@ class Balance:
         for fineness in _FINENESS:
             if slowest * replicas * _EVEN <= best * (_EVEN + 1):
                 break
-            pieces = _pieces(media, total // (replicas * fineness))
+            most = total // (replicas * fineness)
+            # A unit without media is a piece, too.
+            pieces = [
+                (unit, piece)
+                for unit, each in enumerate(media)
+                for piece in runs(each, most) or (range(0),)
+            ]
             of_pieces = [
                 sum(media[unit][piece.start : piece.stop]) if piece else costs[unit]
                 for unit, piece in pieces
@@ -194,16 +200,6 @@ def _halves(costs: Sequence[int], run: range) -> tuple[range, range]:
     first = list(accumulate(costs[run.start : run.stop]))
     middle = min(run[1:], key=lambda at: abs(first[-1] - 2 * first[at - run.start - 1]))
     return range(run.start, middle), range(middle, run.stop)
-
-
-def _pieces(media: Sequence[Sequence[int]], largest: int) -> list[tuple[int, range]]:
-    """Of each unit, whose media cost so much, the pieces in order, none of them empty but one of
-    a unit without media."""
-    return [
-        (unit, piece)
-        for unit, costs in enumerate(media)
-        for piece in runs(costs, largest) or (range(0),)
-    ]
 
 
 def _rows(media: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:

@@ -235,9 +235,7 @@ class _Draft:
         self._owners: list[set[int]] = [set() for _ in step.pieces]
         # By replica, whose graphs go back in the order in which they were made: passes' pieces, and
         # what each takes.
-        self._to_go_backward: list[deque[tuple[tuple[Name, ...], int]]] = [
-            deque() for _ in replicas
-        ]
+        self._to_go_backward = [deque[tuple[tuple[Name, ...], int]]() for _ in replicas]
         self._work: list[list[EncoderWork[Name]]] = [[] for _ in replicas]
 
     def plan(self) -> EncoderPlan:

@@ -1,6 +1,7 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,42 +30,33 @@ from loongplug.parallel.states import TEXT_DECODER, decoder_layout
 from loongplug.platform import current_platform
 
 
+@dataclass(eq=False, kw_only=True)
 class EncoderEngine:
-    """Puts a mode's strategies to work for one encoder in one run; the same on every rank."""
+    """Puts a mode's strategies to work for one encoder in one run; the same on every rank.
 
-    def __init__(
-        self,
-        found: PlaceOfEncoder,
-        *,
-        taps: int,
-        joined_rows: int = 0,
-        ahead: int,
-        costs: StreamedCosts | None = None,
-    ) -> None:
-        """``found`` says where the encoder will be.
+    ``found`` says where the encoder will be. ``taps`` are how many features of a token it has for
+    the decoder's first layers. Units go through it together up to ``joined_rows`` of input.
+    ``ahead`` are the forwards of the decoder's first chunk before its first backward. ``costs`` are
+    a step's, where the mode fills bubbles.
+    """
 
-        ``taps`` are how many features of a token it has for the decoder's first layers. Units go
-        through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
-        decoder's first chunk before its first backward. ``costs`` are a step's, where the mode
-        fills bubbles.
-        """
-        assert found.mode.fills_bubbles == (costs is not None), found.mode.name
-        self._found, self._mode, self._entry = found, found.mode, found.entry
-        self._taps = taps
-        self._joined_rows = joined_rows
-        self._ahead = ahead
-        self._costs = costs
-        self.recorder: Recorder = NOTHING
-        self._trains_before = False  # in a stage of an encoder apart: whether one before it does
-        self._place: EncoderPlace | None = None
-        self._executor: Executor | None = None
+    found: PlaceOfEncoder
+    taps: int
+    joined_rows: int = 0
+    ahead: int
+    costs: StreamedCosts | None = None
+    recorder: Recorder = field(default=NOTHING, init=False)
+    _trains_before: bool = field(default=False, init=False)  # apart: whether a stage before does
+    _executor: Executor | None = field(default=None, init=False)
 
-    @property
+    def __post_init__(self) -> None:
+        self._mode = self.found.mode
+        assert self._mode.fills_bubbles == (self.costs is not None), self._mode.name
+
+    @cached_property
     def place(self) -> EncoderPlace:
         """Where the encoder is. Collective over all ranks when asked for the first time."""
-        if self._place is None:
-            self._place = self._found.build()
-        return self._place
+        return self.found.build()
 
     @property
     def fills_bubbles(self) -> bool:
@@ -95,14 +87,14 @@ class EncoderEngine:
             trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
             stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             if self.here:
-                trains[stage] = unwrapped(chunks[0]).trains(self._entry)
+                trains[stage] = unwrapped(chunks[0]).trains(self.found.entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
             if self.here or self.place.transport is not None:
                 self._trains_before = self.here and bool(trains[:stage].any())
                 self.executor().encoder_trains = bool(trains[: stage + 1].any())
                 self.executor().trains_before = self._trains_before
         if Kept.STATE in self._mode.on_host:
-            name = self._entry.name
+            name = self.found.entry.name
             self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
@@ -118,10 +110,10 @@ class EncoderEngine:
         step = self.place.step(
             dist.get_rank() if rank is None else rank,
             training=training,
-            ahead=self._ahead,
+            ahead=self.ahead,
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             on_host=self._mode.on_host,
-            joined_rows=self._joined_rows,
+            joined_rows=self.joined_rows,
             **of_step,
         )
         return self._mode.policy(step)
@@ -134,8 +126,8 @@ class EncoderEngine:
                 self.plan,
                 self._exchange(training=True),
                 evaluating=self._exchange(training=False),
-                entry=self._entry,
-                taps=self._taps,
+                entry=self.found.entry,
+                taps=self.taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 links=self._links(),
@@ -152,12 +144,12 @@ class EncoderEngine:
 
     def in_flight(self, rank: int) -> int:
         """Of how many microbatches ``rank`` may be sending at a time."""
-        return 1 + warmup(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
+        return 1 + warmup(ahead=self.ahead, stages=self._stages, stage=self._stage_of(rank))
 
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
-        return 1 + len(self._found.handed_on)
+        return 1 + len(self.found.handed_on)
 
     def _stage_of(self, rank: int) -> int:
         layout = self.place.layout
@@ -178,12 +170,12 @@ class EncoderEngine:
     @cached_property
     def step_planner(self) -> StepPlanner | None:
         """Plans steps of training; None where none may stream. Collective like :attr:`place`."""
-        if self._costs is None:
+        if self.costs is None:
             return None
         decoder, edge = decoder_layout(), self.place.edge
         assert edge is not None, "an encoder that streams lies on all ranks"
         stages = [decoder.coordinates(ranks[0]).pp for ranks in edge.replicas]
-        return StepPlanner(self._costs, stages=stages)
+        return StepPlanner(self.costs, stages=stages)
 
     def bubbles(self) -> Callable[[Schedule], Schedule]:
         """What is put around a schedule whose bubbles the executor's steps may fill from now on.
@@ -192,9 +184,10 @@ class EncoderEngine:
         """
         place, rank, planner = self.place, dist.get_rank(), self.step_planner
         assert planner is not None, "steps may stream"
+        assert self.costs is not None
         assert place.edge is not None
         assert place.piece_groups is not None
-        replica = place.edge.replica_of(rank)
+        replica, decoder = place.edge.replica_of(rank), decoder_layout()
         assert replica is not None, "the encoder lies on all ranks"
         executor = self.executor()
         executor.streaming = Streaming(
@@ -206,11 +199,9 @@ class EncoderEngine:
                 recorder=self.recorder,
             ),
             replica=replica,
-            stage=decoder_layout().coordinates(rank).pp,
+            stage=decoder.coordinates(rank).pp,
         )
-        assert self._costs is not None
-        virtual = len(self._costs.forward) > decoder_layout().pp
-        groups = self._found.pipeline_groups(virtual=virtual)
+        groups = self.found.pipeline_groups(virtual=len(self.costs.forward) > decoder.pp)
         return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
     def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:

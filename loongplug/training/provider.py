@@ -66,7 +66,7 @@ def engine_of(args: Namespace, model: Any) -> Engine:
             nccl_config_path=args.nccl_communicator_config_path,
         )
         return EncoderEngine(
-            place,
+            found=place,
             taps=len(encoder.taps()),
             joined_rows=encoder.joined_rows,
             ahead=ahead(
