@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.policies import EncoderStep, Policy
+from loongplug.hetero.policies import Policy
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
 from loongplug.platform.cpu import CpuPlatform
@@ -178,25 +179,16 @@ def executor_of(
 ) -> Executor:
     """An executor of one replica that encodes all and consumes all."""
 
-    def planned(
-        *,
-        encoder_replicas: tuple[tuple[int, ...], ...],
-        training: bool,
-        trains: bool,
-        rows: tuple[int, ...],
-    ) -> StepPlan:
+    def planned(**of_step: Any) -> StepPlan:
         return policy(
             EncoderStep(
-                encoder_replicas=encoder_replicas,
                 replicas=1,
                 replica=0,
                 consumes=True,
-                training=training,
-                trains=trains,
                 last_stage=last_stage,
                 on_host=on_host,
-                rows=rows,
                 joined_rows=joined_rows,
+                **of_step,
             )
         )
 

@@ -6,7 +6,8 @@ Nothing that is sent takes time, and work takes what the case says. Pure.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loongplug.hetero.encoder_steps import encoder_step, made_by
+from loongplug.hetero.encoder_place import EncoderPlace
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -21,10 +22,8 @@ from loongplug.hetero.operations import (
     When,
     forward,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn, around
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pass_order import Pipeline, Turn, ahead, around
 from loongplug.hetero.placement import ApartPiece, Edge
-from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.partition.clock import StageTime
 from loongplug.simulate.clock import step_time
@@ -142,18 +141,15 @@ class _Side:
         edge = self._edge(rank)
         replicas = 1 if edge is None else len(edge.replicas)
         count = self.case.microbatches * max(1, len(self._made(rank)))
-        return encoder_step(
-            self._mode,
-            rank=rank,
-            edge=edge,
-            layout=self._layout if self._mode.apart else None,
-            pieces=self._pieces,
-            encoder_replicas=tuple((number % replicas,) for number in range(count)),
+        return self._place(edge).step(
+            rank,
             training=True,
+            ahead=ahead(pipeline=len(self.case.stages), virtual=self.case.chunks > 1),
+            encoder_replicas=tuple((number % replicas,) for number in range(count)),
             trains=self._trains,
             trains_before=self._trains and self._stage(rank) > 0,
+            on_host=self._mode.on_host,
             last_stage=False,  # it says when state leaves for the host, which none does here
-            ahead=ahead(pipeline=len(self.case.stages), virtual=self.case.chunks > 1),
         )
 
     def _stage(self, rank: int) -> int:
@@ -166,7 +162,16 @@ class _Side:
         return None if self._mode.apart else self._placement.edge(self.encoder.name, rank=rank)
 
     def _made(self, rank: int) -> tuple[ApartPiece, ...]:
-        return made_by(rank, layout=self._layout, pieces=self._pieces)
+        return self._place(None).made_by(rank, training=True)
+
+    def _place(self, edge: Edge | None) -> EncoderPlace:
+        return EncoderPlace(
+            state=None,
+            replica_group=None,
+            edge=edge,
+            layout=self._layout if self._mode.apart else None,
+            pieces={True: self._pieces},
+        )
 
     def _acts(self, rank: int, operation: Operation) -> Iterator[Act]:
         match operation:

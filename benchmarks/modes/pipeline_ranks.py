@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
+from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pass_order import ahead
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
@@ -99,17 +100,20 @@ def _steps(
 
 def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
     def of_encoder(encoder: PacedEncoder) -> EncoderEngine:
-        return EncoderEngine(
-            case.mode_of(encoder),
+        place = PlaceOfEncoder(
+            mode=case.mode_of(encoder),
             entry=encoder.entry,
             encoder_tp=encoder.tp,
-            taps=0,
             handed_on=(HIDDEN,) * (encoder.stages - 1) if case.apart else (),
             seed=1234,
             micro_batch_sizes=dict.fromkeys((True, False), case.samples),
-            ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             sequence_parallel=False,
             timeout_minutes=_MINUTES,
+        )
+        return EncoderEngine(
+            found=place,
+            taps=0,
+            ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             costs=paced_costs(case, encoder) if case.streams else None,
         )
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
+from loongplug.hetero.bubble_drafts import streamed
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
 from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.step_programs import PlanClock
-from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, Units
-from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -208,7 +208,7 @@ def streamed_time(case: Case) -> float:
     media = media_of(case)[encoder.name]
     step, otherwise = planner.step(media), planner.separated_time(media)
     plan = streamed(step, otherwise=otherwise)
-    found = PlanClock(step).time(plan) if plan.streamed else otherwise
+    found = otherwise if plan is None else PlanClock(step).time(plan)
     assert found is not None, "ranks wait for one another"
     return found * case.tick
 

@@ -94,7 +94,7 @@ class EncoderReplay:
         """
         self._tape = tape
         self._microbatches = microbatches  # until the step has ended
-        media = (each.units[of_run.entry.name].media for each in microbatches)
+        media = (each.units[of_run.found.entry.name].media for each in microbatches)
         with tape.region(INPUT):
             for each in filter(None, media):
                 tape.see(each.rows)
@@ -102,7 +102,7 @@ class EncoderReplay:
             no_sync=nullcontext,
             ddp_config=SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False),
         )
-        self._chunk = _Chunk(module=chunk, parts={of_run.entry.name: part})
+        self._chunk = _Chunk(module=chunk, parts={of_run.found.entry.name: part})
         self._rows: dict[int, int] = {}  # of features, by microbatch
         self._edges: dict[int, GradientEdge] = {}  # by microbatch, in the decoder's graph
         own = copy(of_run)  # each rank has an executor of its own, in the same place

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from loongplug.hetero.intervals import Overlap, made_by, overlaps
 from loongplug.hetero.modes import mode_of
+from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
 from loongplug.training.apart import decoder_layout_of
@@ -23,7 +23,7 @@ class OwnRanks:
     name: str
     layout: Layout
     replica: int
-    made: tuple[Overlap, ...]
+    made: tuple[ApartPiece, ...]
 
     @property
     def samples(self) -> int:
@@ -45,15 +45,18 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
             continue
         decoder = decoder_layout_of(args)
         tp = encoder.tensor_model_parallel_size or mode.encoder_tp
-        layout = mode.place(decoder, entry=entry, tp=tp).entry(entry.name).layout
-        slot = overlaps(
-            encoders=layout.dp, decoders=decoder.dp, micro_batch_size=args.micro_batch_size
-        )
+        placement = mode.place(decoder, entry=entry, tp=tp)
+        slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
         samples: Counter[int] = Counter()
         for each in slot:
-            samples[each.encoder] += len(each.samples)
+            samples[each.edge.encoder] += len(each.samples)
         ((replica, _),) = samples.most_common(1)  # of equal ones that which came first
         found.append(
-            OwnRanks(name=entry.name, layout=layout, replica=replica, made=made_by(replica, slot))
+            OwnRanks(
+                name=entry.name,
+                layout=placement.entry(entry.name).layout,
+                replica=replica,
+                made=tuple(each for each in slot if each.edge.encoder == replica),
+            )
         )
     return tuple(found)

@@ -230,7 +230,7 @@ class EstimatedStep:
 
     def _replay(self, engine: EncoderEngine, given: list[Microbatch], tape: Tape) -> EncoderReplay:
         """Of an encoder that does not work within the decoder's forward."""
-        name = engine.entry.name
+        name = engine.found.entry.name
         state = self._states.get(name, State())
         return EncoderReplay(
             engine,
@@ -256,7 +256,7 @@ class EstimatedStep:
 
     def _given(self, engine: EncoderEngine, rank: int) -> list[Microbatch]:
         """The microbatches, with what ``rank`` encodes of them."""
-        name, place = engine.entry.name, engine.place
+        name, place = engine.found.entry.name, engine.place
         units = [each.units[name] for each in self._microbatches]
         own: Sequence[Sequence[int] | None] = [None] * len(units)  # numbers of media
         if place.edge is not None:

@@ -1,4 +1,4 @@
-"""Which replica encodes what of a step's units, by what media cost. Pure; the same everywhere.
+"""Which replica encodes what of a step's units, by what media cost, and in which passes. Pure.
 
 Nothing here measures: costs are counted from the images' grids, which every rank of a model
 replica knows from the text part, so that all ranks come to the same plan without a word.
@@ -6,7 +6,7 @@ replica knows from the text part, so that all ranks come to the same plan withou
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
@@ -15,7 +15,6 @@ from typing import Self
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
-from loongplug.hetero.pieces import runs
 from loongplug.models.amounts import frame_macs
 from loongplug.models.architecture import EncoderArchitecture
 
@@ -93,7 +92,13 @@ class Balance:
         for fineness in _FINENESS:
             if slowest * replicas * _EVEN <= best * (_EVEN + 1):
                 break
-            pieces = _pieces(media, total // (replicas * fineness))
+            most = total // (replicas * fineness)
+            # A unit without media is a piece, too.
+            pieces = [
+                (unit, piece)
+                for unit, each in enumerate(media)
+                for piece in runs(each, most) or (range(0),)
+            ]
             of_pieces = [
                 sum(media[unit][piece.start : piece.stop]) if piece else costs[unit]
                 for unit, piece in pieces
@@ -101,44 +106,100 @@ class Balance:
             owners = balanced(of_pieces, replicas)
             now = max(loads(of_pieces, owners, replicas=replicas))
             if now < slowest:
-                slowest, found = now, self._shares(units, pieces, owners)
+                tokens = [list(map(self.tokens, grids)) for grids in units]
+                owned = ((*each, owner) for each, owner in zip(pieces, owners, strict=True))
+                slowest, found = now, shares_of(owned, tokens=tokens)
         return found
 
-    def _shares(
-        self,
-        units: Sequence[Sequence[Grid]],
-        pieces: Sequence[tuple[int, range]],
-        owners: Sequence[int],
-    ) -> tuple[tuple[Share, ...], ...]:
-        """Of each unit, a share for each replica that has pieces of it."""
-        held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in units]
-        for (unit, piece), owner in zip(pieces, owners, strict=True):
-            held[unit][owner] += piece
-        return tuple(
-            shares_of(of_unit, tokens=list(map(self.tokens, grids)))
-            for grids, of_unit in zip(units, held, strict=True)
+
+def shares_of(
+    pieces: Iterable[tuple[int, Sequence[int], int]], *, tokens: Sequence[Sequence[int]]
+) -> tuple[tuple[Share, ...], ...]:
+    """The shares of each unit, whose media have so many ``tokens``: one for each owner of pieces.
+
+    A piece is the unit's number, media of it, ascending, and the replica that encodes them. Of a
+    unit without a piece somebody has a share nevertheless, with nothing to do.
+    """
+    held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in tokens]
+    for unit, media, owner in pieces:
+        held[unit][owner] += media
+    found: list[tuple[Share, ...]] = []
+    for of_unit, counts in zip(held, tokens, strict=True):
+        if len(of_unit) > 1:
+            ends = list(accumulate(counts, initial=0))
+            several = (
+                Share(encoder_replica=each, media=tuple(media), rows=_rows(media, ends))
+                for each, media in of_unit.items()
+            )
+            found.append(tuple(several))
+        else:
+            found.append(tuple(Share(encoder_replica=each) for each in of_unit or (0,)))
+    return tuple(found)
+
+
+def cut(costs: Sequence[int], count: int) -> tuple[range, ...]:
+    """Media of these costs in ``count`` pieces, or one each where there are fewer media.
+
+    The largest piece is as small as can be. Pieces are in order, none is empty, and each medium, by
+    its number, is in one of them. Without media there is none.
+
+    >>> cut([1, 1, 1, 5, 1, 1], 3)
+    (range(0, 3), range(3, 4), range(4, 6))
+    """
+    assert count > 0, count
+    least, most = max([-(-sum(costs) // count), *costs]), sum(costs)
+    while least < most:
+        middle = (least + most) // 2
+        if len(runs(costs, middle)) <= count:
+            most = middle
+        else:
+            least = middle + 1
+    found = runs(costs, most)
+    while len(found) < min(count, len(costs)):
+        # Smaller ones are easier to balance.
+        largest = max(
+            (place for place, run in enumerate(found) if len(run) > 1),
+            key=lambda place: sum(costs[found[place].start : found[place].stop]),
         )
+        found[largest : largest + 1] = _halves(costs, found[largest])
+    return tuple(found)
 
 
-def shares_of(held: Mapping[int, Sequence[int]], *, tokens: Sequence[int]) -> tuple[Share, ...]:
-    """Of a unit whose media have so many ``tokens``; ``held``: media of each replica, ascending."""
-    if len(held) == 1:
-        return tuple(Share(encoder_replica=each) for each in held)
-    ends = list(accumulate(tokens, initial=0))
-    return tuple(
-        Share(encoder_replica=each, media=tuple(media), rows=_rows(media, ends))
-        for each, media in held.items()
-    )
+def runs(costs: Sequence[int], largest: int) -> list[range]:
+    """As few runs of neighbours as there can be of at most so much, or of one that costs anything.
+
+    >>> runs([60, 0, 60, 40], 100)
+    [range(0, 2), range(2, 4)]
+    """
+    found: list[range] = []
+    held = 0  # by the last one
+    for number, cost in enumerate(costs):
+        if found and (0 in (cost, held) or held + cost <= largest):
+            found[-1] = range(found[-1].start, number + 1)
+            held += cost
+        else:
+            found.append(range(number, number + 1))
+            held = cost
+    return found
 
 
-def _pieces(media: Sequence[Sequence[int]], largest: int) -> list[tuple[int, range]]:
-    """Of each unit, whose media cost so much, the pieces in order, none of them empty but one of
-    a unit without media."""
-    return [
-        (unit, piece)
-        for unit, costs in enumerate(media)
-        for piece in runs(costs, largest) or (range(0),)
-    ]
+def in_passes[Piece](
+    pieces: Sequence[Piece], costs: Sequence[int], *, most: int | None
+) -> list[tuple[Piece, ...]]:
+    """What of a replica's ``pieces`` goes through the encoder together.
+
+    A pass costs ``most`` at most, or has one piece that costs anything; None: one each.
+    """
+    if most is None:
+        return [(each,) for each in pieces]
+    return [tuple(pieces[run.start : run.stop]) for run in runs(costs, most)]
+
+
+def _halves(costs: Sequence[int], run: range) -> tuple[range, range]:
+    """Of several media, as even as can be."""
+    first = list(accumulate(costs[run.start : run.stop]))
+    middle = min(run[1:], key=lambda at: abs(first[-1] - 2 * first[at - run.start - 1]))
+    return range(run.start, middle), range(middle, run.stop)
 
 
 def _rows(media: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:

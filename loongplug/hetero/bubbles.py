@@ -6,9 +6,9 @@ Nobody waits for a send before the step's end: with gloo and with NCCL a send is
 received, and the next stage may be at work of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,50 +34,34 @@ _SEND_PREV = ("send backward", "sent_previous", "previous")
 _RECV_NEXT = ("receive backward", "received_next", "next")
 
 
-class BubbleWork(Protocol):
-    """What a rank has to do beside the passes of its stage."""
+def filling(
+    schedule: Schedule, executor: Executor, groups: PipelineGroups, *, recorder: Recorder = NOTHING
+) -> Schedule:
+    """``schedule`` as it is; in a step that streams, by a communicator that has work done.
 
-    def before_pass(self, number: int) -> None:
-        """Do what belongs before the pass ``number`` of the stage, from 0 on.
+    It is put within the ``executor`` of the encoder that may stream. ``groups`` is what stages send
+    over then.
+    """
 
-        Called once for each pass, in order, and once behind the last. What the pass before has made
-        has set out, and the input of this one may come: its receive is posted.
-        """
+    def forward_backward(*, model: Any, **options: Any) -> Any:
+        passes = executor.streamed_passes
+        if passes is None:
+            return schedule(model=model, **options)
+        communicator = BubbleCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(),
+            get_model_config(model[0] if isinstance(model, list) else model),
+            groups=groups,
+            forwards=[each.forward for each in passes],
+            work=executor.before_pass,
+            recorder=recorder,
+        )
+        own = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        options |= {"p2p_communicator": communicator, "pg_collection": own}
+        result = schedule(model=model, **options)
+        communicator.finish()
+        return result
 
-
-class BubbleSchedule:
-    """What is put around a schedule within the executor of the encoder that may stream."""
-
-    def __init__(
-        self, executor: Executor, groups: PipelineGroups, *, recorder: Recorder = NOTHING
-    ) -> None:
-        """``groups`` is what stages send over then."""
-        self._executor = executor
-        self._groups = groups
-        self._recorder = recorder
-
-    def within(self, schedule: Schedule) -> Schedule:
-        """``schedule`` as it is; in a step that streams, by a communicator that has work done."""
-
-        def forward_backward(*, model: Any, **options: Any) -> Any:
-            pieces = self._executor.pieces
-            if pieces is None:
-                return schedule(model=model, **options)
-            communicator = BubbleCommunicator(
-                parallel_state.get_pipeline_model_parallel_group(),
-                get_model_config(model[0] if isinstance(model, list) else model),
-                groups=self._groups,
-                forwards=pieces.forwards,
-                work=self._executor,
-                recorder=self._recorder,
-            )
-            groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
-            options |= {"p2p_communicator": communicator, "pg_collection": groups}
-            result = schedule(model=model, **options)
-            communicator.finish()
-            return result
-
-        return forward_backward
+    return forward_backward
 
 
 class BubbleCommunicator(P2PCommunicator):
@@ -94,11 +78,13 @@ class BubbleCommunicator(P2PCommunicator):
         *,
         groups: PipelineGroups,
         forwards: Sequence[bool],
-        work: BubbleWork,
+        work: Callable[[int], None],
         recorder: Recorder = NOTHING,
     ) -> None:
         """``forwards``: of each pass of the stage, in its order, whether it is a forward.
 
+        ``work`` is called before each of them with its number, from 0 on, and once behind the last.
+        What the pass before has made has set out then, and the input of this one may come.
         ``pp_group`` is the pipeline's, as upstream knows it; nothing is sent by it.
         """
         super().__init__(pp_group, config)
@@ -132,7 +118,7 @@ class BubbleCommunicator(P2PCommunicator):
     def finish(self) -> None:
         """Behind the schedule: do the work behind the last pass, and wait for what is sent."""
         assert self._pass == len(self._forwards) - 1, (self._pass, len(self._forwards))
-        self._work.before_pass(len(self._forwards))
+        self._work(len(self._forwards))
         self._sends.drain()
 
     def recv_forward(self, *args: Any, **options: Any) -> Any:
@@ -219,7 +205,7 @@ class BubbleCommunicator(P2PCommunicator):
             self._due -= 1
             if self._pass + 1 < len(self._forwards):
                 self._pass += 1
-                self._work.before_pass(self._pass)
+                self._work(self._pass)
 
     def _is_forward(self, number: int) -> bool:
         return number < len(self._forwards) and self._forwards[number]

@@ -10,9 +10,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from loongplug.hetero.communicators import apart_pairs, reverse, stage_pairs
 from loongplug.hetero.edge import Transport
-from loongplug.hetero.encoder_steps import made_by, needed_by
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
+from loongplug.hetero.pass_order import warmup
 from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
@@ -65,15 +66,46 @@ class EncoderPlace:
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
 
-        There are none where it encodes whole units.
+        There are none where it encodes whole units, or is not one of the encoder's own.
         """
-        pieces = () if self.pieces is None else self.pieces[training]
-        return made_by(rank, layout=self.layout, pieces=pieces)
+        if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
+            return ()
+        replica = self.layout.coordinates(rank).dp
+        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
 
     def needed_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` decodes, in the order of their samples."""
         pieces = () if self.pieces is None else self.pieces[training]
-        return needed_by(rank, pieces=pieces)
+        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
+
+    def step(self, rank: int, *, training: bool, ahead: int, **of_step: Any) -> EncoderStep:
+        """What a policy is asked of a step of ``rank``.
+
+        ``ahead`` are the forwards of the decoder's first chunk before its first backward;
+        ``of_step`` is what does not follow from the place, as :class:`EncoderStep` has it.
+        """
+        of_step["training"] = training
+        if self.edge is not None:
+            return EncoderStep(
+                replicas=len(self.edge.replicas),
+                replica=self.edge.replica_of(rank),
+                consumes=rank in self.edge.consumers,
+                **of_step,
+            )
+        if self.layout is None or rank not in self.layout.ranks:
+            consumes = bool(self.needed_by(rank, training=training))
+            return EncoderStep(replicas=1, replica=None, consumes=consumes, **of_step)
+        stage = self.layout.coordinates(rank).pp
+        return EncoderStep(
+            replicas=1,
+            replica=0,
+            consumes=False,
+            pieces=max(1, len(self.made_by(rank, training=training))),
+            warmup=warmup(ahead=ahead, stages=self.layout.pp, stage=stage),
+            stage=stage,
+            stages=self.layout.pp,
+            **of_step,
+        )
 
     def given_media(self, rank: int) -> tuple[int, ...]:
         """The first stage's ranks of the replica that ``rank`` is of, ascending."""
@@ -85,26 +117,26 @@ class EncoderPlace:
 class PlaceOfEncoder:
     """What an encoder's place follows from; the same on every rank.
 
-    ``handed_on`` are the widths of what each of its stages but the last hands on,
-    ``micro_batch_sizes`` of a step of training (True) and of evaluation. Where the mode fills
-    bubbles, a microbatch goes through ``decoder_places``: stages, or virtual chunks of them.
+    ``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing. ``handed_on``
+    are the widths of what each of its stages but the last hands on, ``micro_batch_sizes`` of a step
+    of training (True) and of evaluation.
     """
 
     mode: Mode
     entry: Entry
     encoder_tp: int | None
-    handed_on: tuple[int, ...]
+    handed_on: tuple[int, ...] = ()
     seed: int
     micro_batch_sizes: Mapping[bool, int]
     sequence_parallel: bool
     timeout_minutes: float
-    nccl_config_path: str | None
-    decoder_places: int
+    nccl_config_path: str | None = None
 
     def build(self) -> EncoderPlace:
         """The process groups, and this rank's place. Collective over all ranks."""
         name, decoder, rank = self.entry.name, decoder_layout(), dist.get_rank()
-        placement = self.mode.place(decoder, entry=self.entry, tp=self.encoder_tp or decoder.tp)
+        tp = self.encoder_tp or self.mode.encoder_tp or decoder.tp
+        placement = self.mode.place(decoder, entry=self.entry, tp=tp)
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, state)
@@ -145,15 +177,13 @@ class PlaceOfEncoder:
             piece_groups=piece_groups,
         )
 
-    def pipeline_groups(self) -> PipelineGroups:
+    def pipeline_groups(self, *, virtual: bool) -> PipelineGroups:
         """What goes between the decoder's stages where encoders fill its bubbles.
 
-        Collective over all ranks; once in a run.
+        ``virtual``: a rank has several chunks. Collective over all ranks; once in a run.
         """
-        decoder = decoder_layout()
-        found = create_pipeline_groups(
-            decoder.groups("pp"), virtual=self.decoder_places > decoder.pp, **self._connected
-        )
+        groups = decoder_layout().groups("pp")
+        found = create_pipeline_groups(groups, virtual=virtual, **self._connected)
         assert found is not None, "the decoder lies on all ranks"
         return found
 

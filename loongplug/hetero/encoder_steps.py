@@ -1,77 +1,89 @@
-"""What a policy is asked of a step: the one maker, from where an encoder lies. Pure."""
+"""What a policy is asked of a step. Pure."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from loongplug.hetero.modes import Mode
-from loongplug.hetero.pipeline_graph import warmup
-from loongplug.hetero.placement import ApartPiece, Edge
-from loongplug.hetero.policies import EncoderStep
-from loongplug.hetero.stream import Stream
-from loongplug.parallel.layout import Layout
+from loongplug.hetero.balance import in_passes
+from loongplug.hetero.operations import Kept
 
 
-def made_by(
-    rank: int, *, layout: Layout | None, pieces: Sequence[ApartPiece]
-) -> tuple[ApartPiece, ...]:
-    """The ``pieces`` that ``rank`` encodes, or has a stage of, in their order.
+class EncoderWork[Piece](NamedTuple):
+    """A pass through the encoder, forward or backward, before one of its stage's passes.
 
-    There are none where it encodes whole units, or lies not on the encoder's own ``layout``.
+    ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
+    are stands for behind the last. What earlier passes made has been sent then, and what the next
+    one takes is not waited for yet. ``pieces`` go together, forward and backward, in order:
+    features are there when all of them are made, and the backward waits for the gradients of all.
     """
-    if layout is None or rank not in layout.ranks:
-        return ()
-    replica = layout.coordinates(rank).dp
-    return tuple(each for each in pieces if each.edge.encoder == replica)
+
+    before: int
+    forward: bool
+    pieces: tuple[Piece, ...]
 
 
-def needed_by(rank: int, *, pieces: Sequence[ApartPiece]) -> tuple[ApartPiece, ...]:
-    """The ``pieces`` that ``rank`` decodes, in the order of their samples."""
-    return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Pieces that are encoded between the decoder's passes.
 
-
-def encoder_step(
-    mode: Mode,
-    *,
-    rank: int,
-    edge: Edge | None,
-    layout: Layout | None = None,
-    pieces: Sequence[ApartPiece] = (),
-    encoder_replicas: tuple[tuple[int, ...], ...],
-    training: bool,
-    trains: bool,
-    trains_before: bool = False,
-    last_stage: bool,
-    ahead: int,
-    rows: tuple[int, ...] = (),
-    joined_rows: int = 0,
-    stream: Stream | None = None,
-) -> EncoderStep:
-    """Of ``rank``, as :class:`EncoderStep` has it.
-
-    ``edge`` is the encoder's in the rank's model replica. An encoder on ranks of its own has none:
-    it has a ``layout``, and ``pieces`` of a microbatch of all decoder replicas. ``ahead`` are the
-    forwards of the decoder's first chunk before its first backward.
+    ``work`` is what this rank does with those that it has, in its order, before passes of its own
+    stage. ``pieces`` are the numbers of each microbatch's, of all of the step.
     """
-    made = max(1, len(made_by(rank, layout=layout, pieces=pieces)))
-    apart = layout is not None and rank in layout.ranks
-    stages = 1 if layout is None else layout.pp
-    stage = layout.coordinates(rank).pp if layout is not None and apart else 0
-    return EncoderStep(
-        encoder_replicas=encoder_replicas,
-        replicas=1 if edge is None else len(edge.replicas),
-        replica=(0 if apart else None) if edge is None else edge.replica_of(rank),
-        consumes=bool(needed_by(rank, pieces=pieces)) if edge is None else rank in edge.consumers,
-        training=training,
-        trains=trains,
-        last_stage=last_stage,
-        on_host=mode.on_host,
-        rows=rows,
-        joined_rows=joined_rows,
-        pieces=made,
-        warmup=warmup(
-            microbatches=len(encoder_replicas) // made, ahead=ahead, stages=stages, stage=stage
-        ),
-        stage=stage,
-        stages=stages,
-        trains_before=training and trains_before,
-        stream=stream,
-    )
+
+    work: tuple[EncoderWork[int], ...]
+    pieces: tuple[range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderStep:
+    """What a policy knows of one step on one rank.
+
+    ``encoder_replicas`` has, for each microbatch of the step, which of the ``replicas`` encode
+    shares of its unit; ``replica`` is the one that this rank is of, None for none, and what it has
+    to do with a unit it does with its share. ``consumes``: the rank's
+    decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
+    which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
+    there while the decoder works. ``rows`` are those of the encoder's input that this rank
+    has of each unit; neighbours that have ``joined_rows`` at most go through it in one pass, where
+    the policy has them do so. Without ``rows`` each goes by itself.
+
+    Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
+    replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
+    does so before it takes the first gradients, if it has as many (:func:`~.pass_order.warmup`).
+    This is ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or
+    before it, ``trains_before`` whether anything has before it.
+
+    ``stream`` is what a policy that fills the pipeline's bubbles fills them with, None where units
+    are encoded whole.
+    """
+
+    encoder_replicas: tuple[tuple[int, ...], ...]
+    replicas: int
+    replica: int | None
+    consumes: bool
+    training: bool
+    trains: bool
+    last_stage: bool
+    on_host: frozenset[Kept] = frozenset()
+    rows: tuple[int, ...] = ()
+    joined_rows: int = 0
+    pieces: int = 1
+    warmup: int = 0
+    stage: int = 0
+    stages: int = 1
+    trains_before: bool = False
+    stream: Stream | None = None
+
+    @property
+    def units(self) -> range:
+        """All of the step, a unit to a microbatch."""
+        return range(len(self.encoder_replicas))
+
+    def mine(self, units: range) -> list[int]:
+        """Those of ``units`` of which this rank encodes a share."""
+        return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
+
+    def passes(self) -> list[tuple[int, ...]]:
+        """Those of all units that this rank encodes, by the pass that they go in."""
+        mine = self.mine(self.units)
+        rows = [self.rows[unit] for unit in mine] if self.rows else ()
+        return in_passes(mine, rows, most=self.joined_rows if self.rows else None)

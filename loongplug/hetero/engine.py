@@ -1,101 +1,62 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.hetero.bubbles import BubbleSchedule
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
+from loongplug.hetero.bubbles import filling
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
-from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
+from loongplug.hetero.pass_order import warmup
 from loongplug.hetero.piece_edges import piece_wire
-from loongplug.hetero.piece_work import Streaming
-from loongplug.hetero.pipeline_graph import in_flight
 from loongplug.hetero.stage_links import StageSpec, stage_wire
-from loongplug.hetero.stream import Stream
-from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
 from loongplug.hetero.wire import Wire
-from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.module_state import ModuleState
-from loongplug.parallel.states import (
-    TEXT_DECODER,
-    decoder_layout,
-)
+from loongplug.parallel.states import TEXT_DECODER, decoder_layout
 from loongplug.platform import current_platform
 
 
+@dataclass(eq=False, kw_only=True)
 class EncoderEngine:
-    """Puts a mode's strategies to work for one encoder in one run; the same on every rank."""
+    """Puts a mode's strategies to work for one encoder in one run; the same on every rank.
 
-    def __init__(
-        self,
-        mode: Mode,
-        *,
-        entry: Entry,
-        encoder_tp: int | None,
-        taps: int,
-        handed_on: tuple[int, ...] = (),
-        joined_rows: int = 0,
-        seed: int,
-        micro_batch_sizes: Mapping[bool, int],
-        ahead: int,
-        sequence_parallel: bool,
-        timeout_minutes: float,
-        nccl_config_path: str | None = None,
-        costs: StreamedCosts | None = None,
-    ) -> None:
-        """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
+    ``found`` says where the encoder will be. ``taps`` are how many features of a token it has for
+    the decoder's first layers. Units go through it together up to ``joined_rows`` of input.
+    ``ahead`` are the forwards of the decoder's first chunk before its first backward. ``costs`` are
+    a step's, where the mode fills bubbles.
+    """
 
-        ``taps`` are how many features of a token it has for the decoder's first layers.
-        ``handed_on`` are the widths of what each of its stages but the last hands on. Units go
-        through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
-        decoder's first chunk before its first backward.
-        ``micro_batch_sizes``: of a step of training (True) and of evaluation. ``costs`` are a
-        step's, where the mode fills bubbles.
-        """
-        assert mode.fills_bubbles == (costs is not None), mode.name
-        self._mode = mode
-        self.entry = entry
-        self._taps = taps
-        self._handed_on = handed_on
-        self._joined_rows = joined_rows
-        self._ahead = ahead
-        self._costs = costs
-        self._found = PlaceOfEncoder(
-            mode=mode,
-            entry=entry,
-            encoder_tp=encoder_tp or mode.encoder_tp,
-            handed_on=handed_on,
-            seed=seed,
-            micro_batch_sizes=micro_batch_sizes,
-            sequence_parallel=sequence_parallel,
-            timeout_minutes=timeout_minutes,
-            nccl_config_path=nccl_config_path,
-            decoder_places=0 if costs is None else len(costs.forward),
-        )
-        self.recorder: Recorder = NOTHING
-        self._trains_before = False  # in a stage of an encoder apart: whether one before it does
-        self._place: EncoderPlace | None = None
-        self._executor: Executor | None = None
+    found: PlaceOfEncoder
+    taps: int
+    joined_rows: int = 0
+    ahead: int
+    costs: StreamedCosts | None = None
+    recorder: Recorder = field(default=NOTHING, init=False)
+    _trains_before: bool = field(default=False, init=False)  # apart: whether a stage before does
+    _executor: Executor | None = field(default=None, init=False)
 
-    @property
+    def __post_init__(self) -> None:
+        self._mode = self.found.mode
+        assert self._mode.fills_bubbles == (self.costs is not None), self._mode.name
+
+    @cached_property
     def place(self) -> EncoderPlace:
         """Where the encoder is. Collective over all ranks when asked for the first time."""
-        if self._place is None:
-            self._place = self._found.build()
-        return self._place
+        return self.found.build()
 
     @property
     def fills_bubbles(self) -> bool:
@@ -126,11 +87,11 @@ class EncoderEngine:
             trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
             stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             if self.here:
-                trains[stage] = unwrapped(chunks[0]).trains(self.entry)
+                trains[stage] = unwrapped(chunks[0]).trains(self.found.entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
             self.hear(trains.tolist())
         if Kept.STATE in self._mode.on_host:
-            name = self.entry.name
+            name = self.found.entry.name
             self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
@@ -143,41 +104,23 @@ class EncoderEngine:
             self.executor().encoder_trains = any(trains[: stage + 1])
             self.executor().trains_before = self._trains_before
 
-    def plan(
-        self,
-        *,
-        encoder_replicas: tuple[tuple[int, ...], ...],
-        training: bool,
-        trains: bool,
-        rows: tuple[int, ...] = (),
-        stream: Stream | None = None,
-    ) -> StepPlan:
+    def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
         """Of a step, as this rank does it.
 
-        ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
-        encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
-        input, what the rank encodes of each unit; none where all units go by themselves.
-        ``stream``: the rank's, of a step that streams.
+        ``of_step`` is what is known of the step as fields of :class:`EncoderStep`: at least its
+        ``encoder_replicas``, and whether the encoder ``trains`` in it.
         """
-        place = self.place
-        return self._mode.policy(
-            encoder_step(
-                self._mode,
-                rank=dist.get_rank(),
-                edge=place.edge,
-                layout=place.layout,
-                pieces=() if place.pieces is None else place.pieces[training],
-                encoder_replicas=encoder_replicas,
-                training=training,
-                trains=trains,
-                trains_before=self._trains_before,
-                last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-                ahead=self._ahead,
-                rows=rows,
-                joined_rows=self._joined_rows,
-                stream=stream,
-            )
+        step = self.place.step(
+            dist.get_rank(),
+            training=training,
+            trains_before=training and self._trains_before,
+            ahead=self.ahead,
+            last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            on_host=self._mode.on_host,
+            joined_rows=self.joined_rows,
+            **of_step,
         )
+        return self._mode.policy(step)
 
     def executor(self) -> Executor:
         """What does the plan of a step, one for the run. Collective like :attr:`place`."""
@@ -187,8 +130,8 @@ class EncoderEngine:
                 self.plan,
                 self._exchange(training=True),
                 evaluating=self._exchange(training=False),
-                entry=self.entry,
-                taps=self._taps,
+                entry=self.found.entry,
+                taps=self.taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 links=self._links(),
@@ -205,12 +148,12 @@ class EncoderEngine:
 
     def in_flight(self, rank: int) -> int:
         """Of how many microbatches ``rank`` may be sending at a time."""
-        return in_flight(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
+        return 1 + warmup(ahead=self.ahead, stages=self._stages, stage=self._stage_of(rank))
 
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
-        return 1 + len(self._handed_on)
+        return 1 + len(self.found.handed_on)
 
     def _stage_of(self, rank: int) -> int:
         layout = self.place.layout
@@ -231,19 +174,22 @@ class EncoderEngine:
     @cached_property
     def step_planner(self) -> StepPlanner | None:
         """Plans steps of training; None where none may stream. Collective like :attr:`place`."""
-        if self._costs is None:
+        if self.costs is None:
             return None
         decoder, edge = decoder_layout(), self.place.edge
         assert edge is not None, "an encoder that streams lies on all ranks"
         stages = [decoder.coordinates(ranks[0]).pp for ranks in edge.replicas]
-        return StepPlanner(self._costs, stages=stages)
+        return StepPlanner(self.costs, stages=stages)
 
-    def bubbles(self) -> BubbleSchedule:
+    def bubbles(self) -> Callable[[Schedule], Schedule]:
         """What is put around a schedule whose bubbles the executor's steps may fill from now on.
 
         Collective over all ranks.
         """
-        return BubbleSchedule(self.stream(), self._found.pipeline_groups(), recorder=self.recorder)
+        assert self.costs is not None, "steps may stream"
+        executor, stages = self.stream(), decoder_layout().pp
+        groups = self.found.pipeline_groups(virtual=len(self.costs.forward) > stages)
+        return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
     def stream(self) -> Executor:
         """The executor, whose steps of training may stream from now on."""
@@ -293,7 +239,7 @@ class Engine:
             each.recorder = recorder
 
     @cached_property
-    def _bubbles(self) -> BubbleSchedule | None:
+    def _bubbles(self) -> Callable[[Schedule], Schedule] | None:
         """Where steps may stream, of one encoder. Collective over all ranks."""
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
         assert len(streaming) <= 1, "one streams"
@@ -347,7 +293,7 @@ class Engine:
                 return self.encoders[self.own].alone()
             schedule = get_schedule(*args, **kwargs)
             if self._bubbles is not None:
-                schedule = self._bubbles.within(schedule)
+                schedule = self._bubbles(schedule)
             nested = [each for each in self.encoders.values() if each.steps]
             nested.sort(key=lambda each: each.fills_bubbles)
             for each in reversed(nested):

@@ -1,34 +1,73 @@
-"""What one step has made of an encoder's pieces on a rank, and not used up yet."""
+"""What one step has made of an encoder's pieces on a rank, and what of that is on the host."""
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, Share, Unit
+from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.hetero.encoder_state import addresses
+from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
-from loongplug.hetero.operations import Cargo, StepPlan
-from loongplug.hetero.piece_work import PiecesOfStep
+from loongplug.hetero.operations import Cargo, Kept, StepPlan, To
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform.prefetch import Movable
+from loongplug.platform import Platform
+from loongplug.platform.prefetch import Movable, PrefetchQueue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """What one rank streams an encoder's pieces by, for a run.
+
+    ``replica`` is the encoder's that this rank is of, ``stage`` the decoder's.
+    """
+
+    planner: StepPlanner
+    wire: Wire[ExchangeSpec]
+    replica: int
+    stage: int
+
+    def media(self, piece: Piece, unit: Unit) -> MediaInput:
+        """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
+        assert unit.media is not None, "the unit was loaded somewhere else"
+        share: Share
+        (share,) = (x for x in unit.shares if x.encoder_replica == self.replica)
+        held = range(len(unit.grids)) if share.media is None else share.media
+        first = held.index(piece.media.start)
+        behind = first + len(piece.media)
+        assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
+        sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
+        before = sum(sizes[:first])
+        return MediaInput(
+            rows=unit.media.rows[before : before + sum(sizes[first:])],
+            grids=unit.media.grids[first:behind],
+        )
 
 
 @dataclass(kw_only=True)
 class ExecutedStep:
-    """What one step has made and not used up, by piece; ``own`` is what this rank encoded."""
+    """What one step has made and not used up, by piece; ``own`` is what this rank encoded.
+
+    Where it streams, ``streamed`` is what is planned of it, and ``pieces`` are the numbers of each
+    microbatch's; else a piece is a unit, of which there is one to a microbatch.
+    """
 
     plan: StepPlan
     encoder: EncoderOfStep
     exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
-    microbatches: list[Microbatch]
+    units: Sequence[Unit]
     spec: ExchangeSpec  # of all that is exchanged
-    pieces: PiecesOfStep | None  # where it streams
+    pieces: Sequence[range] | None = None
+    streaming: Streaming | None = None
+    streamed: StreamedStep | None = None
     wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
@@ -42,28 +81,23 @@ class ExecutedStep:
     own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # None: of no media
     saved: dict[int, list[Movable]] = field(default_factory=dict)  # that may leave, by pass
 
-    def unit(self, piece: int) -> Unit:
+    def unit(self, number: int) -> Unit:
         """The media of a piece that is encoded here."""
-        if self.pieces is not None:
-            return self.pieces.unit(piece)
-        return self.microbatches[piece].units[self.encoder.name]
+        if self.streamed is None or self.streaming is None:
+            return self.units[number]
+        piece = self.streamed.pieces[number]
+        unit = self.units[piece.microbatch]
+        return replace(unit, media=self.streaming.media(piece, unit))
 
     def pieces_of(self, microbatch: int) -> range:
         """Those that a microbatch consists of."""
-        if self.pieces is not None:
-            return self.pieces.stream.pieces[microbatch]
-        return range(microbatch, microbatch + 1)
+        return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
 
     @cached_property
-    def weights(self) -> set[int]:
-        """Addresses of what all pieces use."""
-        return addresses(self.model.parameters())
-
-    @cached_property
-    def media(self) -> set[int]:
-        """Addresses of what is encoded here."""
-        units = [each.units[self.encoder.name] for each in self.microbatches]
-        return addresses(each.media.rows for each in units if each.media is not None)
+    def stays(self) -> set[int]:
+        """Addresses of what others hold: the weights, and what is encoded here."""
+        media = (each.media.rows for each in self.units if each.media is not None)
+        return addresses((*self.model.parameters(), *media))
 
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
@@ -72,3 +106,75 @@ class ExecutedStep:
             *(self.own, self.own_gradients, self.saved, self.states),
         ):
             assert not what, f"nobody used what there is of pieces {list(what)}"
+
+
+class HostMoves:
+    """One rank's, for one encoder and a run: the queue of all that moves."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._device = platform.device
+        self.queue = PrefetchQueue(platform.copies())
+        self.state: EncoderState | None = None  # where it leaves for the host
+
+    def saves(
+        self, step: ExecutedStep, *, movable: bool
+    ) -> AbstractContextManager[dict[int, Movable] | None]:
+        """Inside, something is encoded; what its backward needs is given where it is ``movable``.
+
+        Weights and media are not among that.
+        """
+        if not movable:
+            return nullcontext()
+        return movable_saves(device=self._device, stays=step.stays)
+
+    def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+        """What leaves is the ``step``'s, and what comes back is it again."""
+        match to:
+            case To.LEAVE:
+                self.queue.leave(self._leaving(what, pieces, step))
+            case To.FREE:
+                self.queue.let_go(*_names(what, pieces))
+            case To.RETURN:
+                self.queue.send_for(*_names(what, pieces))
+            case To.HERE:
+                self._arrives(what, pieces, step)
+
+    def features_leave(self, features: dict[int, Tensor]) -> None:
+        """They are on the host alone, by piece."""
+        lots: dict[Hashable, Sequence[Movable]] = {
+            (Kept.FEATURES, piece): [self._movable(each)] for piece, each in features.items()
+        }
+        self.queue.leave(lots)
+        features.clear()
+        self.queue.let_go(*lots)
+
+    def _leaving(
+        self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep
+    ) -> Mapping[Hashable, Sequence[Movable]]:
+        match what:
+            case Kept.STATE:
+                assert self.state is not None
+                return dict.fromkeys(_names(what, pieces), self.state.movable())
+            case Kept.ACTIVATIONS:
+                return {(what, piece): step.saved.pop(piece) for piece in pieces}
+            case Kept.GRADIENTS:
+                return {(what, each): [self._movable(step.gradients.pop(each))] for each in pieces}
+            case Kept.FEATURES:
+                raise AssertionError("they leave when they are gathered")
+
+    def _arrives(self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+        """Nothing here holds activations."""
+        arriving = {Kept.FEATURES: step.features, Kept.GRADIENTS: step.gradients}
+        taken = self.queue.take(*_names(what, pieces))
+        for piece in pieces if what in arriving else ():
+            (found,) = taken[what, piece]
+            assert found.device is not None
+            arriving[what][piece] = found.device
+
+    def _movable(self, tensor: Tensor) -> Movable:
+        return Movable(device=tensor, where=self._device)
+
+
+def _names(what: Kept, pieces: tuple[int, ...]) -> list[Hashable]:
+    """As the queue knows them; the encoder's state is of no piece."""
+    return [(what, piece) for piece in pieces or (None,)]

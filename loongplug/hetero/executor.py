@@ -13,8 +13,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
-from loongplug.hetero.executed_step import ExecutedStep
-from loongplug.hetero.host_moves import HostMoves
+from loongplug.hetero.executed_step import ExecutedStep, HostMoves, Streaming
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -35,8 +34,8 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageSpec
+from loongplug.hetero.step_costs import DecoderPass
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
@@ -176,15 +175,18 @@ class Executor:
             encoder.trains_before = training and self.trains_before
         units = [each.units[self._entry.name] for each in microbatches]
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
-        pieces = None
-        if self.streaming is not None and training:
-            pieces = self.streaming.pieces(microbatches, spec=spec, encoder=encoder)
+        streaming = self.streaming if training else None
+        streamed = None if streaming is None else streaming.planner.plan([x.grids for x in units])
+        stream = None
+        if streaming is not None and streamed is not None:
+            assert encoder.trains == streamed.trains, "counted from the flags that freeze"
+            stream = streamed.stream(streaming.replica)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
             rows=tuple(_rows(unit) for unit in units),
-            **({} if pieces is None else {"stream": pieces.stream}),
+            stream=stream,
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
@@ -194,16 +196,19 @@ class Executor:
             encoder=encoder,
             exchange=exchange,
             model=model,
-            microbatches=microbatches,
+            units=units,
             spec=spec,
-            pieces=pieces,
+            pieces=None if stream is None else stream.pieces,
+            streaming=streaming,
+            streamed=streamed,
         )
         wires = self._step.wires
         if isinstance(exchange, Wire):
             exchange.begin(spec, trains=encoder.trains)
             wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), exchange)
-        if pieces is not None:
-            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), pieces.wire)
+        if streaming is not None and streamed is not None:
+            streaming.wire.begin(streamed.exchanged(spec), trains=encoder.trains)
+            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), streaming.wire)
         if self.links is not None:
             states = StageSpec(
                 rows=tuple(map(encoder.states, units)),
@@ -232,12 +237,15 @@ class Executor:
         return watching
 
     @property
-    def pieces(self) -> PiecesOfStep | None:
-        """Of the step that has begun; None where it does not stream."""
-        return self._now.pieces
+    def streamed_passes(self) -> tuple[DecoderPass, ...] | None:
+        """Of this stage of the decoder in the step under way; None where it does not stream."""
+        step = self._now
+        if step.streamed is None or step.streaming is None:
+            return None
+        return step.streamed.passes[step.streaming.stage]
 
     def before_pass(self, number: int) -> None:
-        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        """Before a pass of the stage, where a step streams; see :mod:`~.bubbles`."""
         self.do(before_pass(number))
 
     def features(self, number: int) -> Features:
@@ -332,7 +340,7 @@ class Executor:
         parts: Sequence[Tensor] = [payload] if pieces else []
         if len(pieces) > 1:
             parts = payload.split(list(map(step.encoder.tokens, units)))
-            if step.pieces is not None:  # a view of one piece would keep the memory of all
+            if step.streamed is not None:  # a view of one piece would keep the memory of all
                 parts = [each.clone() for each in parts]
         step.payloads |= zip(pieces, parts, strict=True)
 

@@ -29,10 +29,9 @@ class Mode:
     Megatron's schedule, by an executor; else the decoder's forward does all there is. With
     ``outside_schedule`` encoders work before the schedule and behind it, or between its passes, so
     that it has nothing to gather or to reduce for them. With ``fills_bubbles`` they may do the
-    latter in steps of training, whose costs have to be known.
-    ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's. With ``any_owner``, every replica may encode any units of a step, and as
-    many as it likes. ``on_host`` is what is there while the decoder works.
+    latter in steps of training, whose costs have to be known. ``encoder_tp`` is the encoder's
+    tensor parallel size where its YAML gives none; None stands for the decoder's. ``on_host`` is
+    what is there while the decoder works.
     """
 
     name: str
@@ -41,14 +40,16 @@ class Mode:
     around_schedule: bool = True
     outside_schedule: bool = False
     encoder_tp: int | None = 1
-    any_owner: bool = False
     apart: bool = False
     fills_bubbles: bool = False
     on_host: frozenset[Kept] = frozenset()
 
     @property
     def on_every_stage(self) -> bool:
-        """Whether the encoder lies on all of the decoder's stages."""
+        """Whether the encoder lies on all of the decoder's stages.
+
+        Every replica may encode any units of a step then, and as many as it likes.
+        """
         return self.place is all_ranks_dp
 
 
@@ -61,7 +62,6 @@ FULL_HETERO_DP = Mode(
     place=all_ranks_dp,
     policy=separated,
     outside_schedule=True,
-    any_owner=True,
 )
 STREAMED = replace(
     FULL_HETERO_DP, name="streamed full separation", policy=streamed, fills_bubbles=True

@@ -12,6 +12,7 @@ have shares of it. A rank of an encoder apart numbers what it makes itself.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 
 class Event(Enum):
@@ -48,19 +49,10 @@ def before_pass(number: int) -> When:
     return When(Event.PASS, number=number)
 
 
-def forward(microbatch: int) -> When:
-    """Before its forward."""
-    return When(Event.FORWARD, microbatch)
-
-
-def backward(microbatch: int) -> When:
-    """Before its backward."""
-    return When(Event.BACKWARD, microbatch)
-
-
-def gradient(microbatch: int) -> When:
-    """When the gradient of its features is there."""
-    return When(Event.GRADIENT, microbatch)
+# Of a microbatch.
+forward = partial(When, Event.FORWARD)
+backward = partial(When, Event.BACKWARD)
+gradient = partial(When, Event.GRADIENT)
 
 
 class Cargo(Enum):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import batched, chain, combinations
 
-from loongplug.hetero.intervals import overlaps
 from loongplug.models.entries import Entry
 from loongplug.parallel.layout import Layout, encoder_layout
 
@@ -110,17 +109,16 @@ class ApartPiece:
 class Placement:
     """All entries of a model, and the edges between them.
 
-    Raises:
-        ValueError: an entry lies on some ranks of the one that it leads into, but neither on all
-            nor on those of its first stage, or has a replica on several model replicas.
+    An entry lies apart from the one that it leads into, or on all of its ranks, or on those of its
+    first stage, with each replica within one model replica.
     """
 
     entries: tuple[PlacedEntry, ...]
 
     def __post_init__(self) -> None:
         for entry in self.entries:
-            if entry.into is not None:
-                _check_ranks(entry, self.entry(entry.into))
+            if entry.into is not None and not self.is_apart(entry.name):
+                _assert_beside(entry, self.entry(entry.into).layout)
 
     def entry(self, name: str) -> PlacedEntry:
         """The entry of this name, which is one of the model's."""
@@ -140,24 +138,31 @@ class Placement:
     def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
         """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
 
-        They are a microbatch of all decoder replicas, in the order of the samples.
+        They are a microbatch of all decoder replicas, in the order of the samples. The encoder's
+        replicas divide these among themselves, each a run of neighbours, as even as whole samples
+        allow: of B, replica j of n has those from floor(j B / n) up to floor((j + 1) B / n). One
+        may have none.
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
         last_stage, first_stage = encoder.stage(-1), decoder.stage(0)
-        slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
-        return tuple(
-            ApartPiece(
-                edge=ApartEdge(
-                    encoder=each.encoder,
-                    decoder=each.decoder,
-                    encoder_ranks=tuple(last_stage[each.encoder]),
-                    decoder_ranks=tuple(first_stage[each.decoder]),
-                ),
-                samples=each.samples,
-            )
-            for each in slot
-        )
+        samples = decoder.dp * micro_batch_size
+        found = []
+        for replica, ranks in enumerate(last_stage):
+            first = replica * samples // encoder.dp
+            behind = (replica + 1) * samples // encoder.dp
+            while first < behind:
+                consumer, place = divmod(first, micro_batch_size)
+                count = min(behind - first, micro_batch_size - place)
+                edge = ApartEdge(
+                    encoder=replica,
+                    decoder=consumer,
+                    encoder_ranks=tuple(ranks),
+                    decoder_ranks=tuple(first_stage[consumer]),
+                )
+                found.append(ApartPiece(edge=edge, samples=range(place, place + count)))
+                first += count
+        return tuple(found)
 
     def edge(self, name: str, *, rank: int) -> Edge:
         """The edge from the entry ``name``, in the model replica of ``rank``."""
@@ -306,31 +311,12 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
         )
 
 
-def _check_ranks(entry: PlacedEntry, consumer: PlacedEntry) -> None:
-    """Raise ValueError unless ``entry`` lies on its consumer's ranks, by whole replicas."""
-    if _are_apart(entry, consumer):
-        return
-    everywhere = set(consumer.layout.ranks)
-    first = {rank for rank in everywhere if consumer.holds(rank)}
-    own = {rank for rank in entry.layout.ranks if entry.holds(rank)}
-    if own not in (everywhere, first):
-        raise ValueError(
-            f"{entry.name!r} lies on ranks {_named(own)}, and what comes out of it goes into "
-            f"{consumer.name!r}: expected all ranks of that, {_named(everywhere)}, or those of its "
-            f"first stage, {_named(first)}."
-        )
-    model_replica = {
-        rank: number
-        for number, ranks in enumerate(consumer.layout.groups("tp_cp_pp"))
-        for rank in ranks
-    }
+def _assert_beside(entry: PlacedEntry, consumer: Layout) -> None:
+    own, first = set(entry.layout.ranks), set(chain(*consumer.stage(0)))
+    assert own in (first, set(consumer.ranks)), f"{entry} beside {consumer}"
+    model_replicas = [set(ranks) for ranks in consumer.groups("tp_cp_pp")]
     for ranks in entry.layout.groups("tp"):
-        if len({model_replica[rank] for rank in ranks}) > 1:
-            raise ValueError(
-                f"ranks {_named(set(ranks))} hold one replica of {entry.name!r} and several of "
-                f"{consumer.name!r}: give {entry.name!r} a tensor parallel size that divides the "
-                f"{len(consumer.layout.group('tp_cp_pp', ranks[0]))} ranks of one."
-            )
+        assert any(each.issuperset(ranks) for each in model_replicas), f"{ranks} of {entry}"
 
 
 def _ranks(ranks: set[int]) -> str:

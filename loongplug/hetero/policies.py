@@ -1,9 +1,9 @@
 """When units are encoded, relative to the decoder's schedule: from a step to its plan. Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 
+from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -26,68 +26,6 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.pieces import in_passes
-from loongplug.hetero.stream import Stream, activations_away
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderStep:
-    """What a policy knows of one step on one rank.
-
-    ``encoder_replicas`` has, for each microbatch of the step, which of the ``replicas`` encode
-    shares of its unit; ``replica`` is the one that this rank is of, None for none, and what it has
-    to do with a unit it does with its share. ``consumes``: the rank's
-    decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
-    which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
-    there while the decoder works. ``rows`` are those of the encoder's input that this rank
-    has of each unit; neighbours that have ``joined_rows`` at most go through it in one pass, where
-    the policy has them do so. Without ``rows`` each goes by itself.
-
-    Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
-    replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
-    does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`). This is
-    ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or before it,
-    ``trains_before`` whether anything has before it.
-
-    ``stream`` is what a policy that fills the pipeline's bubbles fills them with, None where units
-    are encoded whole.
-    """
-
-    encoder_replicas: tuple[tuple[int, ...], ...]
-    replicas: int
-    replica: int | None
-    consumes: bool
-    training: bool
-    trains: bool
-    last_stage: bool
-    on_host: frozenset[Kept] = frozenset()
-    rows: tuple[int, ...] = ()
-    joined_rows: int = 0
-    pieces: int = 1
-    warmup: int = 0
-    stage: int = 0
-    stages: int = 1
-    trains_before: bool = False
-    stream: Stream | None = None
-
-    @property
-    def units(self) -> range:
-        """All of the step, a unit to a microbatch."""
-        return range(len(self.encoder_replicas))
-
-    def mine(self, units: range) -> list[int]:
-        """Those of ``units`` of which this rank encodes a share."""
-        return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
-
-    def passes(self) -> list[tuple[int, ...]]:
-        """Those of all units that this rank encodes, by the pass that they go in."""
-        mine = self.mine(self.units)
-        if not self.rows:
-            return [(unit,) for unit in mine]
-        rows = [self.rows[unit] for unit in mine]
-        passes = in_passes(rows, joined_rows=self.joined_rows)
-        return [tuple(mine[each.start : each.stop]) for each in passes]
-
 
 Policy = Callable[[EncoderStep], StepPlan]
 
@@ -136,12 +74,13 @@ def group_ahead(step: EncoderStep) -> StepPlan:
     return plan.done()
 
 
-def separated(step: EncoderStep) -> StepPlan:
+def separated(step: EncoderStep, *, reduces: bool = True) -> StepPlan:
     """Phase 1 encodes, phase 2 is the decoder's own schedule, phase 3 is the encoder's backward.
 
     Section 3.3 of the LoongForge paper. All ranks of a model replica encode, several small units in
     one pass. What is on the host leaves in phase 1, or at the start of phase 2; activations do so
-    unit by unit, which are few on the device only if no pass has several.
+    unit by unit, which are few on the device only if no pass has several. With ``reduces`` the last
+    backward has the reductions set out; else somebody else does.
     """
     plan = _Draft()
     mine = step.mine(step.units)
@@ -159,8 +98,7 @@ def separated(step: EncoderStep) -> StepPlan:
     if moves and mine:
         plan.at(BEGIN, Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=(mine[-1],)))
     # A reduction that overlaps starts when every parameter has a gradient.
-    blank = step.trains and not mine
-    if blank:
+    if step.trains and not mine:
         plan.at(BEGIN, Encode(pieces=()))
     plan.at(BEGIN, Exchange(what=Cargo.FEATURES, pieces=step.units, to_host=on_host))
     if on_host and step.consumes:
@@ -171,24 +109,22 @@ def separated(step: EncoderStep) -> StepPlan:
         _decode(plan, step, on_host=on_host)
     if step.trains:
         plan.at(END, Exchange(what=Cargo.GRADIENTS, pieces=step.units))
-        _encoders_backward(plan, passes, moves=moves)
-        if blank:
-            plan.at(END, Backward(pieces=(), more=False))
+        _encoders_backward(plan, passes or [()], moves=moves and bool(mine), reduces=reduces)
     return plan.done()
 
 
 def streamed(step: EncoderStep) -> StepPlan:
     """Pieces are encoded, and gone backward through, where the pipeline would wait.
 
-    What is done before which pass is :mod:`~loongplug.hetero.streaming`'s; without a ``stream``
+    What is done before which pass is :mod:`~loongplug.hetero.bubble_drafts`'s; without a ``stream``
     it is what is :func:`separated`. Replicas end at times of their own, and reduce together.
     """
     plan = _Draft()
     if step.trains:
         plan.at(BEGIN, Weights(gather=True))
     if step.stream is None:
-        for when, operations in separated(step).items():
-            plan.at(when, *(_reduced_later(each) for each in operations))
+        for when, operations in separated(step, reduces=False).items():
+            plan.at(when, *operations)
     else:
         _bubbles(plan, step, step.stream)
     if step.trains:
@@ -242,24 +178,19 @@ class _Draft:
         return {when: tuple(operations) for when, operations in self._plan.items() if operations}
 
 
-def _reduced_later(operation: Operation) -> Operation:
-    """As it is where all replicas' reductions come behind the plan."""
-    return replace(operation, more=True) if isinstance(operation, Backward) else operation
-
-
 def _activations_move(step: EncoderStep) -> bool:
     return Kept.ACTIVATIONS in step.on_host and step.trains
 
 
 def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     """Encoder work before passes; features and gradients when the decoder's passes need them."""
-    moves = activations_away(stream.work if _activations_move(step) else ())
-    for number, operations in moves.before.items():
-        plan.at(before_pass(number), *operations)
-    for place, (before, forwards, together) in enumerate(stream.work):
-        when, moving = before_pass(before), moves.within.get(place, ())
+    before, within = _activations_away(stream.work if _activations_move(step) else ())
+    for number, moves in before.items():
+        plan.at(before_pass(number), *moves)
+    for place, (number, forwards, together) in enumerate(stream.work):
+        when, moving = before_pass(number), within.get(place, ())
         if forwards:
-            plan.at(when, Encode(pieces=together, movable=together in moves.leaving), *moving)
+            plan.at(when, Encode(pieces=together, movable=bool(moving)), *moving)
             plan.at(when, *(Send(what=Cargo.FEATURES, piece=piece) for piece in together))
         else:
             plan.at(when, *(Receive(what=Cargo.GRADIENTS, piece=piece) for piece in together))
@@ -271,6 +202,45 @@ def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
         if step.trains:
             plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
             plan.at(gradient(unit), *(Send(what=Cargo.GRADIENTS, piece=each) for each in pieces))
+
+
+def _activations_away(
+    work: Sequence[EncoderWork[int]],
+) -> tuple[Mapping[int, Sequence[Move]], Mapping[int, Sequence[Move]]]:
+    """How activations leave and come back: first of all before a pass, and within a work.
+
+    The latter is by the work's place: behind the forward of pieces, or ahead of their backward,
+    when their gradients are there. Those leave whose backward is so much later that there is a pass
+    to leave and come beside. A copy has the decoder's next pass to be done, or the encoder's own
+    where that comes first. What is needed comes beside the pass before, or beside the encoder's
+    backward before that.
+    """
+    begin = {each.pieces: each.before for each in work if each.forward}
+    end = {each.pieces: each.before for each in work if not each.forward}
+    moved = [
+        (place, each)
+        for place, each in enumerate(work)
+        if end[each.pieces] - begin[each.pieces] > 2
+    ]
+    before: defaultdict[int, list[Move]] = defaultdict(list)
+    within: defaultdict[int, list[Move]] = defaultdict(list)
+    forwards = [each for each in moved if each[1].forward]
+    for (place, one), behind in zip(forwards, [*forwards[1:], None], strict=False):
+        within[place].append(Move(to=To.LEAVE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1]))
+        gone = Move(to=To.FREE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1])
+        if behind is not None and behind[1].before == one.before:
+            within[behind[0]].append(gone)
+        else:
+            before[one.before + 1].append(gone)
+    backwards = [each for each in moved if not each[1].forward]
+    for (place, one), ahead in zip(backwards, [None, *backwards[:-1]], strict=False):
+        comes = Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=one.pieces[:1])
+        within[place].append(Move(to=To.HERE, what=Kept.ACTIVATIONS, pieces=one.pieces[:1]))
+        if ahead is not None and ahead[1].before == one.before:
+            within[ahead[0]].append(comes)
+        else:
+            before[one.before - 1].append(comes)
+    return before, within
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
@@ -328,9 +298,11 @@ def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
         plan.at(END, Move(to=To.HERE, what=Kept.GRADIENTS, pieces=everything))
 
 
-def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool) -> None:
+def _encoders_backward(
+    plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool, reduces: bool
+) -> None:
     """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
-    if moves and passes:
+    if moves:
         plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=passes[0]))
     for number, pieces in enumerate(passes):
         behind = passes[number + 1 : number + 2]
@@ -338,4 +310,4 @@ def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bo
             plan.at(END, Move(to=To.HERE, what=Kept.ACTIVATIONS, pieces=pieces))
         if moves and behind:
             plan.at(END, Move(to=To.RETURN, what=Kept.ACTIVATIONS, pieces=behind[0]))
-        plan.at(END, Backward(pieces=pieces, more=bool(behind)))
+        plan.at(END, Backward(pieces=pieces, more=bool(behind) or not reduces))

@@ -1,12 +1,14 @@
-"""One step of full separation: the decoder's passes, the encoder's work, and plans of it. Pure.
+"""One step of full separation: the decoder's passes, the encoder's work, and what they cost. Pure.
 
 Costs are integers of one unit, such as counted operations.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.pass_order import Pipeline, turns
 
 
@@ -45,19 +47,8 @@ FREE = PieceCost(0, 0)
 Name = tuple[int, int]  # of a piece: its microbatch, and its number in it
 
 
-class EncoderWork(NamedTuple):
-    """A pass through the encoder, forward or backward, before one of its stage's passes.
-
-    ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
-    are stands for behind the last. What earlier passes made has been sent then, and what the next
-    one takes is not waited for yet. ``pieces`` go together, forward and backward, each by its
-    microbatch and its number in it, in order: features are there when all of them are made, and
-    the backward waits for the gradients of all.
-    """
-
-    before: int
-    forward: bool
-    pieces: tuple[Name, ...]
+# What each encoder replica of a model replica does in a step, in its order.
+EncoderPlan = tuple[tuple[EncoderWork[Name], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +72,35 @@ class Step:
         pieces: of each microbatch, in the order of its rows; none for one without media.
         replicas: the stage that each encoder replica lies on; each stage has at least one. One
             that is spread over several stages has no place here.
-        passes: of each stage, in Megatron's order (:func:`decoder_passes`).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
+        group: how many microbatches each of a rank's chunks takes in turn, where it has several.
         encoder: what holds for its passes.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
     replicas: tuple[int, ...]
-    passes: tuple[tuple[DecoderPass, ...], ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    group: int
     encoder: PassCosts = PassCosts()
 
     def __post_init__(self) -> None:
-        stages = len(self.passes)
+        stages = 1 + max(self.replicas)
         assert {*self.replicas} == {*range(stages)}, f"{self.replicas} on {stages} stages"
         assert len(self.forward) == len(self.backward)
         assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
-        each = 2 * len(self.pieces) * len(self.forward) // stages
-        assert all(len(passes) == each for passes in self.passes), "not a step's passes"
+
+    @cached_property
+    def passes(self) -> tuple[tuple[DecoderPass, ...], ...]:
+        """Of each stage, in Megatron's order."""
+        stages = 1 + max(self.replicas)
+        first = Pipeline(
+            stages=stages, stage=0, chunks=len(self.forward) // stages, group=self.group
+        )
+        return tuple(
+            decoder_passes(replace(first, stage=stage), len(self.pieces)) for stage in range(stages)
+        )
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""
@@ -115,25 +115,20 @@ class Step:
             return DecoderPass(True, place, microbatch)
         return DecoderPass(False, place + 1, microbatch)
 
-    def behind(self, one: DecoderPass) -> DecoderPass | None:
-        """What waits for it, but for an encoder's backward; None for the last of all."""
-        forward, place, microbatch = one
-        if not forward:
-            return DecoderPass(False, place - 1, microbatch) if place else None
-        if place == len(self.forward) - 1:
-            return DecoderPass(False, place, microbatch)
-        return DecoderPass(True, place + 1, microbatch)
+    @cached_property
+    def behind(self) -> dict[DecoderPass | None, DecoderPass]:
+        """By pass what waits for it, but for an encoder's backward."""
+        return {self.before(one): one for passes in self.passes for one in passes}
 
     def encoding(self, microbatch: int, piece: int) -> int:
         """What a piece takes forward and, where the encoder trains, backward."""
         cost = self.pieces[microbatch][piece]
         return cost.forward + cost.backward if self.encoder.trains else cost.forward
 
-    def encoder_pass(self, work: EncoderWork) -> int:
-        """What it takes."""
-        way = 0 if work.forward else 1
-        of_pieces = sum(self.pieces[unit][piece][way] for unit, piece in work.pieces)
-        return self.encoder.each[way] + of_pieces
+    def encoder_pass(self, names: Iterable[Name], *, forward: bool) -> int:
+        """What a pass of these pieces takes."""
+        way = 0 if forward else 1
+        return self.encoder.each[way] + sum(self.pieces[unit][piece][way] for unit, piece in names)
 
     @cached_property
     def names(self) -> tuple[Name, ...]:
@@ -156,15 +151,3 @@ class Step:
             tuple(number for number, at in enumerate(self.replicas) if at == stage)
             for stage in range(len(self.passes))
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderPlan:
-    """What each encoder replica of a model replica does in a step, in its order.
-
-    Where it is not ``streamed``, the decoder's schedule begins when all pieces are encoded, and
-    backwards begin when it is through: both exchanges are of all ranks at once.
-    """
-
-    work: tuple[tuple[EncoderWork, ...], ...]
-    streamed: bool

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
-from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, EncoderWork, Name, Step
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, Step
 from loongplug.simulate.clock import run, step_time
 from loongplug.simulate.order import Deadlock, order
-from loongplug.simulate.programs import Act, Build, End, Label, Meet, Post, Programs, Wait, Work
+from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait, Work
 
 
 def stage_acts(
@@ -51,7 +51,7 @@ def stage_acts(
 
 
 class PlanClock:
-    """The clock of one step's plans of full separation. What is sent arrives at once.
+    """The clock of one step's plans that stream. What is sent arrives at once.
 
     Nobody waits for a send. A replica's ranks are one here, and replicas of one stage do each of
     its passes together.
@@ -63,22 +63,12 @@ class PlanClock:
         self._made = {
             one: build.message(one[:2], one.microbatch) for own in step.passes for one in own
         }
-        chunks = len(step.forward) // len(step.passes)
-        self._labels = {
-            (phase, chunk): [
-                Label(phase, each, chunk if chunks > 1 else None)
-                for each in range(len(step.pieces))
-            ]
-            for phase in ("forward", "backward")
-            for chunk in range(chunks)
-        }
-        self._encoded = [build.message("encoded", each) for each in range(len(step.replicas))]
         self._build = build
         self._passes = [
             [[*self._decoding(stage, one)] for one in passes]
             for stage, passes in enumerate(step.passes)
         ]
-        self._works: dict[tuple[bool, bool, tuple[Name, ...]], tuple[Act, Act]] = {}
+        self._works: dict[tuple[bool, tuple[Name, ...]], tuple[Act, Act]] = {}
         self._empty = build.programs(())
 
     def time(self, plan: EncoderPlan) -> int | None:
@@ -95,43 +85,31 @@ class PlanClock:
 
     def _acts(self, replica: int, plan: EncoderPlan) -> tuple[Act, ...]:
         """The passes of the replica's stage with its own work between them."""
-        stage, work = self.step.replicas[replica], plan.work[replica]
+        stage, work = self.step.replicas[replica], plan[replica]
         passes = self._passes[stage]
         if replica != self.step.lanes[stage][0]:  # one of them sends for all
             passes = [each[:-1] for each in passes]
-        last = None  # forward, behind which the others may begin with the decoder
-        if not plan.streamed:
-            last = next((one for one in reversed(work) if one.forward), None)
-            all_encoded = Wait(tuple((each, False) for each in self._encoded))
-            passes = [[all_encoded, *passes[0]], *passes[1:]]
         found: list[Act] = []
-        if not plan.streamed and last is None:
-            found.append(Post(((self._encoded[replica], True),)))
         done = 0
         for one in work:
             for each in passes[done : one.before]:
                 found += each
             done = max(done, one.before)
-            found += self._encoding(one, streamed=plan.streamed)
-            if one is last:
-                found.append(Post(((self._encoded[replica], True),)))
+            found += self._encoding(one)
         for each in passes[done:]:
             found += each
         return tuple(found)
 
-    def _encoding(self, one: EncoderWork, *, streamed: bool) -> tuple[Act, Act]:
+    def _encoding(self, one: EncoderWork[Name]) -> tuple[Act, Act]:
         """Plans of one step have many works in common."""
-        key = streamed, one.forward, one.pieces
+        key = one.forward, one.pieces
         if key not in self._works:
-            phase = "encoder_forward" if one.forward else "encoder_backward"
-            work = Work(self.step.encoder_pass(one), Label(phase, one.pieces[0][0]))
+            work = Work(self.step.encoder_pass(one.pieces, forward=one.forward))
             if one.forward:
                 ends = tuple((self._features[name], True) for name in one.pieces)
                 self._works[key] = work, Post(ends)
-            else:
-                # Gradients come in the order of microbatches.
-                last = one.pieces[-1][0] if streamed else len(self.step.pieces) - 1
-                self._works[key] = self._wait(DecoderPass(False, 0, last)), work
+            else:  # gradients come in the order of microbatches
+                self._works[key] = self._wait(DecoderPass(False, 0, one.pieces[-1][0])), work
         return self._works[key]
 
     def _decoding(self, stage: int, one: DecoderPass) -> Iterator[Act]:
@@ -143,50 +121,42 @@ class PlanClock:
             yield self._wait(before)
         if len(step.lanes[stage]) > 1:
             yield Meet(self._build.group(step.lanes[stage]))
-        labels = self._labels[
-            "forward" if one.forward else "backward", one.place // len(step.passes)
-        ]
-        yield Work(step.cost(one), labels[one.microbatch])
+        yield Work(step.cost(one))
         yield Post(((self._made[one], True),))
 
     def _wait(self, one: DecoderPass) -> Wait:
         return Wait(((self._made[one], False),))
 
 
-class PassOnClock(NamedTuple):
-    """One of a stage's passes through the decoder, and when it begins."""
-
-    stage: int
-    one: DecoderPass
-    begin: int
-
-
-def decoder_alone(step: Step) -> list[PassOnClock]:
-    """All passes of a step without encoders, each behind what it waits for."""
-    bare = replace(step, pieces=((),) * len(step.pieces))
-    idle = EncoderPlan(work=((),) * len(step.replicas), streamed=True)
-    programs = PlanClock(bare).programs(idle)
+def decoder_alone(step: Step) -> dict[DecoderPass, int]:
+    """When each pass of a step without encoders begins, in an order of what waits for what."""
+    programs = PlanClock(replace(step, pieces=((),) * len(step.pieces))).programs(
+        ((),) * len(step.replicas)
+    )
     begins = {each[:2]: int(each.begin) for spans in run(programs).spans for each in spans}
-    stages = {lanes[0]: stage for stage, lanes in enumerate(step.lanes)}
-    passes = [iter(each) for each in step.passes]
-    return [
-        PassOnClock(stages[rank], next(passes[stages[rank]]), begins[rank, act])
+    passes = {lanes[0]: iter(own) for lanes, own in zip(step.lanes, step.passes, strict=True)}
+    return {
+        next(passes[rank]): begins[rank, act]
         for rank, act in order(programs).works.values()
-        if rank in stages
-    ]
+        if rank in passes
+    }
 
 
-def separated_time(step: Step, plan: EncoderPlan, *, group: int) -> int:
+def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> int:
     """When a step ends that does not stream, by what is sent: between stages a send waits.
 
     All encode, all exchange features, Megatron's schedule runs, and gradients go back when the
-    first stage is through. ``group`` is how many microbatches each virtual stage takes in turn;
-    passes go on beside what such stages send.
+    first stage is through. ``passes`` are each replica's through the encoder, there and back. Those
+    of the decoder go on beside what virtual stages send.
     """
     build, stages = Build(), len(step.passes)
     chunks, everyone = len(step.forward) // stages, range(len(step.replicas))
     encoded = build.group(everyone)
     through = build.message("gradients", "all")
+
+    def encoding(replica: int, *, forward: bool) -> Iterator[Act]:
+        for names in passes[replica]:
+            yield Work(step.encoder_pass(names, forward=forward))
 
     def acts(replica: int) -> Iterator[Act]:
         stage = step.replicas[replica]
@@ -199,13 +169,11 @@ def separated_time(step: Step, plan: EncoderPlan, *, group: int) -> int:
                 if one is not None:
                     yield Work(costs[one.chunk * stages + stage])
 
-        for one in plan.work[replica]:
-            if one.forward:
-                yield Work(step.encoder_pass(one))
+        yield from encoding(replica, forward=True)
         yield Meet(encoded)
         yield from stage_acts(
             build,
-            Pipeline(stages=stages, stage=stage, chunks=chunks, group=group),
+            Pipeline(stages=stages, stage=stage, chunks=chunks, group=step.group),
             len(step.pieces),
             ranks=[lanes[lane] for lanes in step.lanes],
             work=work,
@@ -214,8 +182,7 @@ def separated_time(step: Step, plan: EncoderPlan, *, group: int) -> int:
         if replica == step.lanes[0][0]:
             yield Post(((through, True),))
         yield Wait(((through, False),))
-        for one in plan.work[replica]:
-            if not one.forward:
-                yield Work(step.encoder_pass(one))
+        if step.encoder.trains:
+            yield from encoding(replica, forward=False)
 
     return int(step_time(build.programs([[*acts(replica)] for replica in everyone])))

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, ahead
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.simulate import clock
 from loongplug.simulate.programs import Act, Build, End, Post, Wait, Work

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from loongplug.estimate.estimator import quiet
 from loongplug.output_files import write_figures
-from loongplug.partition.found import find
-from loongplug.partition.tables import as_json, print_found
+from loongplug.platform import activate
 
 
 def partition(
@@ -36,6 +35,10 @@ def partition(
         quiet(),
         TemporaryDirectory(prefix="loongplug-partition-") as folder,
     ):
+        activate("cpu")  # Megatron, which comes with what is below, asks for the device
+        from loongplug.partition.splits import find
+        from loongplug.partition.tables import as_json, print_found
+
         found = find(
             flags,
             ranks=ranks,

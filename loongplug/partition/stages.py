@@ -1,15 +1,13 @@
-"""A split of a model's layers into stages, the best one, and the time of a step with it. Pure."""
+"""A split of a model's layers into stages, and the time of a step with it. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.training.layer_costs import Cost, EntryCosts
-
-# Stages' costs, the largest first, and how many layers each stage has.
-_Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,40 +71,41 @@ def partition(
     Raises:
         ValueError: an entry has more stages than layers.
     """
-    *_, decoder = stages
-    found: list[Stage] = []
+    *others, decoder = stages
+    found: dict[str, list[Stage]] = {}
     for entry, number in stages.items():
         chunks = pipeline.chunks if pipeline is not None and entry == decoder else 1
         sizes = _split(entry, believed[entry], stages=number * chunks)
-        start = 0
-        for place, size in enumerate(sizes):
-            layers = range(start, start + size)
-            cost = costs[entry].stage(layers.start, layers.stop)
-            found.append(Stage(entry=entry, number=place % number, layers=layers, cost=cost))
-            start += size
-    times = {
-        entry: [
-            StageTime(forward=each.cost.forward, backward=each.cost.backward)
-            for each in found
-            if each.entry == entry
+        found[entry] = [
+            Stage(
+                entry=entry,
+                number=place % number,
+                layers=range(*ends),
+                cost=costs[entry].stage(*ends),
+            )
+            for place, ends in enumerate(pairwise(accumulate(sizes, initial=0)))
         ]
-        for entry in stages
-    }
-    encoders = [times[entry] for entry in stages if entry != decoder]
-    step = step_time(
-        times[decoder], microbatches=microbatches, encoders=encoders, pipeline=pipeline
-    )
-    alone = {
-        entry: step_time(
+
+    def step_of(entry: str, *, behind: Sequence[str] = ()) -> float:
+        """Of an entry ``behind`` others."""
+        times = {
+            each: [StageTime(forward=x.cost.forward, backward=x.cost.backward) for x in found[each]]
+            for each in (*behind, entry)
+        }
+        return step_time(
             times[entry],
             microbatches=microbatches,
+            encoders=[times[each] for each in behind],
             pipeline=pipeline if entry == decoder else None,
         )
-        for entry in stages
-    }
+
     outside = microbatches * sum(costs[entry].whole().total for entry in around)
     return Partition(
-        name=name, stages=tuple(found), step=step + outside, alone=alone, outside=outside
+        name=name,
+        stages=tuple(chain.from_iterable(found.values())),
+        step=step_of(decoder, behind=others) + outside,
+        alone={entry: step_of(entry) for entry in stages},
+        outside=outside,
     )
 
 
@@ -119,6 +118,10 @@ def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:
         )
     except ValueError as error:
         raise ValueError(f"{entry}: {error}") from None
+
+
+# Stages' costs, the largest first, and how many layers each stage has.
+_Found = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def split(layers: int, *, stages: int, cost: Callable[[int, int], int]) -> tuple[int, ...]:
@@ -142,10 +145,10 @@ def split(layers: int, *, stages: int, cost: Callable[[int, int], int]) -> tuple
         raise ValueError(
             f"{layers} layers cannot be split into {stages} stages: expected 1 to {layers} of them"
         )
-    best: list[_Sizes | None] = [((), ()), *[None] * layers]  # by the layers that are taken
+    best: list[_Found | None] = [((), ()), *[None] * layers]  # by the layers that are taken
     for stage in range(stages):
         left = stages - stage - 1
-        ends: list[_Sizes | None] = [None] * (layers + 1)
+        ends: list[_Found | None] = [None] * (layers + 1)
         for stop in range(stage + 1, layers - left + 1):
             ends[stop] = min(
                 _with(found, cost(start, stop), stop - start)
@@ -158,6 +161,6 @@ def split(layers: int, *, stages: int, cost: Callable[[int, int], int]) -> tuple
     return found[1]
 
 
-def _with(found: _Sizes, cost: int, size: int) -> _Sizes:
+def _with(found: _Found, cost: int, size: int) -> _Found:
     costs, sizes = found
     return tuple(sorted((*costs, cost), reverse=True)), (*sizes, size)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.partition.found import FoundSplits
+from loongplug.partition.splits import FoundSplits
 from loongplug.partition.stages import Partition, Stage
 from loongplug.training.config import shown_name
 

@@ -111,7 +111,7 @@ def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: in
     return Assignment(
         replicas=replicas,
         by_cost=balance_of(args, encoder).assign,
-        whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).any_owner,
+        whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).on_every_stage,
     )
 
 

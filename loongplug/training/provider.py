@@ -18,9 +18,10 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from loongplug.checkpoint.adapter_files import load_adapters
 from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import modes_of
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pass_order import ahead
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
@@ -50,26 +51,29 @@ def engine_of(args: Namespace, model: Any) -> Engine:
 
     def of_encoder(entry: Entry) -> EncoderEngine:
         encoder, mode = model.encoder(entry.name), modes[entry.name]
-        return EncoderEngine(
-            mode,
+        place = PlaceOfEncoder(
+            mode=mode,
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
-            taps=len(encoder.taps()),
             handed_on=payload_widths(encoder),
-            joined_rows=encoder.joined_rows,
             seed=args.seed,
             micro_batch_sizes={
                 True: args.micro_batch_size,
                 False: args.eval_micro_batch_size or args.micro_batch_size,
             },
+            sequence_parallel=args.sequence_parallel,
+            timeout_minutes=args.distributed_timeout_minutes,
+            nccl_config_path=args.nccl_communicator_config_path,
+        )
+        return EncoderEngine(
+            found=place,
+            taps=len(encoder.taps()),
+            joined_rows=encoder.joined_rows,
             ahead=ahead(
                 pipeline=args.pipeline_model_parallel_size,
                 virtual=args.virtual_pipeline_model_parallel_size is not None,
                 group=args.microbatch_group_size_per_vp_stage,
             ),
-            sequence_parallel=args.sequence_parallel,
-            timeout_minutes=args.distributed_timeout_minutes,
-            nccl_config_path=args.nccl_communicator_config_path,
             costs=streamed_costs(args, model, entry=entry) if mode.fills_bubbles else None,
         )
 

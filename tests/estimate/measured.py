@@ -240,7 +240,7 @@ class _Watch:
         encode = Executor._encode
 
         def encoded(executor: Executor, *args: Any, **kwargs: Any) -> None:
-            if executor.pieces is None:
+            if executor.streamed_passes is None:
                 encode(executor, *args, **kwargs)
                 return
             with tape.region(FEATURES):
@@ -337,7 +337,7 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if _streams(executor):
-        kept = executor.pieces.wire.ways[Cargo.GRADIENTS].kept
+        kept = executor.streaming.wire.ways[Cargo.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
     if isinstance(executor.exchange, Wire):
         sends = executor.exchange.sends.values()

@@ -28,12 +28,11 @@ from torch import Tensor
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.edge import Transport, apart_wire
-from loongplug.hetero.encoder_steps import encoder_step, made_by
+from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import StepPlan
-from loongplug.hetero.pipeline_graph import ahead, in_flight
+from loongplug.hetero.pass_order import ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
 from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
@@ -97,30 +96,23 @@ class _Place:
     @property
     def made(self) -> tuple[ApartPiece, ...]:
         """The pieces that this rank makes, or has a stage of, of all decoder replicas' samples."""
-        return made_by(dist.get_rank(), layout=self.layout, pieces=self.pieces)
+        return self._place.made_by(dist.get_rank(), training=True)
 
-    def planned(
-        self,
-        *,
-        encoder_replicas: tuple[tuple[int, ...], ...],
-        training: bool,
-        rows: tuple[int, ...],
-        in_front: int,
-    ) -> StepPlan:
+    @property
+    def _place(self) -> EncoderPlace:
+        pieces = dict.fromkeys((True, False), self.pieces)
+        return EncoderPlace(state=None, replica_group=None, layout=self.layout, pieces=pieces)
+
+    def planned(self, *, in_front: int, training: bool, **of_step: Any) -> StepPlan:
         """Of a step; ``in_front`` are the forwards behind which the last stage takes gradients."""
-        step = encoder_step(
-            APART,
-            rank=dist.get_rank(),
-            edge=None,
-            layout=self.layout,
-            pieces=self.pieces,
-            encoder_replicas=encoder_replicas,
-            rows=rows,
+        step = self._place.step(
+            dist.get_rank(),
             training=training,
-            trains=training and self.trains,
-            trains_before=self.trains_before,
-            last_stage=False,
             ahead=in_front,
+            trains=training and self.trains,
+            trains_before=training and self.trains_before,
+            last_stage=False,
+            **of_step,
         )
         return apart(step)
 
@@ -197,7 +189,7 @@ class _World:
             pieces=placement.pieces(entry.name, micro_batch_size=draw.micro_batch),
         )
         platform = current_platform()
-        most = in_flight(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
+        most = 1 + warmup(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
         wires = apart_wire(
             place.pieces,
             self._transport(place, groups),

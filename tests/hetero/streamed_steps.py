@@ -5,30 +5,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.balance import plan as balanced
+from loongplug.hetero.bubble_drafts import _at_the_ends, streamed
 from loongplug.hetero.step_costs import (
-    DecoderPass,
     EncoderPlan,
     PassCosts,
     PieceCost,
     Step,
-    decoder_passes,
 )
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import PlanClock, separated_time
 from loongplug.simulate.clock import run
 from loongplug.simulate.order import Deadlock
 
 FORWARD = 2016  # of a microbatch on a stage; shares of 10 to 50 % in up to 8 pieces are integers
-
-
-def passes(
-    stages: int, microbatches: int, *, chunks: int = 1
-) -> tuple[tuple[DecoderPass, ...], ...]:
-    """Megatron's order on each stage."""
-    pipelines = (
-        Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages) for stage in range(stages)
-    )
-    return tuple(decoder_passes(each, microbatches) for each in pipelines)
 
 
 def even(
@@ -51,7 +40,7 @@ def even(
     return Step(
         pieces=((piece,) * count,) * microbatches,
         replicas=tuple(stage for stage in range(stages) for _ in range(lanes)),
-        passes=passes(stages, microbatches, chunks=chunks),
+        group=stages,
         forward=(FORWARD // chunks,) * (stages * chunks),
         backward=(2 * FORWARD // chunks,) * (stages * chunks),
         encoder=PassCosts(trains=trains),
@@ -63,6 +52,23 @@ def busiest(step: Step) -> int:
     decoding = sum(step.decoding[stage] for stage in step.replicas)
     encoding = sum(step.encoding(*name) for name in step.names)
     return -(-(decoding + encoding) // len(step.replicas))
+
+
+def separated(step: Step) -> EncoderPlan:
+    """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
+    costs = [step.encoding(*name) for name in step.names]
+    return _at_the_ends(step, balanced(costs, len(step.replicas), threshold=0))
+
+
+def separated_end(step: Step) -> int:
+    """When such a step ends, in which all wait for all before and behind the schedule."""
+    passes = [[one.pieces for one in work if one.forward] for work in separated(step)]
+    return separated_time(step, passes)
+
+
+def filled(step: Step) -> EncoderPlan | None:
+    """The plan of a step that may stream."""
+    return streamed(step, otherwise=separated_end(step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(
         pieces=pieces,
         replicas=tuple(stage for stage in range(stages) for _ in range(lanes)),
-        passes=passes(stages, microbatches, chunks=chunks),
+        group=stages,
         forward=tuple(draw(times)),
         backward=tuple(draw(times)),
         encoder=PassCosts(

@@ -177,7 +177,12 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
         forwards = [each.forward for each in case.passes(stage)]
         recorder = TraceRecorder(noted.spans.extend)
         communicator = BubbleCommunicator(
-            pipeline, config, groups=groups, forwards=forwards, work=noted, recorder=recorder
+            pipeline,
+            config,
+            groups=groups,
+            forwards=forwards,
+            work=noted.before_pass,
+            recorder=recorder,
         )
         noted.groups = {group: name for name, group in vars(groups).items() if group is not None}
     chunks = [

@@ -116,7 +116,7 @@ def test_one_that_streams_is_innermost() -> None:
             steps=True,
             here=False,
             fills_bubbles=name == "eyes",
-            bubbles=lambda: SimpleNamespace(within=partial(layer, "bubbles")),
+            bubbles=lambda: partial(layer, "bubbles"),
             executor=lambda name=name: SimpleNamespace(around=partial(layer, name)),
         )
         for name in ("eyes", "ears")

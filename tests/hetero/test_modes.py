@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import loongplug
-from loongplug.hetero import modes, operations, pieces, policies, stream
+from loongplug.hetero import encoder_steps, modes, operations, policies
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import BEGIN, END, Backward, Encode
-from loongplug.hetero.policies import EncoderStep
 
 pytestmark = pytest.mark.quick
 
@@ -166,7 +166,7 @@ def test_what_the_table_says_may_be_asked(code: str) -> None:
 
 def test_a_policy_is_pure() -> None:
     """It knows operations, and neither tensors nor ranks nor Megatron."""
-    for module in (policies, operations, pieces, stream):
+    for module in (policies, operations, encoder_steps):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {
@@ -176,8 +176,9 @@ def test_a_policy_is_pure() -> None:
             for each in node.names
         }
         assert imported <= {
-            "collections", "collections.abc", "dataclasses", "enum", "itertools", "typing",
-            "loongplug.hetero.operations", "loongplug.hetero.pieces", "loongplug.hetero.stream",
+            "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools",
+            "typing", "loongplug.hetero.operations", "loongplug.hetero.encoder_steps",
+            "loongplug.hetero.balance",
         }  # fmt: skip
 
 

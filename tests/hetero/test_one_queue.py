@@ -16,19 +16,18 @@ from placed import ENCODER
 from loongplug.data.microbatch import Share
 from loongplug.hetero import edge, stage_links, wire
 from loongplug.hetero.edge import Transport, apart_wire
-from loongplug.hetero.encoder_steps import encoder_step
+from loongplug.hetero.encoder_place import EncoderPlace
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import (
     BEGIN,
     Cargo,
     Receive,
     Send,
 )
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn
-from loongplug.hetero.pipeline_graph import ahead, in_flight
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
-from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.policies import apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
 from loongplug.hetero.wire import Wire
@@ -190,7 +189,7 @@ class Ranks:
         return wire
 
     def _in_flight(self, encoder: Placed, stage: int) -> int:
-        return in_flight(ahead=self._ahead, stages=encoder.stages, stage=stage)
+        return 1 + warmup(ahead=self._ahead, stages=encoder.stages, stage=stage)
 
     def _decoders(self, rank: int) -> list[Act]:
         """What a rank of the decoder does under Megatron's schedule."""
@@ -250,18 +249,17 @@ class Ranks:
         return queue.given
 
     def _step(self, encoder: Placed, stage: int, *, less: int) -> EncoderStep:
-        step = encoder_step(
-            APART,
-            rank=encoder.first_rank + stage,
-            edge=None,
-            layout=encoder.layout,
-            pieces=encoder.pieces,
-            encoder_replicas=((0,),) * self._microbatches,
+        place = EncoderPlace(
+            state=None, replica_group=None, layout=encoder.layout, pieces={True: encoder.pieces}
+        )
+        step = place.step(
+            encoder.first_rank + stage,
             training=True,
+            ahead=self._ahead,
+            encoder_replicas=((0,),) * self._microbatches,
             trains=True,
             trains_before=stage > 0,
             last_stage=False,
-            ahead=self._ahead,
         )
         return replace(step, warmup=max(0, step.warmup - less))
 

@@ -1,6 +1,4 @@
-"""What the operations of a step's plan mean is told in two places: who does them, who times them.
-
-An estimate has no reader of its own: it runs the executor.
+"""What the operations of a step's plan mean is told in two places: who does them, who counts them.
 
 A third one that looks at what an operation is would be one more dialect to keep in step.
 """
@@ -20,8 +18,6 @@ OPERATIONS = {each.__name__ for each in get_args(Operation)}
 READERS = {
     "loongplug/hetero/executor.py",
     "benchmarks/modes/pipeline_clock.py",  # plans to the clock's acts
-    # Until it goes:
-    "loongplug/hetero/policies.py",  # a plan that is made of another one's (`_reduced_later`)
 }
 
 

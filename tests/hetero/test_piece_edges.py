@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, placements
 from simulated import finish
-from streamed_steps import even, steps
+from streamed_steps import even, filled, separated, steps
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec
@@ -22,7 +22,6 @@ from loongplug.hetero.piece_edges import piece_ends, piece_wire
 from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows, used_pairs
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
-from loongplug.hetero.streaming import separated, streamed
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.programs import Act, Build, Post, Wait
@@ -117,7 +116,7 @@ def drive(
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
     numbers = {name: number for number, name in enumerate(step.names)}
-    work = list(plan.work[replica])
+    work = list(plan[replica])
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
@@ -198,10 +197,7 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: dict[Cargo, Any
 def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     """Which replica encodes a piece."""
     return {
-        name: replica
-        for replica, work in enumerate(plan.work)
-        for one in work
-        for name in one.pieces
+        name: replica for replica, work in enumerate(plan) for one in work for name in one.pieces
     }
 
 
@@ -221,7 +217,7 @@ OF_PIECES = {over(what)(*ends) for what in KINDS for ends in ((0, 1), (1, 0))}
 @settings(deadline=None)
 def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
     """A message's rows are the number of its piece: queues of one stream cannot cross."""
-    plan = streamed(step) if fills else separated(step)
+    plan = (filled(step) if fills else None) or separated(step)
     wires = drawn(step, plan, window=window, groups=GROUPS)
     assert wires.sent == wires.posted
     for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
@@ -239,7 +235,8 @@ def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     """Two ranks of the first stage that each wait for the other's features first."""
     step = even(2, percent=50, lanes=2)
     both = {what: lambda *_, group=what.said: group for what in KINDS}
-    for plan in (streamed(step), separated(step)):
+    for plan in (filled(step), separated(step)):
+        assert plan is not None
         assert ends(drawn(step, plan, window=1, groups=GROUPS).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
 
@@ -249,7 +246,8 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
     """Whatever is done about receives: a second gradient sets out before the first is taken."""
     for stages, percent in ((2, 30), (8, 20)):
         step = even(stages, percent=percent)
-        for plan in (streamed(step), separated(step)):
+        for plan in (filled(step), separated(step)):
+            assert plan is not None
             did = drawn(step, plan, window=window, groups=GROUPS).did
             assert ends(did)
             assert not ends(did, one_queue=True)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import Balance, imbalance, plan
-from loongplug.hetero.pieces import cut
+from loongplug.hetero.balance import Balance, cut, imbalance, plan
 from loongplug.training.config import compose_model
 
 pytestmark = pytest.mark.quick

@@ -4,17 +4,24 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from streamed_steps import FORWARD, even, passes, simulate, steps
+from streamed_steps import (
+    FORWARD,
+    busiest,
+    even,
+    separated,
+    separated_end,
+    simulate,
+    steps,
+)
 
+from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.step_costs import (
-    EncoderPlan,
-    EncoderWork,
+    Name,
     PassCosts,
     PieceCost,
     Step,
 )
-from loongplug.hetero.step_programs import PlanClock, separated_time
-from loongplug.hetero.streaming import separated
+from loongplug.hetero.step_programs import PlanClock
 from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick
@@ -23,23 +30,21 @@ pytestmark = pytest.mark.quick
 SMALL = Step(
     pieces=((PieceCost(3, 5),),) * 2,
     replicas=(0, 1),
-    passes=passes(2, 2),
+    group=2,
     forward=(1, 1),
     backward=(2, 2),
 )
 FROZEN = PassCosts(trains=False)
 
 
-def work(*each: tuple[int, bool, int]) -> tuple[EncoderWork, ...]:
+def work(*each: tuple[int, bool, int]) -> tuple[EncoderWork[Name], ...]:
     return tuple(EncoderWork(before, forward, ((unit, 0),)) for before, forward, unit in each)
 
 
 def test_by_hand() -> None:
     # Stage 0: encodes 0 0-3, F0 3-4, F1 4-5, B0 7-9, encodes back 0 9-14, B1 14-16.
     # Stage 1: encodes 1 0-3, F0 4-5, B0 5-7, F1 7-8, B1 8-10, waits for B1, encodes back 1 16-21.
-    plan = EncoderPlan(
-        work=(work((0, True, 0), (3, False, 0)), work((0, True, 1), (4, False, 1))), streamed=True
-    )
+    plan = (work((0, True, 0), (3, False, 0)), work((0, True, 1), (4, False, 1)))
     times = simulate(SMALL, plan)
     assert times is not None
     assert times.step == 21
@@ -49,7 +54,7 @@ def test_by_hand() -> None:
     assert times.features_held() == 2
     frozen = simulate(
         replace(SMALL, encoder=FROZEN),
-        EncoderPlan(work=(work((0, True, 0)), work((0, True, 1))), streamed=True),
+        (work((0, True, 0)), work((0, True, 1))),
     )
     assert frozen is not None
     assert frozen.step == 3 + 9
@@ -57,20 +62,17 @@ def test_by_hand() -> None:
 
 def test_separated_waits_for_all() -> None:
     """Both encode, 3; the decoder, 9; both go backward, 5."""
-    times = simulate(SMALL, separated(SMALL))
-    assert times is not None
-    assert times.step == 3 + 9 + 5
-    assert times.idle == (3, 3)
+    assert separated_end(SMALL) == 3 + 9 + 5
 
 
 def test_two_replicas_on_a_stage() -> None:
     """A pass waits for both, and they work side by side."""
     step = replace(SMALL, replicas=(0, 0, 1, 1), encoder=FROZEN)
-    plan = EncoderPlan(work=(work((0, True, 0)), work((0, True, 1)), (), ()), streamed=True)
+    plan = (work((0, True, 0)), work((0, True, 1)), (), ())
     times = simulate(step, plan)
     assert times is not None
     assert times.step == 3 + 9
-    one_by_one = replace(plan, work=(work((0, True, 0), (0, True, 1)), (), (), ()))
+    one_by_one = (work((0, True, 0), (0, True, 1)), (), (), ())
     slower = simulate(step, one_by_one)
     assert slower is not None
     assert slower.step == 6 + 9
@@ -83,15 +85,15 @@ def test_pieces_in_one_pass_by_hand() -> None:
     step = replace(SMALL, encoder=PassCosts(each=PieceCost(1, 2)))
     both = ((0, 0), (1, 0))
     work = (EncoderWork(0, True, both), EncoderWork(4, False, both))
-    times = simulate(step, EncoderPlan(work=(work, ()), streamed=True))
+    times = simulate(step, (work, ()))
     assert times is not None
     assert times.step == 28
     assert times.idle == (28 - 19 - 6, 28 - 6)
     assert times.encoded == {(0, 0): 7, (1, 0): 7}
     too_early = (work[0], EncoderWork(3, False, both))
-    assert simulate(step, EncoderPlan(work=(too_early, ()), streamed=True)) is None
+    assert simulate(step, (too_early, ())) is None
     apart = tuple(EncoderWork(one.before, one.forward, (name,)) for one in work for name in both)
-    slower = simulate(step, EncoderPlan(work=(apart, ()), streamed=True))
+    slower = simulate(step, (apart, ()))
     assert slower is not None
     assert slower.step == 28 + 1 + 2  # both before the first pass
     assert slower.idle == (31 - 22 - 6, 31 - 6)
@@ -105,8 +107,10 @@ def test_pieces_in_one_pass_by_hand() -> None:
         (work((0, True, 0)), work((0, True, 1), (1, False, 0))),
     ],
 )
-def test_ranks_that_wait_in_a_circle_are_found(circle: tuple[tuple[EncoderWork, ...], ...]) -> None:
-    assert simulate(SMALL, EncoderPlan(work=circle, streamed=True)) is None
+def test_ranks_that_wait_in_a_circle_are_found(
+    circle: tuple[tuple[EncoderWork[Name], ...], ...],
+) -> None:
+    assert simulate(SMALL, circle) is None
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -114,18 +118,14 @@ def test_ranks_that_wait_in_a_circle_are_found(circle: tuple[tuple[EncoderWork, 
 def test_separated_by_formula(stages: int, microbatches: int) -> None:
     """The decoder's schedule with its bubble, and the encoders' work beside it."""
     step = even(stages, percent=50, microbatches=microbatches, count=8)
-    times = simulate(step, separated(step))
-    assert times is not None
     decoder = (microbatches + stages - 1) * 3 * FORWARD
-    assert times.step == decoder + microbatches * 3 * FORWARD
+    assert separated_end(step) == decoder + microbatches * 3 * FORWARD
 
 
 def test_interleaving_divides_the_bubble() -> None:
     step = even(4, percent=50, chunks=2)
-    times = simulate(step, separated(step))
-    assert times is not None
     bubble = 3 * 3 * FORWARD // 2
-    assert set(times.idle) == {bubble}
+    assert separated_end(step) == busiest(step) + bubble
 
 
 @given(steps().filter(lambda step: len(step.forward) == len(step.passes)))
@@ -133,7 +133,7 @@ def test_the_decoder_alone(step: Step) -> None:
     """As the partition's clock has it."""
     microbatches = len(step.pieces)
     alone = replace(step, pieces=((),) * microbatches)
-    times = simulate(alone, EncoderPlan(work=((),) * len(step.replicas), streamed=True))
+    times = simulate(alone, ((),) * len(step.replicas))
     assert times is not None
     stages = [
         StageTime(forward=forward, backward=backward)
@@ -148,7 +148,7 @@ def test_idle_is_what_is_not_work(step: Step) -> None:
     times = simulate(step, plan)
     assert times is not None
     all_work = sum(step.encoding(*name) for name in step.names)
-    passes = [one for work in plan.work for one in work]
+    passes = [one for work in plan for one in work]
     all_work += sum(step.encoder.each[not one.forward] for one in passes)
     all_work += sum(step.decoding[stage] for stage in step.replicas)
     assert sum(times.idle) == times.step * len(step.replicas) - all_work
@@ -162,17 +162,17 @@ def test_a_step_that_is_sent_is_no_shorter(step: Step) -> None:
     plan = separated(step)
     free = PlanClock(step).time(plan)
     assert free is not None
-    assert separated_time(step, plan, group=len(step.passes)) >= free
+    assert separated_end(step) >= free
 
 
 def test_uneven_virtual_stages_are_held_up_by_what_they_send() -> None:
     step = Step(
         pieces=((),) * 4,
         replicas=(0, 1),
-        passes=passes(2, 4, chunks=2),
+        group=2,
         forward=(2, 1, 1, 9),
         backward=(9, 1, 9, 1),
     )
     plan = separated(step)
     assert PlanClock(step).time(plan) == 91
-    assert separated_time(step, plan, group=2) == 92
+    assert separated_end(step) == 92

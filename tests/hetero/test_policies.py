@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from walked_plans import walk, walked
 
+from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
     BEGIN,
     Backward,
@@ -27,8 +28,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated, streamed
-from loongplug.hetero.stream import PieceWork, Stream
+from loongplug.hetero.policies import apart, group_ahead, inline, separated, streamed
 
 pytestmark = pytest.mark.quick
 
@@ -137,7 +137,7 @@ def steps_streamed(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
 @st.composite
 def works(
     draw: st.DrawFn, pieces: list[int], *, passes: int, trains: bool
-) -> tuple[PieceWork, ...]:
+) -> tuple[EncoderWork[int], ...]:
     """Of one replica: each of its pieces goes forward, alone or with the next, and later back."""
     moments = []
     while pieces:
@@ -148,7 +148,7 @@ def works(
         if trains:
             moments.append((draw(st.integers(begin, passes)), False, together))
     moments.sort(key=lambda each: (each[0], not each[1]))
-    return tuple(PieceWork(*each) for each in moments)
+    return tuple(EncoderWork(*each) for each in moments)
 
 
 def at_once(ranks: list[tuple[EncoderStep, Pipeline]]) -> list[tuple[EncoderStep, Pipeline]]:

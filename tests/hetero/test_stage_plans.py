@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import DECODER, decoder_acts, finish
 
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     BEGIN,
     Backward,
@@ -18,9 +19,8 @@ from loongplug.hetero.operations import (
     Send,
     StepPlan,
 )
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
-from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.pass_order import Pipeline, ahead, warmup
+from loongplug.hetero.policies import apart
 from loongplug.simulate.programs import Act, Build, Post, Wait
 
 pytestmark = pytest.mark.quick
@@ -39,7 +39,7 @@ def step_of(
         trains=any(trains[: stage + 1]),
         trains_before=any(trains[:stage]),
         last_stage=False,
-        warmup=warmup(microbatches=units, ahead=in_front, stages=stages, stage=stage),
+        warmup=warmup(ahead=in_front, stages=stages, stage=stage),
         stage=stage,
         stages=stages,
     )
@@ -176,7 +176,7 @@ def test_no_rank_waits_for_ever(
                 )
                 if (name, stage) == ("eyes", 0):
                     step = replace(step, warmup=step.warmup - less)
-                own = in_flight(ahead=in_front, stages=len(trains), stage=stage)
+                own = 1 + warmup(ahead=in_front, stages=len(trains), stage=stage)
                 bound = own if most is None else most
                 found.append(acts(build, stage, apart(step), most=bound, name=name))
         return finish(build.programs([[*each] for each in found]))

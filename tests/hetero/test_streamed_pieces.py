@@ -16,6 +16,9 @@ from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.balance import Balance
+from loongplug.hetero.bubble_drafts import streamed as plan_of
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -33,10 +36,8 @@ from loongplug.hetero.operations import (
     To,
     Weights,
 )
-from loongplug.hetero.policies import EncoderStep, separated, streamed
+from loongplug.hetero.policies import separated, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
-from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts, StreamedStep, Units
-from loongplug.hetero.streaming import streamed as plan_of
 
 pytestmark = pytest.mark.quick
 
@@ -144,8 +145,8 @@ def test_none_is_slower_than_what_runs_would_do_instead(data: st.DataObject) -> 
     plans = planner(stages, lanes=lanes, **options)
     step, otherwise = plans.step(units), plans.separated_time(units)
     plan = plan_of(step, otherwise=otherwise)
-    assert (plans.plan(units) is not None) == plan.streamed
-    if plan.streamed:
+    assert (plans.plan(units) is not None) == (plan is not None)
+    if plan is not None:
         times = simulate(step, plan)
         assert times is not None
         assert busiest(step) <= times.step < otherwise
@@ -197,7 +198,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
-    assert len(one._kept) < 50
+    assert one._plans.cache_info().currsize < 50
     assert one.plan(units) == other.plan(units)
 
 
@@ -254,7 +255,7 @@ def plans(
     return [
         streamed(
             EncoderStep(
-                encoder_replicas=((0,),) * found.microbatches,
+                encoder_replicas=((0,),) * len(found.shares),
                 replicas=stages,
                 replica=stage,
                 consumes=stage == 0,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     Backward,
     Cargo,
@@ -21,7 +22,6 @@ from loongplug.hetero.operations import (
     When,
 )
 from loongplug.hetero.pass_order import Pipeline, events
-from loongplug.hetero.policies import EncoderStep
 
 
 def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:

@@ -20,7 +20,7 @@ from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
-HOOKS, PIECES = "loongplug.hetero.decoder_hooks", "loongplug.hetero.piece_work"
+HOOKS = "loongplug.hetero.decoder_hooks"
 WIRE, PLACEMENT = "loongplug.hetero.wire", "loongplug.hetero.placement"
 DECODER, OPTIMIZER = "loongplug.models.decoder", "loongplug.parallel.optimizer_per_module"
 
@@ -48,7 +48,7 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
 
 def streams(self: Any, *_: Any, **__: Any) -> bool:
     """Whether an executor's step does."""
-    return self.pieces is not None
+    return self.streamed_passes is not None
 
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
@@ -67,8 +67,8 @@ def swap_two_microbatches_gradients(rank: int) -> None:
 
     def swapped(original: Any, self: Any, pieces: Any, *, more: bool) -> None:
         step = self._now
-        planned, found = step.pieces._planned, step.own_gradients
-        work = [x.pieces for x in step.pieces.stream.work if not x.forward]
+        planned, found = step.streamed, step.own_gradients
+        work = [x.pieces for x in planned.work[step.streaming.replica] if not x.forward]
         waits.append(pieces)
         here, later = pairs(planned, sorted(found)), work[work.index(pieces) + 1 :]
         if not here and pairs(planned, [*found, *chain(*later)]):
@@ -89,7 +89,7 @@ def swap_two_microbatches_gradients(rank: int) -> None:
 @at(f"{EXECUTOR}:Executor._gradient_of_decoder", where=streams)
 def give_a_gradient_to_the_wrong_owner(original: Any, self: Any, microbatch: int) -> None:
     original(self, microbatch)
-    found, planned = self._now.gradients, self._now.pieces._planned.pieces
+    found, planned = self._now.gradients, self._now.streamed.pieces
     pieces = self._now.pieces_of(microbatch)
     for one in pieces:
         for other in range(pieces.start, one):

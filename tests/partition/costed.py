@@ -7,7 +7,7 @@ import torch
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.models.freezing import Freezing
-from loongplug.partition.costs import costs_of
+from loongplug.partition.splits import costs_of
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_model
 from loongplug.training.freezing import freezing_of

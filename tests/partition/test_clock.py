@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.hetero.pass_order import Pipeline, turns
-from loongplug.hetero.pipeline_graph import warmup
+from loongplug.hetero.pass_order import Pipeline, turns, warmup
 from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick
@@ -78,7 +77,7 @@ def one_by_one(decoder, *, microbatches, encoders, pipeline):
     first = 2 * stages if pipeline.chunks > 1 else stages
     for name, row in enumerate(encoders):
         for stage in range(len(row)):
-            ahead = warmup(microbatches=microbatches, ahead=first, stages=len(row), stage=stage)
+            ahead = min(microbatches, warmup(ahead=first, stages=len(row), stage=stage))
             passes = [(2 * (number + ahead), False, number) for number in range(microbatches)]
             passes += [(2 * number - 1, True, number) for number in range(microbatches)]
             left.append([(name, stage, forward, number) for _, forward, number in sorted(passes)])

@@ -7,8 +7,9 @@ import pytest
 from costed import FULL, LENGTH, costs, media, parsed, trains_of
 
 from loongplug.estimate.own_ranks import OwnRanks
-from loongplug.hetero.intervals import made_by, overlaps
+from loongplug.hetero.placement import one_apart
 from loongplug.models.amounts import ModelAmounts
+from loongplug.models.entries import encoders as entry_encoders
 from loongplug.parallel.layout import Layout
 from loongplug.training.layer_costs import Cost, EntryCosts
 
@@ -195,8 +196,10 @@ def test_a_replica_on_ranks_of_its_own_does_the_samples_that_it_encodes(
 ):
     """The busiest one's, of two samples a microbatch, on each of its tensor parallel ranks."""
     run = parsed()
-    slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=2)
-    each = [made_by(number, slot) for number in range(encoders)]
+    (entry,) = entry_encoders(run.model.entries())
+    placement = one_apart(Layout(dp=decoders), entry=entry, tp=1, dp=encoders, rank_offset=decoders)
+    slot = placement.pieces(EYES, micro_batch_size=2)
+    each = [tuple(x for x in slot if x.edge.encoder == number) for number in range(encoders)]
     made = max(each, key=lambda one: sum(len(part.samples) for part in one))
     own = OwnRanks(
         name=EYES, layout=Layout(tp=tp, dp=encoders), replica=each.index(made), made=made

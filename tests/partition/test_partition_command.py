@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import as_rank
-from loongplug.partition.found import LAYOUT
+from loongplug.partition.splits import LAYOUT
 
 pytestmark = pytest.mark.quick
 

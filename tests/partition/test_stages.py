@@ -12,7 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.partition.found import FoundSplits, _stages_of_encoders, layout_text
+from loongplug.partition.splits import FoundSplits, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.layer_costs import Cost, EntryCosts
 

@@ -27,7 +27,7 @@ def streams(rank: int, *, flags: list[str], at_least: int) -> Steps:
 
     def counted(self: Executor) -> None:
         nonlocal ended
-        ended += self.pieces is not None
+        ended += self.streamed_passes is not None
         end(self)
 
     Executor.end = counted

@@ -93,15 +93,15 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
     """
 
     def noted(original: Callable[..., Any], self: Any) -> None:
-        pieces = self.pieces
+        step, passes = self._now, self.streamed_passes
         original(self)
-        if pieces is None:
+        if passes is None:
             return
-        last, planned = len(pieces.forwards), pieces._planned.pieces
-        work = pieces.stream.work
-        within = sum(0 < each.before < last for each in work)
+        work = step.streamed.work[step.streaming.replica]
+        within = sum(0 < each.before < len(passes) for each in work)
+        planned = step.streamed.pieces
         together = [{planned[n].microbatch for n in each.pieces} for each in work]
-        found = [[len(each) for each in pieces.stream.pieces], within, [*map(len, together)]]
+        found = [[len(each) for each in step.pieces], within, [*map(len, together)]]
         found.append(self._entry.name)
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
@@ -111,7 +111,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         return original(self, *args)
 
     around("loongplug.hetero.executor:Executor.end", noted)
-    around("loongplug.hetero.host_moves:HostMoves._leaving", leaving)
+    around("loongplug.hetero.executed_step:HostMoves._leaving", leaving)
     if before is not None:
         before(rank)
 
@@ -199,7 +199,7 @@ def turn_gradients_within_passes(rank: int) -> None:
     """Those of a pass's pieces stand in the wrong order; all shapes are right."""
 
     def turned(original: Callable[..., Any], self: Any, pieces: Any, *, more: bool) -> None:
-        if self.pieces is not None:
+        if self.streamed_passes is not None:
             gradients = self._now.own_gradients
             own = [gradients[each] for each in pieces]
             turned = torch.cat(own[::-1]).split(list(map(len, own)))

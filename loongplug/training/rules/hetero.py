@@ -149,7 +149,7 @@ one_mode = excludes(
 def balance(args: Namespace, model: Any) -> str | None:
     """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
     modes = _modes(args, model)
-    if not args.use_vit_dp_balance or any(mode.any_owner or mode.apart for mode in modes):
+    if not args.use_vit_dp_balance or any(mode.on_every_stage or mode.apart for mode in modes):
         return None
     return f"--use-vit-dp-balance in the mode {modes[0].name}"
 

@@ -4,30 +4,29 @@ The same on every rank of a model replica: it follows from the grids of the step
 plan says who loads media, and is asked for again when they are encoded: the last ones are kept.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
-from loongplug.hetero.balance import shares_of
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pieces import cut, in_passes
+from loongplug.hetero.balance import cut, in_passes, shares_of
+from loongplug.hetero.bubble_drafts import streamed
+from loongplug.hetero.encoder_steps import EncoderWork, Stream
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.routes import common, within
 from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
-    EncoderWork,
     Name,
     PassCosts,
     PieceCost,
     Step,
-    decoder_passes,
 )
 from loongplug.hetero.step_programs import separated_time
-from loongplug.hetero.stream import PieceWork, Stream
-from loongplug.hetero.streaming import streamed
 
 Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for the encoder
 
@@ -87,19 +86,33 @@ class StreamedStep:
 
     pieces: tuple[Piece, ...]
     shares: tuple[tuple[Share, ...], ...]
-    work: tuple[tuple[PieceWork, ...], ...]
+    work: tuple[tuple[EncoderWork[int], ...], ...]
     passes: tuple[tuple[DecoderPass, ...], ...]
-    microbatches: int
     trains: bool
 
-    def stream(self, replica: int | None) -> Stream:
-        """As one replica's ranks see it; None for ranks of none."""
-        behind = [0] * (self.microbatches + 1)
-        for each in self.pieces:
-            behind[each.microbatch + 1] += 1
-        return Stream(
-            work=() if replica is None else self.work[replica],
-            pieces=tuple(range(first, stop) for first, stop in pairwise(accumulate(behind))),
+    def stream(self, replica: int) -> Stream:
+        """As one replica's ranks see it."""
+        microbatches = [each.microbatch for each in self.pieces]
+        ends = [bisect_left(microbatches, number) for number in range(len(self.shares) + 1)]
+        return Stream(work=self.work[replica], pieces=tuple(map(range, ends, ends[1:])))
+
+    def exchanged(self, units: ExchangeSpec) -> ExchangeSpec:
+        """What all know of the pieces, of what they know of the units."""
+        shards = None
+        if units.shards is not None:
+            shards = tuple(
+                tuple(
+                    within(common(rows, (each.rows,)), (each.rows,))
+                    for rows in units.shards[each.microbatch]
+                )
+                for each in self.pieces
+            )
+        return ExchangeSpec(
+            tokens=tuple(each.tokens for each in self.pieces),
+            shares=tuple((Share(encoder_replica=each.replica),) for each in self.pieces),
+            width=units.width,
+            dtype=units.dtype,
+            shards=shards,
         )
 
 
@@ -109,7 +122,7 @@ class StepPlanner:
     def __init__(self, costs: StreamedCosts, *, stages: Sequence[int]) -> None:
         """``stages`` are the decoder's that the encoder's replicas lie on."""
         self._costs, self._stages = costs, tuple(stages)
-        self._kept: OrderedDict[tuple[tuple[Grid, ...], ...], StreamedStep | None] = OrderedDict()
+        self._plans = lru_cache(maxsize=_KEPT)(self._planned)
 
     def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
         """Who encodes what of each unit of a step; None as :meth:`plan`."""
@@ -118,12 +131,7 @@ class StepPlanner:
 
     def plan(self, units: Units) -> StreamedStep | None:
         """None where streaming is not faster by the clock."""
-        key = tuple(map(tuple, units))
-        if key not in self._kept:
-            self._kept[key] = self._planned(units)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[key]
+        return self._plans(tuple(map(tuple, units)))
 
     def step(self, units: Units) -> Step:
         """What a plan is made of."""
@@ -141,29 +149,20 @@ class StepPlanner:
         for unit, of_unit in enumerate(shares):
             for piece, share in enumerate(of_unit):
                 held[share.encoder_replica].append((unit, piece))
-        work = []
-        for names, stage in zip(held, self._stages, strict=True):
-            rows = [sum(prod(units[unit][each]) for each in media[unit][n]) for unit, n in names]
-            runs = [range(at, at + 1) for at in range(len(names))]
-            if self._costs.joined_rows is not None:
-                runs = in_passes(rows, joined_rows=self._costs.joined_rows)
-            passes = [tuple(names[each.start : each.stop]) for each in runs]
-            last = len(step.passes[stage])
-            backwards = passes if step.encoder.trains else []
-            work.append(
-                (
-                    *(EncoderWork(0, True, each) for each in passes),
-                    *(EncoderWork(last, False, each) for each in backwards),
-                )
-            )
-        plan = EncoderPlan(work=tuple(work), streamed=False)
-        return separated_time(step, plan, group=self._costs.group)
+        rows = [
+            [sum(prod(units[unit][each]) for each in media[unit][piece]) for unit, piece in names]
+            for names in held
+        ]
+        passes = [
+            in_passes(*each, most=self._costs.joined_rows) for each in zip(held, rows, strict=True)
+        ]
+        return separated_time(step, passes)
 
-    def _planned(self, units: Units) -> StreamedStep | None:
+    def _planned(self, units: tuple[tuple[Grid, ...], ...]) -> StreamedStep | None:
         cuts = [self._cut(grids, len(units)) for grids in units]
         step = self._step(units, cuts)
         plan = streamed(step, otherwise=self.separated_time(units))
-        return _of_plan(plan, step, self._costs, units, cuts) if plan.streamed else None
+        return None if plan is None else _of_plan(plan, step, self._costs, units, cuts)
 
     def _cut(self, grids: Sequence[Grid], microbatches: int) -> tuple[range, ...]:
         """The media of a unit, of a step of so many, in pieces of about one cost."""
@@ -172,25 +171,16 @@ class StepPlanner:
 
     def _step(self, units: Units, media: Sequence[Sequence[Sequence[int]]]) -> Step:
         """Each of a unit's ``media``, by their numbers, is a piece."""
-        costs, stages = self._costs, 1 + max(self._stages)
-        pipelines = (
-            Pipeline(
-                stages=stages,
-                stage=stage,
-                chunks=len(costs.forward) // stages,
-                group=costs.group,
-            )
-            for stage in range(stages)
-        )
+        costs = self._costs
         return Step(
             pieces=tuple(
                 tuple(costs.of_media([grids[medium] for medium in own]) for own in of_unit)
                 for grids, of_unit in zip(units, media, strict=True)
             ),
             replicas=self._stages,
-            passes=tuple(decoder_passes(each, len(units)) for each in pipelines),
             forward=costs.forward,
             backward=costs.backward,
+            group=costs.group,
             encoder=costs.of_passes,
         )
 
@@ -203,71 +193,44 @@ def _of_plan(
     cuts: Sequence[Sequence[range]],
 ) -> StreamedStep:
     """What is to be sent and done; ``cuts`` are of each unit the media of each of its pieces."""
-    forwards = [each.pieces for of_one in plan.work for each in of_one if each.forward]
-    runs = _runs(forwards)
-    first = {names[0]: number for number, names in enumerate(runs)}
-    owners = {
-        name: replica
-        for replica, of_one in enumerate(plan.work)
-        for each in of_one
-        for name in each.pieces
-    }
+    sent = sorted(
+        (names, replica)
+        for replica, work in enumerate(plan)
+        for one in work
+        if one.forward
+        for names in _neighbours(one.pieces)
+    )
+    first = {names[0]: number for number, (names, _) in enumerate(sent)}
+
+    def numbers(one: EncoderWork[Name]) -> tuple[int, ...]:
+        return tuple(first[name] for name in one.pieces if name in first)
+
     tokens = [list(map(costs.tokens, grids)) for grids in units]
     ends = [list(accumulate(each, initial=0)) for each in tokens]
     pieces = []
-    for names in runs:
+    for names, replica in sent:
         (unit, begin), (_, end) = names[0], names[-1]
         media = range(cuts[unit][begin].start, cuts[unit][end].stop)
         rows = slice(ends[unit][media.start], ends[unit][media.stop])
-        owner = owners[unit, begin]
-        pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=owner))
+        pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=replica))
+    owned = ((each.microbatch, each.media, each.replica) for each in pieces)
     return StreamedStep(
         pieces=tuple(pieces),
-        shares=_shares(pieces, tokens),
+        shares=shares_of(owned, tokens=tokens),
         work=tuple(
-            tuple(
-                PieceWork(
-                    one.before,
-                    one.forward,
-                    tuple(first[name] for name in one.pieces if name in first),
-                )
-                for one in of_one
-            )
-            for of_one in plan.work
+            tuple(EncoderWork(x.before, x.forward, numbers(x)) for x in work) for work in plan
         ),
         passes=step.passes,
-        microbatches=len(units),
         trains=costs.of_passes.trains,
     )
 
 
-def _shares(
-    pieces: Iterable[Piece], tokens: Sequence[Sequence[int]]
-) -> tuple[tuple[Share, ...], ...]:
-    """Of each unit, whose media have so many ``tokens``.
-
-    A unit without media has no piece. Somebody has to have it nevertheless, with nothing to do.
-    """
-    held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in tokens]
-    for each in pieces:
-        held[each.microbatch][each.replica] += each.media
-    return tuple(
-        shares_of(of_unit or {0: ()}, tokens=each)
-        for of_unit, each in zip(held, tokens, strict=True)
-    )
-
-
-def _runs(passes: Iterable[Sequence[Name]]) -> list[list[Name]]:
-    """The names of pieces that are sent as one, together; all, in order.
-
-    Those are neighbours of a microbatch that go through the encoder in one pass.
-    """
-    found: list[list[Name]] = []
-    for names in passes:
-        found.append([names[0]])
-        for last, name in pairwise(names):
-            if name == (last[0], last[1] + 1):
-                found[-1].append(name)
-            else:
-                found.append([name])
-    return sorted(found)
+def _neighbours(names: Sequence[Name]) -> list[list[Name]]:
+    """Pieces of one pass that are sent as one: neighbours of a microbatch."""
+    found = [[names[0]]]
+    for last, name in pairwise(names):
+        if name == (last[0], last[1] + 1):
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return found

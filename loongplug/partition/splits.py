@@ -1,24 +1,29 @@
 """From the flags of a run to two splits of its layers, of which the better one is kept."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.estimator import run_of
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.microbatches import segments_of
+from loongplug.estimate.own_ranks import OwnRanks, own_ranks_of
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.models.entries import encoders, only_decoder
+from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
+from loongplug.models.entries import Entry, encoders, only_decoder
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.partition.costs import costs_of
+from loongplug.parallel.layout import Layout
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_asked_for
 from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.freezing import freezing_of
-from loongplug.training.layer_costs import EntryCosts
+from loongplug.training.layer_costs import Cost, EntryCosts, decoder_costs
 from loongplug.training.rules.own_ranks import lying_apart
 from loongplug.training.rules.pipeline import stages_of_layout
 
@@ -94,7 +99,9 @@ def find(
         flags = without_flags(flags, _SPLITS)
         if pp <= layers:  # a start would refuse layers that do not divide
             places = pp * chunks if pp * chunks <= layers else pp
-            flags = [*flags, LAYOUT, layout_text(_even(layers, places))]
+            each, more = divmod(layers, places)
+            even = [each + (place < more) for place in range(places)]
+            flags = [*flags, LAYOUT, layout_text(even)]
     parsed, step_of = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
     model, microbatches = parsed.model, step_of(0)
     names = [entry.name for entry in encoders(model.entries())]
@@ -150,6 +157,72 @@ def find(
     )
 
 
+def costs_of(
+    parsed: ParsedArguments,
+    microbatches: Sequence[Microbatch],
+    *,
+    trains: Callable[[str], bool],
+    apart: Collection[str] = (),
+    own: Sequence[OwnRanks] = (),
+) -> dict[str, EntryCosts]:
+    """By entry, the decoder's last: of a microbatch with the mean media of these.
+
+    ``trains`` says of a parameter's name whether it trains; ``apart`` are the encoders on ranks of
+    their own, which are as many for a unit as their tensor parallel size. Those of which ``own``
+    says so have replicas of their own, too: the busiest one's samples count. Padding counts, since
+    it is computed.
+    """
+    args, model = parsed.args, parsed.model
+    amounts = ModelAmounts.of(model, parsed.family.load_hugging_face(model), trains=trains)
+    entries = model.entries()
+    placed = {each.name: each for each in own}
+    found = {}
+    for entry in encoders(entries):
+        if entry.name in placed:  # what its busiest replica's ranks do of a decoder replica's unit
+            busiest = placed[entry.name]
+            part = Fraction(busiest.samples, args.micro_batch_size * busiest.layout.tp)
+        else:
+            part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
+        units = [each.units[entry.name] for each in microbatches]
+        found[entry.name] = _of_encoder(amounts, entry.name, units, part=part)
+    rows = [
+        segments_of(each) or (each.split.length,) * args.micro_batch_size for each in microbatches
+    ]
+    found[only_decoder(entries).name] = decoder_costs(args, amounts.decoder, rows)
+    return found
+
+
+def _of_encoder(
+    amounts: ModelAmounts, name: str, units: Sequence[Unit], *, part: Fraction
+) -> EntryCosts:
+    """With its projector, which its last layer has beside it. ``part``: of a unit, for a rank."""
+    encoder, own = amounts.model.encoder(name), amounts.entries[name]
+    share = len(units) * part.denominator
+    units = [*units] * part.numerator
+    costs = EntryCosts.of(
+        own,
+        media_extent(encoder, [grid for unit in units for grid in unit.grids]),
+        share=share,
+        parts=WHOLE if encoder.recompute else frozenset(),
+    )
+    tokens: Amounts = Counter({"states": sum(unit.tokens for unit in units)})
+    projectors = (Cost.of(each, tokens, share=share, parts=frozenset()) for each in own.beside)
+    return replace(costs, last=sum(projectors, costs.last))
+
+
+def _ranks_of_a_unit(parsed: ParsedArguments, entry: Entry, *, apart: bool) -> int:
+    """How many ranks of one model replica share a microbatch's media, on the mean."""
+    args, encoder = parsed.args, parsed.model.encoder(entry.name)
+    tp, own = args.tensor_model_parallel_size, encoder.tensor_model_parallel_size
+    if apart:
+        return own or tp
+    mode = mode_of(args, encoder)
+    cp, pp = args.context_parallel_size, args.pipeline_model_parallel_size
+    decoder = Layout(tp=tp, cp=cp, pp=pp)
+    placement = mode.place(decoder, entry=entry, tp=own or mode.encoder_tp or tp)
+    return placement.entry(entry.name).layout.tp * len(placement.edge(entry.name, rank=0).replicas)
+
+
 def layout_text(sizes: Sequence[int]) -> str:
     """Stages of so many decoder layers as Megatron's flag has them.
 
@@ -167,11 +240,6 @@ def _virtual_stages(args: Namespace, layers: int) -> int:
     if each:
         return -(-layers // (pp * each))
     return args.num_virtual_stages_per_pipeline_rank or 1
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    each, more = divmod(layers, stages)
-    return [each + (stage < more) for stage in range(stages)]
 
 
 def _with_encoders(
