@@ -9,6 +9,8 @@ from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.exchange_bytes import ExchangeBytes
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, STATES, Ledger
 from loongplug.estimate.wire_bytes import NAMES, WireBytes
+from loongplug.hetero.crossings import Crossings
+from loongplug.hetero.dealing import Deal
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -28,6 +30,7 @@ from loongplug.hetero.operations import (
     Weights,
     When,
 )
+from loongplug.hetero.routes import common, size
 
 Held = defaultdict[Cargo, dict[int, int]]
 
@@ -38,6 +41,7 @@ class EncoderBytes:
 
     It does the plan as the executor does, with bytes in the place of tensors. ``encoded`` has the
     pieces that this rank encodes; they go over ``wires``, or in an ``exchange`` of all ranks.
+    Where this rank's decoder is dealt what comes over a wire, ``crossings`` say how.
     ``away`` is what of the encoder's state leaves the device with it, by its name in the ledger.
     ``streamed`` are the pieces of each microbatch in a step that streams; else each is one.
     ``trains_before``: states that are given to this stage get gradients.
@@ -47,14 +51,15 @@ class EncoderBytes:
     encoded: EncodedUnits
     wires: Sequence[WireBytes] = ()
     exchange: ExchangeBytes | None = None
+    crossings: Crossings | None = None
     away: Mapping[str, int] = MappingProxyType({})
     streamed: Sequence[range] = ()
     trains_before: bool = False
     # By piece, what has not been used up yet: what came here, and what was made here to leave.
     _came: Held = field(default_factory=lambda: defaultdict(dict), init=False)
     _made: Held = field(default_factory=lambda: defaultdict(dict), init=False)
-    # By microbatch, what the decoder has used up of each piece.
-    _handed: dict[int, dict[int, int]] = field(default_factory=dict, init=False)
+    # By microbatch, what the decoder has used up.
+    _handed: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         operations = [each for several in self.plan.values() for each in several]
@@ -66,6 +71,11 @@ class EncoderBytes:
         states = Cargo.STATES, Cargo.STATE_GRADIENTS
         self._there, self._back = features if self.encoded.states is None else states
 
+    @property
+    def _row(self) -> int:
+        """Bytes of a token's features."""
+        return self.encoded.width * self.encoded.dtype.itemsize
+
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:
@@ -75,7 +85,7 @@ class EncoderBytes:
         held = 0
         if when.event is Event.GRADIENT and when.microbatch in self._handed:
             # By the decoder's backward, in which it comes.
-            held = sum(self._handed[when.microbatch].values())
+            held = self._handed[when.microbatch]
         for operation in self.plan.get(when, ()):
             self._enter(ledger, operation, held=held)
         if when == END:
@@ -125,13 +135,15 @@ class EncoderBytes:
         cost, came = self.encoded.cost(pieces), sum(map(self._came[self._back].pop, pieces))
         if len(pieces) > 1:
             ledger.work("gradients put together", came)
+        made = sum(map(self.encoded.made, pieces))  # of a replica's ranks, one has received it
+        ledger.add(NAMES[self._back], made - came)
         ledger.work("encoder's backward", held + cost.backward)
         ledger.take(ENCODER, cost.kept)
-        ledger.take(NAMES[self._back], came)
+        ledger.take(NAMES[self._back], made)
         if self.trains_before:
-            made = {piece: self._came[Cargo.STATES][piece] for piece in pieces}
-            ledger.add(NAMES[Cargo.STATE_GRADIENTS], sum(made.values()))
-            self._made[Cargo.STATE_GRADIENTS] |= made
+            back = {piece: self._came[Cargo.STATES][piece] for piece in pieces}
+            ledger.add(NAMES[Cargo.STATE_GRADIENTS], sum(back.values()))
+            self._made[Cargo.STATE_GRADIENTS] |= back
         else:
             self._let_go_of_states(ledger, pieces)
 
@@ -161,15 +173,26 @@ class EncoderBytes:
 
     def _features_to_decoder(self, ledger: Ledger, microbatch: int) -> None:
         pieces = self.streamed[microbatch] if self.streamed else (microbatch,)
-        taken = {piece: self._came[Cargo.FEATURES].pop(piece) for piece in pieces}
-        self._handed[microbatch] = taken
-        if len(taken) > 1:
-            ledger.work("features of pieces are joined", sum(taken.values()))
+        held = needed = sum(map(self._came[Cargo.FEATURES].pop, pieces))
+        if len(pieces) > 1:
+            ledger.work("features of pieces are joined", held)
+        if self.crossings is not None:
+            deal, mine = self.crossings.deal(microbatch), self.crossings.rank
+            needed = self._row * size(deal.needs[deal.ranks.index(mine)])
+            ledger.work("features are dealt", self._row * _at_once(deal, rank=mine))
+        self._handed[microbatch] = needed
         # Used up before the forward has all that it leaves.
-        ledger.take(FEATURES, sum(taken.values()))
+        ledger.take(FEATURES, held)
 
     def _gradient_of_decoder(self, ledger: Ledger, microbatch: int) -> None:
-        came = self._handed[microbatch]
+        pieces = self.streamed[microbatch] if self.streamed else (microbatch,)
+        came = dict.fromkeys(pieces, self._handed[microbatch])
+        if self.crossings is not None:
+            wire = self._by_cargo[Cargo.GRADIENTS]
+            came = {each: self._row * wire.rows(Cargo.GRADIENTS, each) for each in pieces}
+            deal, mine = self.crossings.deal(microbatch), self.crossings.rank
+            if deal.chunked:
+                ledger.work("gradients are dealt", self._row * _at_once(deal.back, rank=mine))
         self._made[Cargo.GRADIENTS] |= came
         ledger.add(FEATURE_GRADIENTS, sum(came.values()))
         if len(came) > 1:
@@ -188,3 +211,17 @@ class EncoderBytes:
                 return [(FEATURES, self._came[Cargo.FEATURES][piece]) for piece in pieces]
             case Kept.GRADIENTS:
                 return [(FEATURE_GRADIENTS, self._made[Cargo.GRADIENTS][each]) for each in pieces]
+
+
+def _at_once(deal: Deal, *, rank: int) -> int:
+    """Rows that a rank has at most beside those that it holds, while they are dealt."""
+    mine, holds = deal.ranks.index(rank), [*map(size, deal.holds)]
+    others = [rows for number, rows in enumerate(holds) if number != mine]
+    if len(holds) == 1 or not deal.rows:
+        return 0
+    if not deal.chunked:  # one broadcast, or several into what all need
+        several = sum(map(bool, holds)) > 1
+        return max(others, default=0) + (deal.rows if several else 0)
+    wants = deal.needs[mine]
+    sources = sum(bool(common(each, wants)) for each in deal.holds)
+    return size(wants) + max(holds[mine], size(wants) if sources > 1 else 0)

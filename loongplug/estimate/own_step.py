@@ -18,7 +18,6 @@ from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.trace import StageBefore, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
-from loongplug.hetero.edge import apart_ends
 from loongplug.hetero.operations import BEGIN, END, Cargo
 from loongplug.hetero.stage_links import StageSpec, stage_ends
 from loongplug.models.encoder_stages import payload_widths
@@ -97,7 +96,7 @@ class OwnStep:
             dtype=spec.dtype,
         )
         wire = partial(WireBytes, rank=rank, most=self._engine.in_flight(rank), trains=self.trains)
-        features = wire(partial(apart_ends, units=spec, pieces=place.pieces[True], rank=rank))
+        features = wire(self._engine.crossings(spec, True, rank=rank).ends)
         links = wire(
             partial(stage_ends, spec=states, before=place.before, behind=place.behind),
             carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),

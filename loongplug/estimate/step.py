@@ -25,13 +25,12 @@ from loongplug.estimate.state import State
 from loongplug.estimate.trace import Tracer, UnitBytes
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
-from loongplug.hetero.edge import apart_ends
+from loongplug.hetero.crossings import streamed_crossings
 from loongplug.hetero.operations import BEGIN, END
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
-from loongplug.hetero.piece_edges import piece_ends
-from loongplug.hetero.piece_work import of_pieces
 from loongplug.hetero.streamed_pieces import Piece
 from loongplug.models.entries import Entry
+from loongplug.parallel.states import decoder_layout
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
 
@@ -224,11 +223,12 @@ class TracedStep:
         wire = partial(WireBytes, rank=rank, trains=trains)
         spec = encoded.spec()
         if place.pieces is not None:  # on ranks of its own
-            ends = partial(apart_ends, units=spec, pieces=place.pieces[True], rank=rank)
+            crossings = engine.crossings(spec, True, rank=rank)
             return EncoderBytes(
                 plan=plan(encoder_replicas=spec.encoder_replicas),
                 encoded=encoded,
-                wires=(wire(ends, most=engine.in_flight(rank)),),
+                wires=(wire(crossings.ends, most=engine.in_flight(rank)),),
+                crossings=crossings,
             )
         edge, grids = place.edge, [each.grids for each in encoded.units]
         assert edge is not None, "an encoder beside the decoder"
@@ -237,11 +237,13 @@ class TracedStep:
         planned = None if planner is None else planner.plan(grids)
         if planned is not None:
             stream = planned.stream(replica)
-            ends = partial(piece_ends, pieces=of_pieces(planned.pieces, spec), edge=edge, rank=rank)
+            cp = decoder_layout().cp
+            crossings = streamed_crossings(planned.pieces, spec, edge=edge, cp=cp, rank=rank)
             return EncoderBytes(
                 plan=plan(encoder_replicas=spec.encoder_replicas, stream=stream),
                 encoded=replace(encoded, units=_units_of(planned.pieces, grids)),
-                wires=(wire(ends, most=inf),),
+                wires=(wire(crossings.ends, most=inf),),
+                crossings=crossings,
                 streamed=stream.pieces,
             )
         assignment = assignment_of(

@@ -8,7 +8,7 @@ from math import inf
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, STATE_GRADIENTS, STATES, Ledger
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.routes import size
-from loongplug.hetero.wire import WINDOW, Ends, PieceEnd, window
+from loongplug.hetero.wire import NOTHING_OF_IT, WINDOW, Ends, PieceEnd, window
 
 NAMES = {
     Cargo.FEATURES: FEATURES,
@@ -88,7 +88,7 @@ class WireBytes:
     def send(self, ledger: Ledger, what: Cargo, piece: int, nbytes: int) -> None:
         """A piece of ``nbytes`` sets out, and its memory is free but for what stays here."""
         way = self._ways[what]
-        end = way.ends.given[piece]
+        end = way.ends.given.get(piece, NOTHING_OF_IT)
         row = nbytes // max(1, end.rows)
         stays, away = (row * self._rows(end, own=own) for own in (True, False))
         copied = row * sum(
@@ -110,15 +110,19 @@ class WireBytes:
         way.sent.append((piece, away))
         ledger.add(NAMES[what], away)
 
+    def rows(self, what: Cargo, piece: int) -> int:
+        """How many this rank gives of a piece."""
+        return self._ways[what].ends.given.get(piece, NOTHING_OF_IT).rows
+
     def stays(self, what: Cargo, piece: int, nbytes: int) -> int:
         """What of a piece of ``nbytes`` this rank gives to itself."""
-        end = self._ways[what].ends.given[piece]
+        end = self._ways[what].ends.given.get(piece, NOTHING_OF_IT)
         return nbytes // max(1, end.rows) * self._rows(end, own=True)
 
     def receive(self, ledger: Ledger, what: Cargo, piece: int) -> int:
         """The bytes of a piece that this rank takes; the next one is received behind it."""
         way = self._ways[what]
-        end = way.ends.taken[piece]
+        end = way.ends.taken.get(piece, NOTHING_OF_IT)
         whole = end.rows * _row(way.ends)
         came = way.kept.pop(piece, 0) + way.under_way.pop(piece, 0)
         self._post(ledger, what)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.hetero.bubbles import BubbleSchedule
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.crossings import Crossings, apart_crossings
+from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.encoder_steps import encoder_step
@@ -18,10 +21,8 @@ from loongplug.hetero.exchange import AllToAll, ExchangeSpec
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.piece_edges import piece_wire
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight
-from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import StepPlanner, StreamedCosts
 from loongplug.hetero.wire import Wire
@@ -51,7 +52,6 @@ class EncoderEngine:
         seed: int,
         micro_batch_sizes: Mapping[bool, int],
         ahead: int,
-        sequence_parallel: bool,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
         costs: StreamedCosts | None = None,
@@ -80,7 +80,6 @@ class EncoderEngine:
             handed_on=handed_on,
             seed=seed,
             micro_batch_sizes=micro_batch_sizes,
-            sequence_parallel=sequence_parallel,
             timeout_minutes=timeout_minutes,
             nccl_config_path=nccl_config_path,
             decoder_places=0 if costs is None else len(costs.forward),
@@ -128,7 +127,8 @@ class EncoderEngine:
             if self.here:
                 trains[stage] = unwrapped(chunks[0]).trains(self._entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
-            if self.here or self.place.transport is not None:
+            needed = self.place.needed_by(dist.get_rank(), training=True)
+            if self.here or needed:
                 self._trains_before = self.here and bool(trains[:stage].any())
                 self.executor().encoder_trains = bool(trains[: stage + 1].any())
                 self.executor().trains_before = self._trains_before
@@ -182,13 +182,12 @@ class EncoderEngine:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
             self._executor = Executor(
                 self.plan,
-                self._exchange(training=True),
-                evaluating=self._exchange(training=False),
+                self._exchange(),
                 entry=self._entry,
                 taps=self._taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
-                links=self._links(),
+                carrier=self._carrier(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -213,17 +212,39 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def _links(self) -> Wire[StageSpec] | None:
-        before, behind, device = self.place.before, self.place.behind, current_platform().device
-        if before is None and behind is None:
-            return None
-        return stage_wire(
-            before=before,
-            behind=behind,
-            in_flight=self.in_flight(dist.get_rank()),
-            device=device,
-            recorder=self.recorder,
+    def crossings(
+        self, units: ExchangeSpec, training: bool, *, rank: int | None = None
+    ) -> Crossings:
+        """Those of a step of an encoder apart, as this rank knows them, or another one like it."""
+        assert self.place.pieces is not None, "the encoder lies with the decoder"
+        return apart_crossings(
+            self.place.pieces[training],
+            units,
+            cp=decoder_layout().cp,
+            rank=dist.get_rank() if rank is None else rank,
         )
+
+    def _carrier(self) -> Carrier | None:
+        place, rank = self.place, dist.get_rank()
+        if not place.groups:
+            return None
+        last = self._stage_of(rank) == self._stages - 1
+        return Carrier(
+            wire=Wire(
+                place.groups,
+                most=self.in_flight(rank) if self.apart else inf,
+                device=current_platform().device,
+                recorder=self.recorder,
+            ),
+            deals=self._dealer(place.deals),
+            shares=self._dealer(place.replica_group if last else None),
+            apart=self.crossings if self.apart else None,
+            before=place.before,
+            behind=place.behind,
+        )
+
+    def _dealer(self, group: dist.ProcessGroup | None) -> Dealer | None:
+        return None if group is None else Dealer(group, recorder=self.recorder)
 
     @cached_property
     def step_planner(self) -> StepPlanner | None:
@@ -243,35 +264,23 @@ class EncoderEngine:
         place, rank, planner = self.place, dist.get_rank(), self.step_planner
         assert planner is not None, "steps may stream"
         assert place.edge is not None
-        assert place.piece_groups is not None
         replica = place.edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
         executor = self.executor()
         executor.streaming = Streaming(
             planner=planner,
-            wire=piece_wire(
-                place.edge,
-                place.piece_groups,
-                device=current_platform().device,
-                recorder=self.recorder,
-            ),
+            edge=place.edge,
+            cp=decoder_layout().cp,
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
         groups = self._found.pipeline_groups()
         return BubbleSchedule(executor, groups, recorder=self.recorder)
 
-    def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
+    def _exchange(self) -> AllToAll | None:
         place, device = self.place, current_platform().device
-        if place.pieces is not None:
-            return apart_wire(
-                place.pieces[training],
-                place.transport,
-                in_flight=self.in_flight(dist.get_rank()),
-                device=device,
-                recorder=self.recorder,
-            )
-        assert place.edge is not None
+        if place.edge is None:
+            return None
         return AllToAll(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
 

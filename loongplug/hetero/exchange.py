@@ -181,23 +181,32 @@ class AllToAll:
             elif each.target == self._rank:
                 due[self._ranks.index(each.source)].append(each)
         arrived = [each for of_rank in due for each in of_rank]
-        sizes = {each: size(units.rows(each)) for of_rank in (*sent, *due) for each in of_rank}
-        received = [sum(sizes[each] for each in of_rank) for of_rank in due]
-        given = [sum(sizes[each] for each in of_rank) for of_rank in sent]
-        leaving = [out[each].detach() for of_rank in sent for each in of_rank]
-        rows = torch.empty(sum(received), units.width, dtype=units.dtype, device=self._device)
-        nbytes = sum(given) * units.width * units.dtype.itemsize
+        sizes = {each: size(units.rows(each)) for each in arrived}
+        leaving = [[out[each].detach() for each in of_rank] for of_rank in sent]
+        coming = [sum(sizes[each] for each in of_rank) for of_rank in due]
+        rows = torch.empty(sum(coming), units.width, dtype=units.dtype, device=self._device)
+        nbytes = sum(part.nbytes for of_rank in leaving for part in of_rank)
         with self._recorder.span("exchange", "units", bytes=nbytes):
-            dist.all_to_all_single(rows, _in_line(leaving, rows), received, given, self._group)
+            all_to_all(leaving, rows, coming, group=self._group)
         parts = rows.split([sizes[each] for each in arrived]) if arrived else ()
         return kept | dict(zip(arrived, parts, strict=True))
 
 
-def _in_line(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """One tensor of all ``parts`` [rows, width], as a collective wants it; one alone is no copy."""
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    return torch.cat([like[:0], *parts])
+def all_to_all(
+    leaving: Sequence[Sequence[Tensor]],
+    rows: Tensor,
+    coming: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+) -> None:
+    """Parts [rows, width] to each rank of ``group``, and so many ``rows`` from each, in order.
+
+    Collective: one call, also of ranks without rows. One part alone is no copy.
+    """
+    flat = [part for of_rank in leaving for part in of_rank]
+    out = flat[0].contiguous() if len(flat) == 1 else torch.cat([rows[:0], *flat])
+    given = [sum(map(len, of_rank)) for of_rank in leaving]
+    dist.all_to_all_single(rows, out, list(coming), given, group)
 
 
 def _whole(

@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import addresses
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
-from loongplug.hetero.operations import Cargo, StepPlan
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import StepPlan
 from loongplug.hetero.piece_work import PiecesOfStep
-from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -24,17 +23,15 @@ class ExecutedStep:
 
     plan: StepPlan
     encoder: EncoderOfStep
-    exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all that is exchanged
     pieces: PiecesOfStep | None  # where it streams
-    wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
+    carrier: Carrier | None = None  # where pieces go from rank to rank
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
     taken: dict[int, Tensor] = field(default_factory=dict)  # for a microbatch's forward under way
-    lengths: dict[int, list[int]] = field(default_factory=dict)  # rows of a microbatch's pieces
     arrived: Tensor | None = None  # the gradient that the backward under way has made
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
     # Roots of graphs alone: of what is encoded, features are held where they are consumed.
@@ -68,7 +65,7 @@ class ExecutedStep:
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
         for what in (
-            *(self.payloads, self.features, self.taken, self.lengths, self.gradients),
+            *(self.payloads, self.features, self.taken, self.gradients),
             *(self.own, self.own_gradients, self.saved, self.states),
         ):
             assert not what, f"nobody used what there is of pieces {list(what)}"

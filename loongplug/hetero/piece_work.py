@@ -4,24 +4,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch.distributed as dist
+
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
+from loongplug.hetero.crossings import Crossings, streamed_crossings
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.routes import Rows, common, within
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Piece, StepPlanner, StreamedStep
-from loongplug.hetero.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """What one rank streams an encoder's pieces by, for a run.
 
-    ``replica`` is the encoder's that this rank is of, ``stage`` the decoder's.
+    ``edge`` is the encoder's, to a decoder with so many context parts. ``replica`` is the encoder's
+    that this rank is of, ``stage`` the decoder's.
     """
 
     planner: StepPlanner
-    wire: Wire[ExchangeSpec]
+    edge: Edge
+    cp: int
     replica: int
     stage: int
 
@@ -37,7 +41,10 @@ class Streaming:
         if planned is None:
             return None
         assert encoder.trains == planned.trains, "counted from the flags that freeze"
-        return PiecesOfStep(self, planned, units, spec=spec, encoder=encoder)
+        crossings = streamed_crossings(
+            planned.pieces, spec, edge=self.edge, cp=self.cp, rank=dist.get_rank()
+        )
+        return PiecesOfStep(self, planned, units, crossings=crossings)
 
 
 class PiecesOfStep:
@@ -49,16 +56,13 @@ class PiecesOfStep:
         planned: StreamedStep,
         units: Sequence[Unit],
         *,
-        spec: ExchangeSpec,
-        encoder: EncoderOfStep,
+        crossings: Crossings,
     ) -> None:
-        """The step begins: receives of pieces are posted."""
         self._streaming = streaming
         self._planned = planned
         self._units = units
         self.stream: Stream = planned.stream(streaming.replica)
-        self.wire = streaming.wire
-        self.wire.begin(of_pieces(planned.pieces, spec), trains=encoder.trains)
+        self.crossings = crossings
 
     @property
     def forwards(self) -> list[bool]:
@@ -86,25 +90,3 @@ class PiecesOfStep:
             rows=unit.media.rows[before : before + sum(sizes[first:])],
             grids=unit.media.grids[first:behind],
         )
-
-
-def of_pieces(pieces: Sequence[Piece], units: ExchangeSpec) -> ExchangeSpec:
-    """What all know of the pieces, of what they know of the units."""
-    shards = None
-    if units.shards is not None:
-        shards = tuple(
-            tuple(_rows_of(each, rows) for rows in units.shards[each.microbatch]) for each in pieces
-        )
-    return ExchangeSpec(
-        tokens=tuple(each.tokens for each in pieces),
-        shares=tuple((Share(encoder_replica=each.replica),) for each in pieces),
-        width=units.width,
-        dtype=units.dtype,
-        shards=shards,
-    )
-
-
-def _rows_of(piece: Piece, needed: Rows) -> Rows:
-    """What of a piece's rows is among those ``needed`` of its unit."""
-    own = (piece.rows,)
-    return within(common(needed, own), own)

@@ -1,28 +1,23 @@
 """Between the pipeline stages of an encoder on ranks of its own: states, and their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage, Wire
-from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage
+from loongplug.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
     """The rank of a neighbouring stage that this one exchanges with.
 
-    It has this rank's tensor and data parallel coordinates. ``there`` is the process group of
-    states, from the earlier stage to the later one, ``back`` that of their gradients. ``width`` is
-    that of a payload.
+    It has this rank's tensor and data parallel coordinates. ``width`` is that of a payload.
     """
 
     peer: int
-    there: dist.ProcessGroup
-    back: dist.ProcessGroup
     width: int
 
 
@@ -35,30 +30,20 @@ class StageSpec:
     dtype: torch.dtype
 
 
-def stage_wire(
-    *,
-    before: StageLink | None,
-    behind: StageLink | None,
-    in_flight: int,
-    device: torch.device,
-    recorder: Recorder = NOTHING,
-) -> Wire[StageSpec]:
-    """One rank's links to the stages before and behind its own, where there are such."""
-    rank, there, back = dist.get_rank(), {}, {}  # groups, by source and target
-    if before is not None:
-        there[before.peer, rank], back[rank, before.peer] = before.there, before.back
-    if behind is not None:
-        there[rank, behind.peer], back[behind.peer, rank] = behind.there, behind.back
-    return Wire(
-        {
-            Cargo.STATES: lambda source, target: there[source, target],
-            Cargo.STATE_GRADIENTS: lambda source, target: back[source, target],
-        },
-        ends=partial(stage_ends, before=before, behind=behind),
-        most=in_flight,
-        device=device,
-        recorder=recorder,
-    )
+def stage_links(
+    layout: Layout, rank: int, *, widths: Sequence[int]
+) -> tuple[StageLink | None, StageLink | None]:
+    """A rank's to the stages before and behind its own, where there are such.
+
+    ``widths`` are those of what each stage of ``layout`` but the last hands on.
+    """
+    if rank not in layout.ranks:
+        return None, None
+    stage, pipeline = layout.coordinates(rank).pp, layout.group("pp", rank)
+    before = StageLink(peer=pipeline[stage - 1], width=widths[stage - 1]) if stage else None
+    if stage == layout.pp - 1:
+        return before, None
+    return before, StageLink(peer=pipeline[stage + 1], width=widths[stage])
 
 
 def stage_ends(
@@ -70,7 +55,6 @@ def stage_ends(
         numbered = enumerate(zip(spec.rows, spec.microbatches, strict=True))
         return {
             unit: PieceEnd(
-                rows=rows,
                 messages=(PieceMessage(peer=link.peer, rows=(slice(0, rows),)),),
                 microbatch=microbatch,
             )

@@ -67,7 +67,6 @@ def engine_of(args: Namespace, model: Any) -> Engine:
                 virtual=args.virtual_pipeline_model_parallel_size is not None,
                 group=args.microbatch_group_size_per_vp_stage,
             ),
-            sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
             costs=streamed_costs(args, model, entry=entry) if mode.fills_bubbles else None,
