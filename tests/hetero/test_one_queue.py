@@ -11,11 +11,11 @@ from itertools import product
 
 import pytest
 import torch
+from loongplug.hetero.edge import Transport, apart_wire
 from placed import ENCODER
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import edge, stage_links, wire
-from loongplug.hetero.edge import Transport, apart_wire
 from loongplug.hetero.encoder_steps import encoder_step
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.modes import APART

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from delivered import delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loongplug.hetero.piece_edges import piece_ends, piece_wire
 from placed import ENCODER, placements
 from simulated import finish
 from streamed_steps import even, steps
@@ -18,7 +19,6 @@ from streamed_steps import even, steps
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.piece_edges import piece_ends, piece_wire
 from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows, used_pairs
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
