@@ -318,16 +318,6 @@ def test_nothing_goes_back_where_nothing_trains() -> None:
     assert not any(each.back for each in counted)
 
 
-def deal_to_mirrored_places(rank: int) -> None:
-    """What comes of several ranks does not lie where it belongs."""
-
-    def mirrored(original: Any, values: torch.Tensor, rows: Rows, *, into: torch.Tensor) -> None:
-        places = [slice(len(into) - each.stop, len(into) - each.start) for each in rows]
-        original(values, tuple(places), into=into)
-
-    around("loongplug.hetero.dealing:put", mirrored)
-
-
 def count_each_copy_of_a_gradient(rank: int) -> None:
     def summed(original: Any, self: Dealer, came: torch.Tensor, deal: Deal) -> torch.Tensor:
         return original(self, came, deal) * (1 if deal.chunked else len(deal.ranks))
@@ -339,10 +329,9 @@ def count_each_copy_of_a_gradient(rank: int) -> None:
     ("name", "fault"),
     [
         ("2-to-1", FAULTS["take_pieces_in_order_of_arrival"].put_in),
-        ("tp2-cp2-1", FAULTS["add_rows_instead_of_placing"].put_in),
-        ("tp2-2", deal_to_mirrored_places),
-        ("tp2-2-split", deal_to_mirrored_places),
-        ("tp2-encoder-tp2-split", deal_to_mirrored_places),  # of gradients alone
+        ("tp2-2", FAULTS["place_dealt_rows_mirrored"].put_in),
+        ("tp2-2-split", FAULTS["place_dealt_rows_mirrored"].put_in),
+        ("tp2-encoder-tp2-split", FAULTS["place_dealt_rows_mirrored"].put_in),  # of gradients alone
         ("tp2-encoder-tp2", count_each_copy_of_a_gradient),
     ],
 )

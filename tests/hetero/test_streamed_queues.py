@@ -1,34 +1,42 @@
-"""Pieces over edges within a model replica: one order at both ends, and every row in its place."""
+"""Steps that stream on devices whose messages go in queues: one order for two ranks, and no hang.
+
+What ranks send, post and deal is what the product's wires and dealers do; passes and the clock of
+full separation stand for Megatron's schedule.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from delivered import delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loongplug.hetero.piece_edges import piece_ends, piece_wire
-from placed import ENCODER, placements
 from simulated import finish
 from streamed_steps import even, steps
 
 from loongplug.data.microbatch import Share
+from loongplug.hetero import wire
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.crossings import streamed_crossings
+from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import Rows, used_pairs
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
+from loongplug.hetero.streamed_pieces import Piece
 from loongplug.hetero.streaming import separated, streamed
 from loongplug.hetero.wire import Wire
-from loongplug.parallel.layout import Layout
-from loongplug.simulate.programs import Act, Build, Post, Wait
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
 from loongplug.simulate.wires import on_streams
 
-PieceMessage = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
+Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -61,6 +69,19 @@ class Wires:
         self.does("moves", message)
         return Posted(self, message)
 
+    def all_to_all_single(
+        self, rows: torch.Tensor, out: torch.Tensor, coming: Any, given: Any, group: Any
+    ) -> None:
+        assert (len(rows), len(out)) == (sum(coming), sum(given))
+        self.does("meets", group)
+
+    def broadcast(self, rows: torch.Tensor, *, src: int, group: Any) -> None:
+        assert src in group
+        self.does("meets", group)
+
+    def get_process_group_ranks(self, group: Any) -> Any:
+        return group
+
     def does(self, what: str, which: Any) -> None:
         self.did[self.rank].append((what, which))
 
@@ -68,7 +89,7 @@ class Wires:
 @dataclass
 class Posted:
     wires: Wires
-    message: PieceMessage
+    message: Message
 
     def wait(self) -> None:
         self.wires.does("waits", self.message)
@@ -84,17 +105,17 @@ class Sent:
         return False
 
 
-def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> bool:
-    """Whether a step ends where what two ranks move in a group goes through one queue on each.
-
-    As with NCCL; ``one_queue`` is that of :func:`on_streams`.
-    """
+def programs_of(did: dict[int, list[tuple[str, Any]]]) -> Programs:
+    """What ranks do, as programs; messages of two ranks in a group are one stream."""
     build = Build()
 
     def acts(rank: int) -> Iterator[Act]:
         for what, which in did[rank]:
             if what == "says":
                 yield Post(((build.message("says", which), True),))
+                continue
+            if what == "meets":
+                yield Meet(build.group(which))
                 continue
             if which[0] == "pass":
                 yield Wait(((build.message("says", which), False),))
@@ -104,27 +125,43 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
             end = build.message(stream, number, eager=False), rank == source
             yield Post((end,)) if what == "moves" else Wait((end,))
 
-    def communicator(stream: Any) -> Any:
-        return None if stream == "says" else (stream[0], *sorted(stream[1:]))
+    return build.programs([[*acts(rank)] for rank in sorted(did)])
 
-    programs = build.programs([[*acts(rank)] for rank in sorted(did)])
-    return finish(on_streams(programs, communicator=communicator, one_queue=one_queue))
+
+def communicator(stream: Any) -> Any:
+    """That of a message; what ranks of a stage say is none."""
+    return None if stream == "says" else (stream[0], *sorted(stream[1:]))
+
+
+def ends(did: dict[int, list[tuple[str, Any]]], **options: Any) -> bool:
+    """Whether a step ends where what two ranks move in a group goes through one queue on each.
+
+    As with NCCL; ``options`` are those of :func:`on_streams`.
+    """
+    return finish(on_streams(programs_of(did), communicator=communicator, **options))
 
 
 def drive(
-    edges: Wire[ExchangeSpec], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
+    carrier: Carrier,
+    replica: int,
+    *,
+    step: Step,
+    plan: EncoderPlan,
+    wires: Wires,
+    pieces: Sequence[Piece],
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
-    stage = step.replicas[replica]
+    stage, edges = step.replicas[replica], carrier.wire
     numbers = {name: number for number, name in enumerate(step.names)}
     work = list(plan.work[replica])
+    needed: dict[int, torch.Tensor] = {}
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
             forward, names = work.pop(0)[1:]
             for number in map(numbers.__getitem__, names):
                 if forward:
-                    edges.send(Cargo.FEATURES, number, torch.zeros(number + 1, 1))
+                    edges.send(Cargo.FEATURES, number, torch.zeros(pieces[number].tokens, 1))
                 else:
                     edges.receive(Cargo.GRADIENTS, number)
         if one is None:
@@ -132,16 +169,19 @@ def drive(
         if posted is not None:
             posted.wait()
         count = len(step.pieces[one.microbatch]) if one.place == 0 else 0
-        pieces = [(one.microbatch, piece) for piece in range(count)]
-        if one.forward:
-            for name in pieces:
-                edges.receive(Cargo.FEATURES, numbers[name])
+        own = [numbers[one.microbatch, piece] for piece in range(count)]
+        if one.forward and one.place == 0:
+            came = [edges.receive(Cargo.FEATURES, number) for number in own]
+            held = torch.cat([torch.zeros(0, 1), *came])
+            needed[one.microbatch] = carrier.dealt(one.microbatch, held)
         wires.does("says", ("pass", one, replica))
-        for other in step.lanes[stage]:  # of one tensor parallel group
+        for other in step.lanes[stage]:  # of one tensor parallel group, or of parts of a sequence
             wires.does("waits", ("pass", one, other))
-        if not one.forward:
-            for number in map(numbers.__getitem__, pieces if step.encoder.trains else ()):
-                edges.send(Cargo.GRADIENTS, number, torch.zeros(number + 1, 1))
+        if not one.forward and one.place == 0 and step.encoder.trains:
+            gradient = needed.pop(one.microbatch)
+            held_back = carrier.collected(one.microbatch, own, gradient)
+            for number, part in zip(own, held_back, strict=True):
+                edges.send(Cargo.GRADIENTS, number, part)
         pipeline_output(step, replica, one, wires=wires)
     edges.drain()
 
@@ -172,27 +212,77 @@ def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires)
         wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
 
 
-def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: dict[Cargo, Any]) -> Wires:
-    """All ranks' step, by real edges and the names of their groups."""
-    owners = owners_of(plan)
+def drawn(
+    step: Step,
+    plan: EncoderPlan,
+    *,
+    groups: dict[Cargo, Any],
+    window: int = 2,
+    cp: int = 1,
+    chunked: bool = False,
+) -> Wires:
+    """All ranks' step, by real wires and the names of their groups.
+
+    The lanes of a stage are those of so many context parts; ``chunked``: with sequence parallelism.
+    """
+    lanes, ranks = step.lanes[0], range(len(step.replicas))
+    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=lanes)
+    parts = edge.parts(cp)
+    owners, tp = owners_of(plan), len(parts[0])
+    # Of each part of the sequence, a piece has as many rows as its number says.
+    sizes = [cp * (number + 1) for number in range(len(step.names))]
+    units = [
+        [size for size, (unit, _) in zip(sizes, step.names, strict=True) if unit == number]
+        for number in range(len(step.pieces))
+    ]
+    ends = [[*accumulate(each, initial=0)] for each in units]
+    pieces = [
+        Piece(
+            microbatch=unit,
+            media=range(0),
+            rows=slice(ends[unit][place], ends[unit][place + 1]),
+            replica=owners[unit, place],
+        )
+        for unit, place in step.names
+    ]
+    number = cp * tp if chunked else cp
     spec = ExchangeSpec(
-        tokens=tuple(range(1, len(step.names) + 1)),
-        shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
+        tokens=tuple(map(sum, units)),
+        shares=((Share(encoder_replica=0),),) * len(units),
         width=1,
         dtype=torch.float32,
+        shards=tuple(_shards(each, cp=cp, chunks=number // cp) for each in units)
+        if number > 1
+        else None,
     )
-    ranks = range(len(step.replicas))
-    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=step.lanes[0])
     wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("get_rank", "isend", "irecv"):
+        names = ("get_rank", "isend", "irecv", "all_to_all_single", "broadcast")
+        for name in (*names, "get_process_group_ranks"):
             patch.setattr(dist, name, getattr(wires, name))
+        patch.setattr(wire, "WINDOW", window)
         for wires.rank in ranks:
-            edges = piece_wire(edge, groups, device=torch.device("cpu"))
-            edges.windows = dict.fromkeys(edges.windows, window)
-            edges.begin(spec, trains=step.encoder.trains)
-            drive(edges, wires.rank, step=step, plan=plan, wires=wires)
+            tp_group: Any = next((each for each in parts if wires.rank in each), None)
+            carrier = Carrier(
+                wire=Wire(groups, most=inf, device=CPU),
+                deals=None if tp_group is None else Dealer(tp_group),
+                shares=None,
+            )
+            crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=wires.rank)
+            carrier.begin(crossings, None, trains=step.encoder.trains)
+            drive(carrier, wires.rank, step=step, plan=plan, wires=wires, pieces=pieces)
     return wires
+
+
+def _shards(sizes: Sequence[int], *, cp: int, chunks: int) -> tuple[tuple[slice, ...], ...]:
+    """A piece's rows lie in one part of the sequence after the other, and all in its first chunk."""
+    found: list[list[slice]] = [[] for _ in range(cp * chunks)]
+    start = 0
+    for size in sizes:
+        for part in range(cp):
+            found[part * chunks].append(slice(start, start + size // cp))
+            start += size // cp
+    return tuple(map(tuple, found))
 
 
 def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
@@ -208,40 +298,39 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
 KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
 
 
-def over(what: Cargo) -> Any:
-    """The group of a message; the name of one stands for it here."""
-    return lambda source, target: f"{what.said} {'up' if source < target else 'down'}"
+# The names of groups stand for them.
+GROUPS: dict[Cargo, Any] = {
+    what: {up: f"{what.said} {'up' if up else 'down'}" for up in (True, False)} for what in KINDS
+}
+OF_PIECES = {name for each in GROUPS.values() for name in each.values()}
 
 
-GROUPS = {what: over(what) for what in KINDS}
-OF_PIECES = {over(what)(*ends) for what in KINDS for ends in ((0, 1), (1, 0))}
-
-
-@given(steps(), st.integers(1, 5), st.booleans())
+@given(steps(), st.integers(1, 5), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
+def test_every_pair_has_one_order_in_each_direction(
+    step: Step, window: int, fills: bool, chunked: bool
+) -> None:
     """A message's rows are the number of its piece: queues of one stream cannot cross."""
     plan = streamed(step) if fills else separated(step)
-    wires = drawn(step, plan, window=window, groups=GROUPS)
+    wires = drawn(step, plan, window=window, groups=GROUPS, chunked=chunked)
     assert wires.sent == wires.posted
     for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
         assert rows == sorted(rows) or name not in OF_PIECES
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
-    # Of the features, all that a consumer has not made itself.
+    # Of the features, what the first stage has not made itself: once.
     count = sum(len(rows) for way, rows in wires.sent.items() if way[0].startswith("features"))
-    owners = owners_of(plan).values()
-    assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
+    assert count == sum(owner not in step.lanes[0] for owner in owners_of(plan).values())
     assert ends(wires.did)
 
 
 def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
-    """Two ranks of the first stage that each wait for the other's features first."""
+    """Two ranks of the first stage, with parts of a sequence, each of which has what both need."""
     step = even(2, percent=50, lanes=2)
-    both = {what: lambda *_, group=what.said: group for what in KINDS}
+    both = {what: dict.fromkeys((True, False), what.said) for what in KINDS}
     for plan in (streamed(step), separated(step)):
-        assert ends(drawn(step, plan, window=1, groups=GROUPS).did)
-        assert not ends(drawn(step, plan, window=1, groups=both).did)
+        assert ends(drawn(step, plan, window=1, groups=GROUPS, cp=2).did)
+        assert not ends(drawn(step, plan, window=1, groups=both, cp=2).did)
 
 
 @pytest.mark.parametrize("window", [1, 4, 100])
@@ -255,89 +344,55 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
             assert not ends(did, one_queue=True)
 
 
+# Tensor parallel, context parallel and pipeline sizes, and microbatches of a step.
+SIZES = [
+    (tp, cp, pp) for tp, cp, pp in product((1, 2, 4, 8), (1, 2), (2, 4, 8)) if tp * cp * pp <= 64
+]
+
+
+@pytest.mark.parametrize(("tp", "cp", "pp"), SIZES)
+def test_no_layout_hangs_on_32_streams(tp: int, cp: int, pp: int) -> None:
+    """As torch hands them out in turn: behind the 32nd communicator the first stream again."""
+    step = even(pp, percent=40, lanes=tp * cp, microbatches=2 * pp, count=max(4, tp))
+    for plan, chunked in ((streamed(step), True), (separated(step), False)):
+        did = drawn(step, plan, groups=GROUPS, cp=cp, chunked=chunked).did
+        used: dict[int, set[Any]] = defaultdict(set)
+        for rank, all_of_it in did.items():
+            moved = (which for what, which in all_of_it if what == "moves")
+            used[rank] |= {communicator(which[:3]) for which in moved}
+        of_pieces = {rank: {x for x in some if x[0] in OF_PIECES} for rank, some in used.items()}
+        assert max(map(len, of_pieces.values())) <= 2 * pp * cp
+        order(on_streams(programs_of(did), communicator=communicator, pool=32))
+
+
+def test_a_pool_that_is_too_small_is_a_circle_with_names() -> None:
+    """So the model of streams can hang at all."""
+    step = even(4, percent=40, lanes=4, microbatches=8)
+    did = drawn(step, streamed(step), groups=GROUPS).did
+    programs = on_streams(programs_of(did), communicator=communicator, pool=2)
+    with pytest.raises(Deadlock, match=r"rank \d+ waits for rank \d+ to (send|receive) .*for ever"):
+        order(programs)
+
+
 @pytest.mark.quick
 def test_a_piece_out_of_turn_is_refused() -> None:
     edge = Edge(replicas=((0,), (1,)), consumers=(0,))
-    pieces = ExchangeSpec(
+    units = ExchangeSpec(
         tokens=(1, 1), shares=((Share(encoder_replica=1),),) * 2, width=1, dtype=torch.float32
     )
+    pieces = [
+        Piece(microbatch=each, media=range(0), rows=slice(0, 1), replica=1) for each in range(2)
+    ]
     wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = piece_wire(edge, GROUPS, device=torch.device("cpu"))
+        edges = Wire(GROUPS, most=inf, device=CPU)
         edges.windows[Cargo.FEATURES] = 1
-        edges.begin(pieces, trains=False)
+        crossings = streamed_crossings(pieces, units, edge=edge, cp=1, rank=0)
+        edges.begin({Cargo.FEATURES: crossings.ends(Cargo.FEATURES)})
         with pytest.raises(AssertionError, match="is not the next of features"):
             edges.receive(Cargo.FEATURES, 1)
         edges.receive(Cargo.FEATURES, 0)
         with pytest.raises(AssertionError, match="nobody took features"):
             edges.drain()
-
-
-@st.composite
-def pieces_of_a_step(draw: st.DrawFn) -> tuple[Edge, ExchangeSpec]:
-    """An edge within a model replica, and pieces that go over it."""
-    placement, _, rank = draw(placements())
-    edge = placement.edge(ENCODER.name, rank=rank)
-    consumers = len(edge.consumers)
-    parts = draw(st.sampled_from([n for n in range(1, consumers + 1) if consumers % n == 0]))
-    # Of each row of each piece, the part of the sequence that needs it.
-    rows = draw(st.lists(st.lists(st.integers(0, parts - 1), max_size=6), max_size=8))
-    shards = [[_slices(piece, part) for part in range(parts)] for piece in rows]
-    owner = st.integers(0, len(edge.replicas) - 1)
-    return edge, ExchangeSpec(
-        tokens=tuple(map(len, rows)),
-        shares=tuple((Share(encoder_replica=draw(owner)),) for _ in rows),
-        width=1,
-        dtype=torch.float32,
-        shards=tuple(map(tuple, shards)) if parts > 1 else None,
-    )
-
-
-def _slices(piece: list[int], part: int) -> Rows:
-    return tuple(slice(row, row + 1) for row, own in enumerate(piece) if own == part)
-
-
-@pytest.mark.quick
-@given(pieces_of_a_step())
-@settings(max_examples=50, deadline=None)
-def test_both_ends_list_the_same_messages(step: tuple[Edge, ExchangeSpec]) -> None:
-    """Each piece to all consumers, its gradient to all who made it; over pairs that are used."""
-    edge, spec = step
-    pieces = range(len(spec.tokens))
-
-    def whole(rank: int, piece: int) -> list[tuple[int, int]]:
-        assert (rank, piece) in owners
-        return [(piece, row) for row in range(spec.tokens[piece])]
-
-    def needed(rank: int, piece: int) -> list[tuple[int, int]]:
-        rows = spec.of_parts(piece)[edge.part_of(rank, parts=spec.parts)]
-        return [(piece, row) for row in places_of(rows)]
-
-    consumers = {(rank, piece) for rank in edge.consumers for piece in pieces}
-    owners = {
-        (rank, piece) for piece in pieces for rank in edge.replicas[spec.encoder_replicas[piece][0]]
-    }
-    for what, gives, takes, takers in (
-        (Cargo.FEATURES, whole, needed, consumers),
-        (Cargo.GRADIENTS, needed, whole, owners),
-    ):
-        ends = {rank: piece_ends(what, spec, edge=edge, rank=rank) for rank in edge.ranks}
-        assert delivered(ends, gives) == {each: takes(*each) for each in takers if takes(*each)}
-        pairs = {
-            (rank, message.peer)
-            for rank, own in ends.items()
-            for end in own.given.values()
-            for message in end.messages
-        }
-        used = used_pairs(edge, back=what.back, parts=spec.parts)
-        assert pairs <= {*used, *((rank, rank) for rank in edge.ranks)}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("back", "parts", "own"), [(False, 8, 70), (True, 1, 7), (True, 8, 70)])
-def test_only_pairs_that_a_transfer_can_use_are_connected(back: bool, parts: int, own: int) -> None:
-    """Of a consumer at TP 8 and PP 8."""
-    edge = all_ranks_dp(Layout(tp=8, pp=8), entry=ENCODER, tp=1).edge(ENCODER.name, rank=0)
-    assert sum(3 in pair for pair in used_pairs(edge, back=back, parts=parts)) == own

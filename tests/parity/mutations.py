@@ -201,18 +201,11 @@ def take_pieces_in_order_of_arrival(
     return torch.cat([part for _, part in parts[::-1]])
 
 
-@fault("the shards' rows of a gradient are added, not placed", spec="placement.md P2, rows back")
-@at(
-    f"{WIRE}:Wire._put_together",
-    where=lambda self, what, parts, rows: what is Cargo.GRADIENTS and len(parts) > 1,
-)
-def add_rows_instead_of_placing(
-    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
-) -> Any:
-    added = torch.zeros_like(original(self, what, parts, rows=rows))
-    for _, part in parts:
-        added[: len(part)] += part
-    return added
+@fault("what a tensor parallel group deals lies at others' places", spec="placement.md P2, rows")
+@at("loongplug.hetero.dealing:put")
+def place_dealt_rows_mirrored(original: Any, values: Tensor, rows: Any, *, into: Tensor) -> None:
+    mirrored = tuple(slice(len(into) - each.stop, len(into) - each.start) for each in rows)
+    original(values, mirrored, into=into)
 
 
 @fault("an encoder's gradients are multiplied by Dl/De", spec="placement.md P2, wrong gradients")
