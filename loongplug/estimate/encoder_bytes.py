@@ -181,8 +181,9 @@ class EncoderBytes:
             needed = self._row * size(deal.needs[deal.ranks.index(mine)])
             ledger.work("features are dealt", self._row * _at_once(deal, rank=mine))
         self._handed[microbatch] = needed
+        ledger.add(FEATURES, needed - held)
         # Used up before the forward has all that it leaves.
-        ledger.take(FEATURES, held)
+        ledger.take(FEATURES, needed)
 
     def _gradient_of_decoder(self, ledger: Ledger, microbatch: int) -> None:
         pieces = self.streamed[microbatch] if self.streamed else (microbatch,)

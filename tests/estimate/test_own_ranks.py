@@ -27,7 +27,7 @@ from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
 from loongplug.estimate.wire_bytes import WireBytes
-from loongplug.hetero.edge import apart_ends
+from loongplug.hetero.crossings import apart_crossings
 from loongplug.hetero.operations import BEGIN, END, Cargo, forward, gradient
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.hetero.placement import ApartEdge, ApartPiece
@@ -71,7 +71,8 @@ def side_of(step, units, *, rank, pieces, links=(None, None), keeps=False, **enc
     encoded = EncodedUnits(units=units, costs=costs, **(options | encoded))
     states = StageSpec(rows=(1,) * count, microbatches=tuple(range(count)), dtype=torch.uint8)
     wire = partial(WireBytes, rank=rank, most=step.warmup + 1, trains=step.trains)
-    features = wire(partial(apart_ends, units=encoded.spec(), pieces=pieces, rank=rank))
+    crossings = apart_crossings(pieces, encoded.spec(), cp=1, rank=rank)
+    features = wire(crossings.ends)
     stages = wire(
         partial(stage_ends, spec=states, before=links[0], behind=links[1]),
         carries=(Cargo.STATES, Cargo.STATE_GRADIENTS),
@@ -80,6 +81,7 @@ def side_of(step, units, *, rank, pieces, links=(None, None), keeps=False, **enc
         plan=apart(step),
         encoded=encoded,
         wires=(features, stages),
+        crossings=crossings,
         trains_before=step.trains_before,
     )
 
@@ -190,7 +192,7 @@ def stage_ledger(stage, *, trains, microbatches=8, keeps=True):
         stages=2,
         trains_before=any(trains[:stage]),
     )
-    link = partial(StageLink, peer=LEADER + 9, there=None, back=None)
+    link = partial(StageLink, peer=LEADER + 9)
     if stage:
         links = link(width=GIVEN), None
         return followed(encoder_end(step, links=links, row=0, keeps=keeps))
@@ -280,13 +282,14 @@ def test_the_decoder_s_first_stage_receives_two_microbatches_ahead():
 def test_a_rank_that_hears_of_features_from_its_neighbour_has_one_microbatch_s():
     ledger, works = decoder_ledger(microbatches=4, trains=True, rank=1)
     assert [each[FEATURES] for each in works] == [0] * 4
-    assert ledger.most[FEATURES] == ledger.most[FEATURE_GRADIENTS] == 400
+    assert (ledger.most[FEATURES], ledger.most[FEATURE_GRADIENTS]) == (400, 0)
 
 
 def test_what_comes_in_pieces_is_put_together():
     ledger, _ = decoder_ledger(microbatches=2, trains=True, replicas=2)
-    # The second and its copy, beside the first gradient.
-    assert (ledger.when, sum(ledger.peak.values())) == ("exchange of features", 200 + 200 + 100)
+    # Half of the second, what it is dealt into, the other half, and half of the first gradient.
+    peak = 100 + 200 + 100 + 50
+    assert (ledger.when, sum(ledger.peak.values())) == ("features are dealt", peak)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import batched, pairwise
 from math import inf, prod
 
@@ -19,9 +18,8 @@ from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledg
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.crossings import streamed_crossings
 from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
-from loongplug.hetero.piece_edges import piece_ends
-from loongplug.hetero.piece_work import of_pieces
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
@@ -76,7 +74,7 @@ def followed(
         row=1,
         blank_input=0,
     )
-    pieces = of_pieces(found.pieces, encoded.spec())
+    crossings = streamed_crossings(found.pieces, encoded.spec(), edge=edge, cp=1, rank=rank)
     step = EncoderStep(
         encoder_replicas=((0,),) * found.microbatches,
         replicas=stages,
@@ -88,14 +86,14 @@ def followed(
         on_host=on_host,
         stream=found.stream(stage),
     )
-    ends = partial(piece_ends, pieces=pieces, edge=edge, rank=rank)
     side = EncoderBytes(
         plan=streamed(step),
         encoded=replace(
             encoded,
             units=[UnitSize(grids=(GRID,), row_tokens=(each.tokens,)) for each in found.pieces],
         ),
-        wires=(WireBytes(ends, rank=rank, most=inf, trains=True),),
+        wires=(WireBytes(crossings.ends, rank=rank, most=inf, trains=True),),
+        crossings=crossings,
         streamed=found.stream(stage).pieces,
     )
     ledger = Ledger()

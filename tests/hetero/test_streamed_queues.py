@@ -275,7 +275,7 @@ def drawn(
 
 
 def _shards(sizes: Sequence[int], *, cp: int, chunks: int) -> tuple[tuple[slice, ...], ...]:
-    """A piece's rows lie in one part of the sequence after the other, and all in its first chunk."""
+    """A piece's rows lie in one part of the sequence after the other, in its first chunk."""
     found: list[list[slice]] = [[] for _ in range(cp * chunks)]
     start = 0
     for size in sizes:
@@ -344,7 +344,7 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
             assert not ends(did, one_queue=True)
 
 
-# Tensor parallel, context parallel and pipeline sizes, and microbatches of a step.
+# Tensor parallel, context parallel and pipeline parallel sizes.
 SIZES = [
     (tp, cp, pp) for tp, cp, pp in product((1, 2, 4, 8), (1, 2), (2, 4, 8)) if tp * cp * pp <= 64
 ]
