@@ -108,7 +108,6 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             seed=1234,
             micro_batch_sizes=dict.fromkeys((True, False), case.samples),
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
-            sequence_parallel=False,
             timeout_minutes=_MINUTES,
             costs=paced_costs(case, encoder) if case.streams else None,
         )

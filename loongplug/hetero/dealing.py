@@ -9,13 +9,12 @@ all.
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.exchange import all_to_all, own_storage, put, taken
-from loongplug.hetero.routes import Rows, common, size, within
-from loongplug.observe.recorder import NOTHING, Recorder, Span
+from loongplug.hetero.exchange import Move, moved, own_storage, put_together, taken
+from loongplug.hetero.routes import Rows, size
+from loongplug.observe.recorder import NOTHING, Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +60,12 @@ class Dealer:
         assert len(held) == size(deal.holds[self._mine]), (held.shape, deal, self._mine)
         if deal.chunked:
             return self._exchanged(held, deal)
-        holders = [(rank, rows) for rank, rows in zip(deal.ranks, deal.holds, strict=True) if rows]
-        if len(holders) == 1:
-            return self.shared(held, rows=deal.rows, source=holders[0][0])
-        found = held.new_empty(deal.rows, held.shape[1])  # [rows, width]
-        for source, rows in holders:
-            put(self.shared(held, rows=size(rows), source=source), rows, into=found)
-        return found
+        shared = (
+            (rows, self.shared(held, rows=size(rows), source=source))
+            for source, rows in zip(deal.ranks, deal.holds, strict=True)
+            if rows
+        )
+        return put_together(shared, rows=deal.rows, like=held)
 
     def gradients(self, came: Tensor, deal: Deal) -> Tensor:
         """The gradient of what this rank needed to that of what it held.
@@ -84,7 +82,7 @@ class Dealer:
             return held
         here = source == self._rank
         found = held.contiguous() if here else held.new_empty(rows, held.shape[1])
-        with self._span(rows if here else 0, of=found):
+        with self._recorder.span("exchange", "deal", bytes=found.nbytes if here else 0):
             dist.broadcast(found, src=source, group=self._group)
         return found
 
@@ -92,25 +90,13 @@ class Dealer:
         """From what each rank holds to what it needs, [rows, width]; one all-to-all."""
         if not deal.rows or len(self._ranks) == 1:
             return rows
-        has, wants = deal.holds[self._mine], deal.needs[self._mine]
-        leaving = [within(common(has, each), has) for each in deal.needs]
-        coming = [within(common(each, wants), wants) for each in deal.holds]
-        found = rows.new_empty(size(wants), rows.shape[1])
-        with self._span(len(rows) - size(leaving[self._mine]), of=rows):
-            all_to_all(
-                [[rows[some] for some in each] for each in leaving],
-                found,
-                [size(each) for each in coming],
-                group=self._group,
-            )
-        if sum(map(bool, coming)) < 2:  # of one rank, in its order
-            return found
-        whole = torch.empty_like(found)
-        for part, places in zip(found.split([*map(size, coming)]), coming, strict=True):
-            put(part, places, into=whole)
-        return whole
-
-    def _span(self, rows: int, *, of: Tensor) -> Span:
-        """So many rows go to others of the group."""
-        nbytes = rows * of.shape[1] * of.itemsize
-        return self._recorder.span("exchange", "deal", bytes=nbytes)
+        moves = [
+            Move.of(has, wants, unit=0, source=source, target=target)
+            for source, has in zip(deal.ranks, deal.holds, strict=True)
+            for target, wants in zip(deal.ranks, deal.needs, strict=True)
+            if self._rank in (source, target)
+        ]
+        with self._recorder.span("exchange", "deal") as span:
+            found, nbytes = moved({0: rows}, moves, like=rows[:0], group=self._group)
+            span.note(bytes=nbytes)
+        return found[0]

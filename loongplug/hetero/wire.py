@@ -9,14 +9,14 @@ of one sequence send each other features, and each posts receives early.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.exchange import own_storage, put, taken
+from loongplug.hetero.exchange import own_storage, put_together, taken
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.sends import Sends
@@ -149,7 +149,8 @@ class Wire:
                     work.wait()
                 parts.append((message, rows))
         assert sum(len(part) for _, part in parts) == end.rows, (piece, end)
-        return self._put_together(what, parts, rows=end.rows)
+        placed = [(message.rows, part) for message, part in parts]
+        return put_together(placed, rows=end.rows, like=self._empty(what, 0))
 
     def rows(self, what: Cargo, piece: int) -> int:
         """How many this rank gives of a piece."""
@@ -185,17 +186,6 @@ class Wire:
                     work = dist.irecv(rows, src=each.peer, group=group)
                     assert work is not None, "this rank is in the group"
                     coming.append((each, rows, work))
-
-    def _put_together(
-        self, what: Cargo, parts: Sequence[tuple[PieceMessage, Tensor]], *, rows: int
-    ) -> Tensor:
-        """All ``rows`` of a piece, each at its place, [rows, width]."""
-        if len(parts) == 1 and len(parts[0][1]) == rows:
-            return parts[0][1]
-        whole = self._empty(what, rows)
-        for message, part in parts:
-            put(part, message.rows, into=whole)
-        return whole
 
     def _empty(self, what: Cargo, rows: int) -> Tensor:
         ends = self.ways[what].ends

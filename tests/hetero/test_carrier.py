@@ -329,9 +329,9 @@ def count_each_copy_of_a_gradient(rank: int) -> None:
     ("name", "fault"),
     [
         ("2-to-1", FAULTS["take_pieces_in_order_of_arrival"].put_in),
-        ("tp2-2", FAULTS["place_dealt_rows_mirrored"].put_in),
-        ("tp2-2-split", FAULTS["place_dealt_rows_mirrored"].put_in),
-        ("tp2-encoder-tp2-split", FAULTS["place_dealt_rows_mirrored"].put_in),  # of gradients alone
+        ("tp2-2", FAULTS["place_gradients_mirrored"].put_in),
+        ("tp2-2-split", FAULTS["place_gradients_mirrored"].put_in),
+        ("tp2-encoder-tp2-split", FAULTS["place_gradients_mirrored"].put_in),  # of gradients alone
         ("tp2-encoder-tp2", count_each_copy_of_a_gradient),
     ],
 )

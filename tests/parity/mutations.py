@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.hetero.operations import Cargo
 from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
@@ -191,21 +190,9 @@ def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units:
 
 
 @fault("pieces of a microbatch lie in the order of their arrival", spec="placement.md P2, arrival")
-@at(
-    f"{WIRE}:Wire._put_together",
-    where=lambda self, what, parts, rows: what is Cargo.FEATURES and len(parts) > 1,
-)
-def take_pieces_in_order_of_arrival(
-    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
-) -> Any:
+@at(f"{WIRE}:put_together", where=lambda parts, rows, like: len(parts) > 1)
+def take_pieces_in_order_of_arrival(original: Any, parts: Any, *, rows: int, like: Tensor) -> Any:
     return torch.cat([part for _, part in parts[::-1]])
-
-
-@fault("what a tensor parallel group deals lies at others' places", spec="placement.md P2, rows")
-@at("loongplug.hetero.dealing:put")
-def place_dealt_rows_mirrored(original: Any, values: Tensor, rows: Any, *, into: Tensor) -> None:
-    mirrored = tuple(slice(len(into) - each.stop, len(into) - each.start) for each in rows)
-    original(values, mirrored, into=into)
 
 
 @fault("an encoder's gradients are multiplied by Dl/De", spec="placement.md P2, wrong gradients")

@@ -88,6 +88,6 @@ def test_pieces_in_the_order_of_their_arrival(shared: Pair) -> None:
 
 
 def test_rows_of_a_gradient_at_another_chunk_s_places(split: Pair) -> None:
-    comparison = split.compared(FAULTS["place_dealt_rows_mirrored"].put_in)
+    comparison = split.compared(FAULTS["place_gradients_mirrored"].put_in)
     assert failing(comparison, "gradients") == SEES
     assert not any(each.fails for each in comparison.losses)
