@@ -18,8 +18,8 @@ from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.trace import StageBefore, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.carrier import StageSpec, stage_ends
 from loongplug.hetero.operations import BEGIN, END, Cargo
-from loongplug.hetero.stage_links import StageSpec, stage_ends
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.training.arguments import ParsedArguments
 

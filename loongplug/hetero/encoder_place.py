@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.carrier import StageLink, stage_links
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
@@ -22,7 +23,6 @@ from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.stage_links import StageLink, stage_links
 from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
@@ -159,11 +159,8 @@ class PlaceOfEncoder:
         Collective over all ranks; once in a run.
         """
         decoder = decoder_layout()
-        found = create_pipeline_groups(
-            decoder.groups("pp"), virtual=self.decoder_places > decoder.pp, **self._connected
-        )
-        assert found is not None, "the decoder lies on all ranks"
-        return found
+        virtual = self.decoder_places > decoder.pp
+        return create_pipeline_groups(decoder.groups("pp"), virtual=virtual, **self._connected)
 
     @property
     def _connected(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
@@ -212,17 +212,11 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def crossings(
-        self, units: ExchangeSpec, training: bool, *, rank: int | None = None
-    ) -> Crossings:
-        """Those of a step of an encoder apart, as this rank knows them, or another one like it."""
+    def crossings(self, units: ExchangeSpec, training: bool, *, rank: int) -> Crossings:
+        """Those of a step of an encoder apart, as ``rank`` knows them."""
         assert self.place.pieces is not None, "the encoder lies with the decoder"
-        return apart_crossings(
-            self.place.pieces[training],
-            units,
-            cp=decoder_layout().cp,
-            rank=dist.get_rank() if rank is None else rank,
-        )
+        pieces, cp = self.place.pieces[training], decoder_layout().cp
+        return apart_crossings(pieces, units, cp=cp, rank=rank)
 
     def _carrier(self) -> Carrier | None:
         place, rank = self.place, dist.get_rank()
@@ -238,7 +232,7 @@ class EncoderEngine:
             ),
             deals=self._dealer(place.deals),
             shares=self._dealer(place.replica_group if last else None),
-            apart=self.crossings if self.apart else None,
+            apart=partial(self.crossings, rank=rank) if self.apart else None,
             before=place.before,
             behind=place.behind,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.carrier import Carrier, StageSpec
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.exchange import AllToAll, own_storage
@@ -37,7 +37,6 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
-from loongplug.hetero.stage_links import StageSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features

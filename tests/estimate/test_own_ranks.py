@@ -27,12 +27,12 @@ from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.trace import UnitBytes
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
 from loongplug.estimate.wire_bytes import WireBytes
+from loongplug.hetero.carrier import StageLink, StageSpec, stage_ends
 from loongplug.hetero.crossings import apart_crossings
 from loongplug.hetero.operations import BEGIN, END, Cargo, forward, gradient
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.hetero.placement import ApartEdge, ApartPiece
 from loongplug.hetero.policies import EncoderStep, apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 
 pytestmark = pytest.mark.quick
 

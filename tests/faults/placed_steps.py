@@ -26,7 +26,7 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.carrier import Carrier, stage_links
 from loongplug.hetero.crossings import apart_crossings
 from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.encoder_steps import encoder_step, made_by
@@ -37,7 +37,6 @@ from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.stage_links import stage_links
 from loongplug.hetero.wire import Over, Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout

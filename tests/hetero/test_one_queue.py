@@ -17,7 +17,7 @@ from placed import ENCODER
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import dealing, exchange, wire
-from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.carrier import Carrier, StageSpec, stage_links
 from loongplug.hetero.communicators import apart_pairs, count, there_and_back
 from loongplug.hetero.crossings import apart_crossings
 from loongplug.hetero.dealing import Dealer
@@ -37,7 +37,6 @@ from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
-from loongplug.hetero.stage_links import StageSpec, stage_links
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order

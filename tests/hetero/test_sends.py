@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from loongplug.hetero.carrier import StageLink, StageSpec, stage_ends
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 from loongplug.hetero.wire import Wire
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5

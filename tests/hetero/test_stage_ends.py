@@ -4,11 +4,11 @@ import pytest
 import torch
 from delivered import delivered
 
+from loongplug.hetero.carrier import StageSpec, stage_ends, stage_links
 from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageSpec, stage_ends, stage_links
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
