@@ -107,7 +107,6 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             handed_on=(HIDDEN,) * (encoder.stages - 1) if case.apart else (),
             seed=1234,
             micro_batch_sizes=dict.fromkeys((True, False), case.samples),
-            sequence_parallel=False,
             timeout_minutes=_MINUTES,
         )
         return EncoderEngine(

@@ -41,7 +41,6 @@ from loongplug.hetero.operations import (
     When,
 )
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -124,13 +123,12 @@ class EncoderReplay:
             Backward: TRANSIENT if first else STATE_GRADIENTS,
         }
         self._operate, executor.operate = executor.operate, self._counted  # type: ignore[method-assign]
-        streamed = None if executor.streaming is None else executor.streaming.wire
-        self._wires = [
-            each for each in (executor.exchange, executor.links, streamed) if isinstance(each, Wire)
-        ]
-        for wire in self._wires:
+        self._sends: dict[Cargo, _Sends] = {}
+        if executor.carrier is not None:
+            wire = executor.carrier.wire
             wire._post = self._in_region(wire._post)  # type: ignore[method-assign, assignment]
-            wire.sends = {what: _Sends(most=each._most) for what, each in wire.sends.items()}
+            self._sends = {what: _Sends(most=each._most) for what, each in wire.sends.items()}
+            wire.sends = {**self._sends}
 
     def at(self, when: When) -> None:
         """Do what the plan has there."""
@@ -165,8 +163,8 @@ class EncoderReplay:
         what = getattr(operation, "what", None)
         if isinstance(what, Cargo) and what.back:
             # Who takes what is sent here has got as far as to send something back.
-            for sends in (each for wire in self._wires for each in wire.sends.values()):
-                cast(_Sends, sends).arrived()
+            for sends in self._sends.values():
+                sends.arrived()
         kind = type(operation)
         region = _REGIONS[what] if what in _REGIONS else self._passes.get(kind, TRANSIENT)
         self._tape.doing = _SAID.get(kind, f"{kind.__name__.lower()} of {region}")

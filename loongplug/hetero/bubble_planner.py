@@ -16,8 +16,6 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.balance import cut, in_passes, shares_of
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.encoder_steps import EncoderWork, Stream
-from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.routes import common, within
 from loongplug.hetero.step_costs import (
     DecoderPass,
     EncoderPlan,
@@ -95,25 +93,6 @@ class StreamedStep:
         microbatches = [each.microbatch for each in self.pieces]
         ends = [bisect_left(microbatches, number) for number in range(len(self.shares) + 1)]
         return Stream(work=self.work[replica], pieces=tuple(map(range, ends, ends[1:])))
-
-    def exchanged(self, units: ExchangeSpec) -> ExchangeSpec:
-        """What all know of the pieces, of what they know of the units."""
-        shards = None
-        if units.shards is not None:
-            shards = tuple(
-                tuple(
-                    within(common(rows, (each.rows,)), (each.rows,))
-                    for rows in units.shards[each.microbatch]
-                )
-                for each in self.pieces
-            )
-        return ExchangeSpec(
-            tokens=tuple(each.tokens for each in self.pieces),
-            shares=tuple((Share(encoder_replica=each.replica),) for each in self.pieces),
-            width=units.width,
-            dtype=units.dtype,
-            shards=shards,
-        )
 
 
 class StepPlanner:

@@ -102,8 +102,7 @@ class BubbleCommunicator(P2PCommunicator):
         )
         self._last: dict[str, StageInput] = {}  # receive of each way
         first, last = self.is_pp_first_stage, self.is_pp_last_stage
-        there = groups.activations, groups.activations_around
-        back = groups.gradients, groups.gradients_around
+        there, back = ("activations", "activations_around"), ("gradients", "gradients_around")
         self._ways = {
             name: Channel(name=said, size=size, side=side, peer=peer, group=group)
             for name, (said, size, side), peer, (inner, around), is_around in (
@@ -112,7 +111,7 @@ class BubbleCommunicator(P2PCommunicator):
                 ("send_prev", _SEND_PREV, self.prev_rank, back, first),
                 ("recv_next", _RECV_NEXT, self.next_rank, back, last),
             )
-            if (group := around if is_around else inner) is not None
+            if (group := groups.get(around if is_around else inner)) is not None
         }
 
     def finish(self) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 
 from loongplug.hetero.placement import ApartPiece, Edge
-from loongplug.hetero.routes import used_pairs
 from loongplug.parallel.layout import Layout
 
 Pair = tuple[int, int]  # who sends, and who receives
@@ -19,10 +18,12 @@ _DENSE = ("tp", "cp", "pp", "dp_cp", "tp_pp", "tp_cp_dp_pp")
 _OF_EXPERTS = ("ep", "etp", "edp", "etp_ep", "etp_ep_pp")
 
 
-def piece_pairs(edge: Edge, *, back: bool, up: bool, parts: int) -> list[Pair]:
-    """Who may send features to whom, or gradients ``back``: to higher ranks or to lower ones."""
-    pairs = used_pairs(edge, back=back, parts=parts)
-    return [(source, target) for source, target in pairs if up == (source < target)]
+def piece_pairs(edges: Iterable[Edge], *, cp: int) -> list[Pair]:
+    """Who sends whom features within model replicas, of an encoder that lies on all ranks."""
+    meetings = (
+        edge.meetings(replica, cp=cp) for edge in edges for replica in range(len(edge.replicas))
+    )
+    return sorted({(source, target) for source, target in chain(*meetings) if source != target})
 
 
 def pipeline_pairs(ranks: Sequence[int], *, virtual: bool) -> dict[str, list[Pair]]:
@@ -34,24 +35,25 @@ def pipeline_pairs(ranks: Sequence[int], *, virtual: bool) -> dict[str, list[Pai
     return there | back
 
 
-def apart_pairs(pieces: Iterable[ApartPiece], *, parts: int) -> list[Pair]:
-    """Who sends features of these ``pieces`` to whom; a sequence has so many ``parts``."""
-    return sorted(
-        {
-            (sender, receiver)
-            for each in pieces
-            for sender in each.edge.feature_senders
-            for receiver in each.edge.feature_receivers(parts=parts)
-        }
-    )
+def apart_pairs(pieces: Iterable[ApartPiece], *, cp: int) -> list[Pair]:
+    """Who sends features of these ``pieces`` to whom."""
+    return sorted({*chain(*(each.edge.meetings(cp=cp) for each in pieces))})
 
 
-def stage_pairs(layout: Layout) -> list[list[Pair]]:
-    """Who hands states on to whom, by the boundary between two stages of an encoder."""
-    return [
-        [(ranks[boundary], ranks[boundary + 1]) for ranks in layout.groups("pp")]
-        for boundary in range(layout.pp - 1)
-    ]
+def stage_pairs(layout: Layout) -> list[Pair]:
+    """Who hands states on to whom, between the stages of an encoder."""
+    return [pair for ranks in layout.groups("pp") for pair in pairwise(ranks)]
+
+
+def directions(pairs: Sequence[Pair]) -> dict[bool, list[Pair]]:
+    """The ``pairs`` by whether they send to a higher rank: each of the two has a process group."""
+    found = {up: [each for each in pairs if up == (each[0] < each[1])] for up in (True, False)}
+    return {up: some for up, some in found.items() if some}
+
+
+def there_and_back(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs of each process group of a kind of rows, and of what comes back for them."""
+    return [some for way in (pairs, reverse(pairs)) for some in directions(way).values()]
 
 
 def reverse(pairs: Iterable[Pair]) -> list[Pair]:

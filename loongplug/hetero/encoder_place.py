@@ -3,21 +3,27 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.communicators import apart_pairs, reverse, stage_pairs
-from loongplug.hetero.edge import Transport
+from loongplug.hetero.carrier import StageLink, stage_links
+from loongplug.hetero.communicators import (
+    Pair,
+    apart_pairs,
+    directions,
+    piece_pairs,
+    reverse,
+    stage_pairs,
+)
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pass_order import warmup
-from loongplug.hetero.piece_edges import create_piece_groups
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.stage_links import StageLink
 from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
@@ -33,6 +39,9 @@ from loongplug.parallel.states import (
 )
 from loongplug.platform import current_platform
 
+_FEATURES = Cargo.FEATURES, Cargo.GRADIENTS
+_STATES = Cargo.STATES, Cargo.STATE_GRADIENTS
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlace:
@@ -44,12 +53,12 @@ class EncoderPlace:
 
     ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
     None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
-    no such edge: there ``layout`` is the encoder's, ``pieces`` are what a microbatch of all decoder
-    replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
-    edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
-    rank's links to others.
+    no such edge: there ``layout`` is the encoder's, and ``pieces`` are what a microbatch of all
+    decoder replicas is made of, in training and in evaluation. Where it has stages, ``before`` and
+    ``behind`` are this rank's links to others.
 
-    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over.
+    Where rows are sent point to point, ``groups`` are what they go over, none on ranks at neither
+    end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
     """
 
     state: ModuleState | None
@@ -58,10 +67,10 @@ class EncoderPlace:
     exchange_group: dist.ProcessGroup | None = None
     layout: Layout | None = None
     pieces: Mapping[bool, tuple[ApartPiece, ...]] | None = None  # by whether a step is of training
-    transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
-    piece_groups: Mapping[Cargo, Over] | None = None
+    groups: Mapping[Cargo, Over] = MappingProxyType({})
+    deals: dist.ProcessGroup | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -128,7 +137,6 @@ class PlaceOfEncoder:
     handed_on: tuple[int, ...] = ()
     seed: int
     micro_batch_sizes: Mapping[bool, int]
-    sequence_parallel: bool
     timeout_minutes: float
     nccl_config_path: str | None = None
 
@@ -139,7 +147,7 @@ class PlaceOfEncoder:
         placement = self.mode.place(decoder, entry=self.entry, tp=tp)
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
-            return self._apart(placement, state)
+            return self._apart(placement, decoder, state)
         exchange_group = None
         of_stage = "tp" if decoder.cp == 1 else "tp_cp"
         if self.mode.around_schedule:
@@ -150,20 +158,19 @@ class PlaceOfEncoder:
                 timeout_minutes=self.timeout_minutes,
                 nccl_config_path=self.nccl_config_path,
             )
-        piece_groups = None
+        groups = dict[Cargo, Over]()
         if self.mode.fills_bubbles:
-            parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
             edges = placement.edges(name)
-            piece_groups = create_piece_groups(name, edges, parts=parts, **self._connected)
+            pairs = piece_pairs(edges, cp=decoder.cp)
+            groups = self._wired([edge.ranks for edge in edges], pairs, _FEATURES, options_of="mp")
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
         mine = edge.replica_of(rank)
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
-        together = None
+        together, decoders = None, ProcessGroupCollection.use_mpu_process_groups()
         if mine is not None:
             assert state is not None, "a rank that encodes is of the encoder"
-            decoders = ProcessGroupCollection.use_mpu_process_groups()
             together = next(
                 each
                 for each in (decoders.tp, decoders.tp_cp, state.groups.tp)
@@ -174,7 +181,8 @@ class PlaceOfEncoder:
             state=state,
             replica_group=together,
             exchange_group=exchange_group,
-            piece_groups=piece_groups,
+            groups=groups,
+            deals=decoders.tp,
         )
 
     def pipeline_groups(self, *, virtual: bool) -> PipelineGroups:
@@ -183,9 +191,7 @@ class PlaceOfEncoder:
         ``virtual``: a rank has several chunks. Collective over all ranks; once in a run.
         """
         groups = decoder_layout().groups("pp")
-        found = create_pipeline_groups(groups, virtual=virtual, **self._connected)
-        assert found is not None, "the decoder lies on all ranks"
-        return found
+        return create_pipeline_groups(groups, virtual=virtual, **self._connected)
 
     @property
     def _connected(self) -> dict[str, Any]:
@@ -220,7 +226,9 @@ class PlaceOfEncoder:
             gradient_factor=placement.gradient_factor(name),
         )
 
-    def _apart(self, placement: Placement, state: ModuleState | None) -> EncoderPlace:
+    def _apart(
+        self, placement: Placement, decoder: Layout, state: ModuleState | None
+    ) -> EncoderPlace:
         """On ranks of its own. Collective over all ranks."""
         name, rank = self.entry.name, dist.get_rank()
         encoder = placement.entry(name).layout
@@ -231,62 +239,41 @@ class PlaceOfEncoder:
         # Every decoder replica needs its samples, whatever their number.
         consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
-        decoder = decoder_layout()
-        parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
-        pairs = apart_pairs(chain(*pieces.values()), parts=parts)
-        there, back = self._there_and_back(["features", "gradients"], ranks, pairs)
-        transport = replica = None
-        if state is not None:
-            replica = together = state.groups.tp
-        elif not self.sequence_parallel and rank in ranks:
-            together = ProcessGroupCollection.use_mpu_process_groups().tp
-        else:
-            together = None
-        if rank in ranks:
-            assert there is not None
-            assert back is not None
-            alone = together is None or together.size() == 1
-            transport = Transport(there=there, back=back, together=None if alone else together)
-        before, behind = self._stage_links(encoder)
+        pairs = apart_pairs(chain(*pieces.values()), cp=decoder.cp)
+        groups = self._wired([ranks], pairs, _FEATURES, options_of="pp")
+        groups |= self._wired([encoder.ranks], stage_pairs(encoder), _STATES, options_of="pp")
+        before, behind = stage_links(encoder, rank, widths=self.handed_on)
+        deals = None
+        if rank in decoder.ranks:
+            deals = ProcessGroupCollection.use_mpu_process_groups().tp
         return EncoderPlace(
             state=state,
-            replica_group=replica,
+            replica_group=None if state is None else state.groups.tp,
             layout=encoder,
             pieces=pieces,
-            transport=transport,
             before=before,
             behind=behind,
+            groups=groups,
+            deals=deals,
         )
 
-    def _stage_links(self, encoder: Layout) -> tuple[StageLink | None, StageLink | None]:
-        """This rank's to the stages before and behind its own. Collective over all ranks."""
-        rank = dist.get_rank()
-        links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, pairs in enumerate(stage_pairs(encoder)):
-            names = [f"states_{boundary}", f"gradients_{boundary}"]
-            there, back = self._there_and_back(names, sorted(chain(*pairs)), pairs)
-            if there is None or back is None:
-                continue
-            own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
-            links[boundary] = StageLink(
-                peer=pipeline[boundary + 1 if own == boundary else boundary],
-                there=there,
-                back=back,
-                width=self.handed_on[boundary],
-            )
-        stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
-        return links.get(stage - 1), links.get(stage)
-
-    def _there_and_back(
-        self, names: Sequence[str], ranks: Sequence[int], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """A group of ``ranks`` for each direction: from the first of each of ``pairs``, and back.
+    def _wired(
+        self,
+        ranks: Sequence[Sequence[int]],
+        pairs: Sequence[Pair],
+        ways: tuple[Cargo, Cargo],
+        *,
+        options_of: str,
+    ) -> dict[Cargo, Over]:
+        """Groups of ``ranks`` for what goes one way between ``pairs``, and for what comes back.
 
         Collective over all ranks.
         """
-        options = {"options_of": "pp", **self._connected}
-        there, back = (
-            connected_group(f"{self.entry.name}_{name}", [ranks], ends, **options)
-            for name, ends in zip(names, (pairs, reverse(pairs)), strict=True)
-        )
-        return there, back
+        name, options = self.entry.name, {"options_of": options_of, **self._connected}
+        return {
+            what: {
+                up: connected_group(f"{name}_{what.name}_{up}", ranks, some, **options)
+                for up, some in directions(reverse(pairs) if what.back else pairs).items()
+            }
+            for what in ways
+        }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from megatron.core import parallel_state
 
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
 from loongplug.hetero.bubbles import filling
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.crossings import Crossings, apart_crossings
+from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.edge import apart_wire
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec
@@ -20,8 +23,6 @@ from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.pass_order import warmup
-from loongplug.hetero.piece_edges import piece_wire
-from loongplug.hetero.stage_links import StageSpec, stage_wire
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -98,7 +99,7 @@ class EncoderEngine:
 
     def hear(self, trains: Sequence[bool]) -> None:
         """Which stages of an encoder on ranks of its own train."""
-        if self.here or self.place.transport is not None:
+        if self.here or self.place.needed_by(dist.get_rank(), training=True):
             stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             self._trains_before = self.here and any(trains[:stage])
             self.executor().encoder_trains = any(trains[: stage + 1])
@@ -128,13 +129,12 @@ class EncoderEngine:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
             self._executor = Executor(
                 self.plan,
-                self._exchange(training=True),
-                evaluating=self._exchange(training=False),
+                self._exchange(),
                 entry=self.found.entry,
                 taps=self.taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
-                links=self._links(),
+                carrier=self._carrier(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -159,17 +159,33 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def _links(self) -> Wire[StageSpec] | None:
-        before, behind, device = self.place.before, self.place.behind, current_platform().device
-        if before is None and behind is None:
+    def crossings(self, units: ExchangeSpec, training: bool, *, rank: int) -> Crossings:
+        """Those of a step of an encoder apart, as ``rank`` knows them."""
+        assert self.place.pieces is not None, "the encoder lies with the decoder"
+        pieces, cp = self.place.pieces[training], decoder_layout().cp
+        return apart_crossings(pieces, units, cp=cp, rank=rank)
+
+    def _carrier(self) -> Carrier | None:
+        place, rank = self.place, dist.get_rank()
+        if not place.groups:
             return None
-        return stage_wire(
-            before=before,
-            behind=behind,
-            in_flight=self.in_flight(dist.get_rank()),
-            device=device,
-            recorder=self.recorder,
+        last = self._stage_of(rank) == self._stages - 1
+        return Carrier(
+            wire=Wire(
+                place.groups,
+                most=self.in_flight(rank) if self.apart else inf,
+                device=current_platform().device,
+                recorder=self.recorder,
+            ),
+            deals=self._dealer(place.deals),
+            shares=self._dealer(place.replica_group if last else None),
+            apart=partial(self.crossings, rank=rank) if self.apart else None,
+            before=place.before,
+            behind=place.behind,
         )
+
+    def _dealer(self, group: dist.ProcessGroup | None) -> Dealer | None:
+        return None if group is None else Dealer(group, recorder=self.recorder)
 
     @cached_property
     def step_planner(self) -> StepPlanner | None:
@@ -196,34 +212,22 @@ class EncoderEngine:
         place, rank, planner = self.place, dist.get_rank(), self.step_planner
         assert planner is not None, "steps may stream"
         assert place.edge is not None
-        assert place.piece_groups is not None
         replica = place.edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
         executor = self.executor()
         executor.streaming = Streaming(
             planner=planner,
-            wire=piece_wire(
-                place.edge,
-                place.piece_groups,
-                device=current_platform().device,
-                recorder=self.recorder,
-            ),
+            edge=place.edge,
+            cp=decoder_layout().cp,
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
         return executor
 
-    def _exchange(self, *, training: bool) -> AllToAll | Wire[ExchangeSpec]:
+    def _exchange(self) -> AllToAll | None:
         place, device = self.place, current_platform().device
-        if place.pieces is not None:
-            return apart_wire(
-                place.pieces[training],
-                place.transport,
-                in_flight=self.in_flight(dist.get_rank()),
-                device=device,
-                recorder=self.recorder,
-            )
-        assert place.edge is not None
+        if place.edge is None:
+            return None
         return AllToAll(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
 

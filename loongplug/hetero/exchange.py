@@ -1,7 +1,9 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -93,6 +95,34 @@ class ExchangeSpec:
         return (slice(0, self.tokens[unit]),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Rows of a unit from one rank to another (or the same), as places in what each has of it.
+
+    The target gets so many rows of the unit ``in_all``, each in one move.
+    """
+
+    unit: int
+    source: int
+    target: int
+    taken: Rows
+    put: Rows
+    in_all: int
+
+    @classmethod
+    def of(cls, has: Rows, wants: Rows, *, unit: int, source: int, target: int) -> "Move":
+        """Of rows that the source ``has``, those that the target ``wants``."""
+        rows = common(has, wants)
+        return cls(
+            unit=unit,
+            source=source,
+            target=target,
+            taken=within(rows, has),
+            put=within(rows, wants),
+            in_all=size(wants),
+        )
+
+
 class AllToAll:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
@@ -112,7 +142,6 @@ class AllToAll:
         assert not of_group or tuple(of_group) == edge.ranks, (of_group, edge)
         self._edge = edge
         self._group = group
-        self._ranks = edge.ranks
         self._rank = dist.get_rank()
         self._device = device
         self._recorder = recorder
@@ -135,12 +164,7 @@ class AllToAll:
             elsewhere.
         """
         transfers = feature_transfers(self._edge, units.encoder_replicas, parts=units.parts)
-        out = {
-            each: taken(payloads[each.unit], within(units.rows(each), units.encoded(each)))
-            for each in transfers
-            if each.source == self._rank
-        }
-        return _whole(self._move(out, transfers, units), units, of=units.needed)
+        return self._move(payloads, transfers, units, has=units.encoded, wants=units.needed)
 
     def scatter_variable_shape_embeddings(
         self, gradients: Mapping[int, Tensor], units: ExchangeSpec
@@ -154,69 +178,73 @@ class AllToAll:
             the gradient of each share that this rank encoded by unit, [rows of the share, width].
         """
         transfers = gradient_transfers(self._edge, units.encoder_replicas, parts=units.parts)
-        out = {
-            each: taken(gradients[each.unit], within(units.rows(each), units.needed(each)))
-            for each in transfers
-            if each.source == self._rank
-        }
-        return _whole(self._move(out, transfers, units), units, of=units.encoded)
+        return self._move(gradients, transfers, units, has=units.needed, wants=units.encoded)
 
     def _move(
-        self, out: Mapping[Transfer, Tensor], transfers: Sequence[Transfer], units: ExchangeSpec
-    ) -> dict[Transfer, Tensor]:
-        """One all-to-all: rows by the rank they go to, each rank's in the order of transfers.
-
-        Returns what is due here, with what is here already.
-        """
+        self,
+        own: Mapping[int, Tensor],
+        transfers: Sequence[Transfer],
+        units: ExchangeSpec,
+        *,
+        has: Callable[[Transfer], Rows],
+        wants: Callable[[Transfer], Rows],
+    ) -> dict[int, Tensor]:
         assert self._group is not None, "this rank is of no edge"
-        sent: list[list[Transfer]] = [[] for _ in self._ranks]
-        due: list[list[Transfer]] = [[] for _ in self._ranks]
-        kept = {}
-        for each in transfers:
-            if each.source == each.target:
-                if each.target == self._rank:
-                    kept[each] = out[each].detach()
-            elif each.source == self._rank:
-                sent[self._ranks.index(each.target)].append(each)
-            elif each.target == self._rank:
-                due[self._ranks.index(each.source)].append(each)
-        arrived = [each for of_rank in due for each in of_rank]
-        sizes = {each: size(units.rows(each)) for of_rank in (*sent, *due) for each in of_rank}
-        received = [sum(sizes[each] for each in of_rank) for of_rank in due]
-        given = [sum(sizes[each] for each in of_rank) for of_rank in sent]
-        leaving = [out[each].detach() for of_rank in sent for each in of_rank]
-        rows = torch.empty(sum(received), units.width, dtype=units.dtype, device=self._device)
-        nbytes = sum(given) * units.width * units.dtype.itemsize
-        with self._recorder.span("exchange", "units", bytes=nbytes):
-            dist.all_to_all_single(rows, _in_line(leaving, rows), received, given, self._group)
-        parts = rows.split([sizes[each] for each in arrived]) if arrived else ()
-        return kept | dict(zip(arrived, parts, strict=True))
+        moves = [
+            Move.of(has(each), wants(each), unit=each.unit, source=each.source, target=each.target)
+            for each in transfers
+            if self._rank in (each.source, each.target)
+        ]
+        nothing = torch.empty(0, units.width, dtype=units.dtype, device=self._device)
+        with self._recorder.span("exchange", "units") as span:
+            found, nbytes = moved(own, moves, like=nothing, group=self._group)
+            span.note(bytes=nbytes)
+        return found
 
 
-def _in_line(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """One tensor of all ``parts`` [rows, width], as a collective wants it; one alone is no copy."""
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    return torch.cat([like[:0], *parts])
+def moved(
+    own: Mapping[int, Tensor], moves: Sequence[Move], *, like: Tensor, group: dist.ProcessGroup
+) -> tuple[dict[int, Tensor], int]:
+    """What this rank gets of each unit, [rows, width], and how many bytes it has sent to others.
 
-
-def _whole(
-    parts: Mapping[Transfer, Tensor], units: ExchangeSpec, *, of: Callable[[Transfer], Rows]
-) -> dict[int, Tensor]:
-    """By unit, what has come of it, put together to the rows ``of`` a transfer, [rows, width].
-
-    Every one of them has come once.
+    Of what it has of units, ``own``; ``moves`` are those that it is in. One all-to-all: rows by the
+    rank that they go to, each rank's in the order of moves. Collective: the group.
     """
-    found: dict[int, Tensor] = {}
-    for each, part in parts.items():
-        whole = of(each)
-        if len(part) == size(whole):
-            found[each.unit] = part
-            continue
-        if each.unit not in found:
-            found[each.unit] = part.new_empty(size(whole), units.width)  # [rows, width]
-        put(part, within(units.rows(each), whole), into=found[each.unit])
-    return found
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    sent, due = ({each: list[Move]() for each in ranks} for _ in range(2))
+    parts: defaultdict[int, list[tuple[Rows, Tensor]]] = defaultdict(list)
+    for each in moves:
+        if each.source == each.target:
+            parts[each.unit].append((each.put, taken(own[each.unit], each.taken).detach()))
+        elif each.source == rank:
+            sent[each.target].append(each)
+        else:
+            due[each.source].append(each)
+    leaving = [taken(own[each.unit], each.taken).detach() for each in chain(*sent.values())]
+    given, coming = (
+        [sum(size(each.put) for each in some) for some in of_rank.values()]
+        for of_rank in (sent, due)
+    )
+    out = leaving[0].contiguous() if len(leaving) == 1 else torch.cat([like, *leaving])
+    rows = like.new_empty(sum(coming), like.shape[1])
+    dist.all_to_all_single(rows, out, coming, given, group)
+    arrived = [*chain(*due.values())]
+    for each, part in zip(arrived, rows.split([size(x.put) for x in arrived]), strict=True):
+        parts[each.unit].append((each.put, part))
+    in_all = {each.unit: each.in_all for each in moves if each.target == rank}
+    found = {unit: put_together(some, rows=in_all[unit], like=like) for unit, some in parts.items()}
+    return found, out.nbytes
+
+
+def put_together(parts: Iterable[tuple[Rows, Tensor]], *, rows: int, like: Tensor) -> Tensor:
+    """So many ``rows`` of parts, each at its places, [rows, width]; one that has all stays it."""
+    whole = None
+    for places, part in parts:
+        if len(part) == rows:
+            return part
+        whole = like.new_empty(rows, like.shape[1]) if whole is None else whole
+        put(part, places, into=whole)
+    return like.new_empty(rows, like.shape[1]) if whole is None else whole
 
 
 def taken(payload: Tensor, rows: Rows) -> Tensor:

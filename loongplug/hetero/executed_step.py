@@ -5,18 +5,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import MediaInput, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.crossings import Crossings, streamed_crossings
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
-from loongplug.hetero.operations import Cargo, Kept, StepPlan, To
-from loongplug.hetero.wire import Wire
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Kept, StepPlan, To
+from loongplug.hetero.placement import Edge
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
@@ -26,13 +28,21 @@ from loongplug.platform.prefetch import Movable, PrefetchQueue
 class Streaming:
     """What one rank streams an encoder's pieces by, for a run.
 
-    ``replica`` is the encoder's that this rank is of, ``stage`` the decoder's.
+    ``edge`` is the encoder's, to a decoder with so many context parts. ``replica`` is the encoder's
+    that this rank is of, ``stage`` the decoder's.
     """
 
     planner: StepPlanner
-    wire: Wire[ExchangeSpec]
+    edge: Edge
+    cp: int
     replica: int
     stage: int
+
+    def crossings(self, step: StreamedStep, units: ExchangeSpec) -> Crossings:
+        """Those of a step's pieces."""
+        return streamed_crossings(
+            step.pieces, units, edge=self.edge, cp=self.cp, rank=dist.get_rank()
+        )
 
     def media(self, piece: Piece, unit: Unit) -> MediaInput:
         """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
@@ -61,19 +71,17 @@ class ExecutedStep:
 
     plan: StepPlan
     encoder: EncoderOfStep
-    exchange: AllToAll | Wire[ExchangeSpec]
     model: MultimodalModel
     units: Sequence[Unit]
     spec: ExchangeSpec  # of all that is exchanged
     pieces: Sequence[range] | None = None
     streaming: Streaming | None = None
     streamed: StreamedStep | None = None
-    wires: dict[Cargo, Wire[Any]] = field(default_factory=dict)
+    carrier: Carrier | None = None  # where pieces go from rank to rank
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
     taken: dict[int, Tensor] = field(default_factory=dict)  # for a microbatch's forward under way
-    lengths: dict[int, list[int]] = field(default_factory=dict)  # rows of a microbatch's pieces
     arrived: Tensor | None = None  # the gradient that the backward under way has made
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
     # Roots of graphs alone: of what is encoded, features are held where they are consumed.
@@ -102,7 +110,7 @@ class ExecutedStep:
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
         for what in (
-            *(self.payloads, self.features, self.taken, self.lengths, self.gradients),
+            *(self.payloads, self.features, self.taken, self.gradients),
             *(self.own, self.own_gradients, self.saved, self.states),
         ):
             assert not what, f"nobody used what there is of pieces {list(what)}"

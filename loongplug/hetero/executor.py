@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.hetero.carrier import Carrier, StageSpec
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
+from loongplug.hetero.exchange import AllToAll, own_storage
 from loongplug.hetero.executed_step import ExecutedStep, HostMoves, Streaming
 from loongplug.hetero.operations import (
     BEGIN,
@@ -34,7 +35,6 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.stage_links import StageSpec
 from loongplug.hetero.step_costs import DecoderPass
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
@@ -57,32 +57,29 @@ class Executor:
     def __init__(
         self,
         planned: Planned,
-        exchange: AllToAll | Wire[ExchangeSpec],
+        exchange: AllToAll | None,
         *,
         entry: Entry,
         taps: int,
         outside_schedule: bool,
         platform: Platform,
-        evaluating: AllToAll | Wire[ExchangeSpec] | None = None,
-        links: Wire[StageSpec] | None = None,
+        carrier: Carrier | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
 
-        ``evaluating``: what steps of an evaluation exchange by, where that is not ``exchange``.
-        ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
+        ``exchange`` is of steps that exchange, ``carrier`` of those whose pieces go from rank to
+        rank. ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
-        reduce for it, in any step and on any rank. ``links`` are to the encoder's other stages,
-        None where it has one.
+        reduce for it, in any step and on any rank.
         """
         self._planned = planned
-        self.exchange = exchange
-        self._evaluating = evaluating
+        self._exchange = exchange
+        self.carrier = carrier
         self._entry = entry
         self._taps = taps
         self._outside_schedule = outside_schedule
         self._platform = platform
-        self.links = links
         self._recorder = recorder
         self.streaming: Streaming | None = None  # where steps of training may stream
         self.host = HostMoves(platform)
@@ -190,33 +187,32 @@ class Executor:
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        exchange = self.exchange if training or self._evaluating is None else self._evaluating
+        crossings = None
+        if streaming is not None and streamed is not None:
+            crossings = streaming.crossings(streamed, spec)
+        elif self.carrier is not None and self.carrier.apart is not None:
+            crossings = self.carrier.apart(spec, training)
         self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
-            exchange=exchange,
             model=model,
             units=units,
             spec=spec,
             pieces=None if stream is None else stream.pieces,
             streaming=streaming,
             streamed=streamed,
+            carrier=None if crossings is None else self.carrier,
         )
-        wires = self._step.wires
-        if isinstance(exchange, Wire):
-            exchange.begin(spec, trains=encoder.trains)
-            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), exchange)
-        if streaming is not None and streamed is not None:
-            streaming.wire.begin(streamed.exchanged(spec), trains=encoder.trains)
-            wires |= dict.fromkeys((Cargo.FEATURES, Cargo.GRADIENTS), streaming.wire)
-        if self.links is not None:
-            states = StageSpec(
-                rows=tuple(map(encoder.states, units)),
-                microbatches=tuple(each.number for each in microbatches),
-                dtype=spec.dtype,
-            )
-            self.links.begin(states, trains=encoder.trains)
-            wires |= dict.fromkeys((Cargo.STATES, Cargo.STATE_GRADIENTS), self.links)
+        if crossings is not None:
+            assert self.carrier is not None
+            states = None
+            if self.carrier.before is not None or self.carrier.behind is not None:
+                states = StageSpec(
+                    rows=tuple(map(encoder.states, units)),
+                    microbatches=tuple(each.number for each in microbatches),
+                    dtype=spec.dtype,
+                )
+            self.carrier.begin(crossings, states, trains=encoder.trains)
         self.do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,8 +253,8 @@ class Executor:
     def end(self) -> None:
         """The schedule has ended, without an error."""
         self.do(END)
-        for wire in dict.fromkeys(self._now.wires.values()):
-            wire.drain()
+        if self._now.carrier is not None:
+            self._now.carrier.wire.drain()
         self._now.assert_done()
         self._step = None
 
@@ -303,13 +299,13 @@ class Executor:
                 states = step.states.pop(piece)
                 if len(states):  # else they have no gradient
                     assert states.grad is not None, f"piece {piece} has no gradient"
-                    self._wire(what).send(what, piece, states.grad)
+                    self._wire.send(what, piece, states.grad)
             case Send(what=what, piece=piece):
                 leaving = step.gradients if what is Cargo.GRADIENTS else step.payloads
-                self._wire(what).send(what, piece, leaving.pop(piece))
+                self._wire.send(what, piece, leaving.pop(piece))
             case Receive(what=what, piece=piece):
                 coming = {Cargo.FEATURES: step.features, Cargo.STATES: step.states}
-                coming.get(what, step.own_gradients)[piece] = self._wire(what).receive(what, piece)
+                coming.get(what, step.own_gradients)[piece] = self._wire.receive(what, piece)
             case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
                 self._gather(pieces, to_host=to_host)
             case Exchange(pieces=pieces):
@@ -348,6 +344,8 @@ class Executor:
         step = self._now
         first, *others = map(step.own_gradients.pop, pieces or (None,))
         came = torch.cat([first, *others]) if others else first
+        if step.carrier is not None:
+            came = step.carrier.shared(pieces, came)
         step.encoder.backward(step.own.pop(pieces), came, more=more)
 
     def _given(self, pieces: tuple[int, ...]) -> Tensor | None:
@@ -362,22 +360,22 @@ class Executor:
         """They are in the order of the text, as pieces are, and rows within one."""
         step = self._now
         found = [step.features.pop(each) for each in step.pieces_of(microbatch)]
-        if step.encoder.trains:
-            step.lengths[microbatch] = list(map(len, found))
-        if len(found) == 1:
-            (step.taken[microbatch],) = found
-            return
-        nothing = torch.empty(
-            0, step.spec.width, dtype=step.spec.dtype, device=self._platform.device
-        )  # [0, width]
-        step.taken[microbatch] = torch.cat([nothing, *found])
+        if len(found) != 1:
+            nothing = torch.empty(
+                0, step.spec.width, dtype=step.spec.dtype, device=self._platform.device
+            )  # [0, width]
+            found = [torch.cat([nothing, *found])]
+        (rows,) = found
+        carrier = step.carrier
+        step.taken[microbatch] = rows if carrier is None else carrier.dealt(microbatch, rows)
 
     def _gradient_of_decoder(self, microbatch: int) -> None:
         step, pieces = self._now, self._now.pieces_of(microbatch)
         assert step.arrived is not None
         came, step.arrived = step.arrived, None
-        lengths = step.lengths.pop(microbatch)
-        parts = [came] if len(pieces) == 1 else came.split(lengths) if lengths else ()
+        parts = [came]
+        if step.carrier is not None:
+            parts = step.carrier.collected(microbatch, pieces, came)
         step.gradients |= zip(pieces, parts, strict=True)
 
     def _gather(self, pieces: range, *, to_host: bool) -> None:
@@ -412,13 +410,14 @@ class Executor:
 
     @property
     def _all_to_all(self) -> AllToAll:
-        exchange = self._now.exchange
-        assert not isinstance(exchange, Wire), "the encoder lies with the decoder"
-        return exchange
+        assert self._exchange is not None, "the encoder lies with the decoder"
+        return self._exchange
 
-    def _wire(self, what: Cargo) -> Wire[Any]:
-        """What carries it between ranks."""
-        return self._now.wires[what]
+    @property
+    def _wire(self) -> Wire:
+        carrier = self._now.carrier
+        assert carrier is not None, "the step exchanges"
+        return carrier.wire
 
 
 def _rows(unit: Unit) -> int:

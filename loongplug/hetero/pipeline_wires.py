@@ -7,7 +7,7 @@ for both directions, a receive that is posted early could lie before the send th
 waits for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,36 +23,25 @@ from loongplug.parallel.connections import connected_group
 _DIMENSIONS = 3  # of what stages send: [sequence, batch, hidden]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineGroups:
-    """The process groups of a pipeline, by what goes there.
-
-    ``around`` are from the last stage to the first and back, None without virtual stages. With two
-    stages, they connect the same ranks as the others, the other way.
-    """
-
-    activations: dist.ProcessGroup
-    gradients: dist.ProcessGroup
-    activations_around: dist.ProcessGroup | None = None
-    gradients_around: dist.ProcessGroup | None = None
+# By what goes there (:func:`~.communicators.pipeline_pairs`); None on ranks of no pipeline.
+PipelineGroups = Mapping[str, dist.ProcessGroup | None]
 
 
 def create_pipeline_groups(
     pipelines: Sequence[Sequence[int]], *, virtual: bool, **options: Any
-) -> PipelineGroups | None:
-    """The groups of this rank's pipeline, connected; None where it is in none of ``pipelines``.
+) -> PipelineGroups:
+    """The groups of this rank's pipeline, connected.
 
     ``pipelines`` are all of the decoder's, each by the ranks of its stages; ``virtual``: it has
     virtual stages. ``options`` are :func:`connected_group`'s. Collective over the world.
     """
     pairs = [pipeline_pairs(ranks, virtual=virtual) for ranks in pipelines]
-    made: dict[str, Any] = {
+    return {
         name: connected_group(
             name, pipelines, chain(*(each[name] for each in pairs)), options_of="pp", **options
         )
         for name in pairs[0]
     }
-    return None if made["activations"] is None else PipelineGroups(**made)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from itertools import batched, chain, combinations
 from loongplug.models.entries import Entry
 from loongplug.parallel.layout import Layout, encoder_layout
 
+Meeting = tuple[int, int]  # of the world: a rank that encodes, and one that decodes
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedEntry:
@@ -56,6 +58,10 @@ class Edge:
         """Which part of the sequence a consumer needs the rows of."""
         return next(n for n, ranks in enumerate(self.parts(parts)) if rank in ranks)
 
+    def meetings(self, replica: int, *, cp: int) -> tuple[Meeting, ...]:
+        """Who of a replica meets whom of the consumers, by context part; see :func:`_meetings`."""
+        return _meetings(self.replicas[replica], self.parts(cp), number=replica)
+
     def replica_of(self, rank: int) -> int | None:
         """Which replica ``rank`` encodes with; None where it does not encode."""
         return next((n for n, ranks in enumerate(self.replicas) if rank in ranks), None)
@@ -76,22 +82,13 @@ class ApartEdge:
     encoder_ranks: tuple[int, ...]
     decoder_ranks: tuple[int, ...]
 
-    @property
-    def feature_senders(self) -> tuple[int, ...]:
-        """The encoder's leader alone. Gradients come back to it, and it broadcasts them."""
-        return self.encoder_ranks[:1]
+    def parts(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """As :meth:`Edge.parts`."""
+        return _by_part(self.decoder_ranks, number)
 
-    def feature_receivers(self, *, parts: int = 1) -> tuple[int, ...]:
-        """The first rank of each part of the sequence; the same ranks send gradients back.
-
-        It gets the rows of its part, and broadcasts them to the ranks that have the same part.
-        """
-        return tuple(ranks[0] for ranks in _by_part(self.decoder_ranks, parts))
-
-    def part_of(self, rank: int, *, parts: int) -> int:
-        """Which part of the sequence one of the decoder's ranks has."""
-        each = _by_part(self.decoder_ranks, parts)
-        return next(number for number, ranks in enumerate(each) if rank in ranks)
+    def meetings(self, *, cp: int) -> tuple[Meeting, ...]:
+        """As :meth:`Edge.meetings`."""
+        return _meetings(self.encoder_ranks, self.parts(cp), number=self.encoder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +285,19 @@ def _by_part(ranks: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
     each, left = divmod(len(ranks), parts)
     assert not left, (ranks, parts)
     return tuple(batched(ranks, each))
+
+
+def _meetings(
+    replica: tuple[int, ...], parts: tuple[tuple[int, ...], ...], *, number: int
+) -> tuple[Meeting, ...]:
+    """Which rank of an encoder's ``replica`` meets which tensor parallel rank of each context part.
+
+    All ranks of the replica have the same, and one of them brings it: replicas take turns, by their
+    ``number``. Rank e meets rank e mod TP, so that few pairs have a communicator, all of a group
+    get as much, and a rank of the decoder's first stage meets itself in its own part.
+    """
+    brings = replica[number % len(replica)]
+    return tuple((brings, ranks[(brings - ranks[0]) % len(ranks)]) for ranks in parts)
 
 
 def _are_apart(entry: PlacedEntry, other: PlacedEntry) -> bool:

@@ -5,8 +5,9 @@ t of a tensor parallel group of n holds the t-th of n equal chunks of that. So i
 features of the visual tokens that lie there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +66,8 @@ def gradient_transfers(
 ) -> list[Transfer]:
     """Each share's gradient to every rank of the replica that made it.
 
-    All consumers have the whole gradient and one of them sends it: they share the encoder's ranks,
-    so that few pairs need a connection. Of a sequence in several ``parts``, those of one have the
-    gradient of its rows, and one of each part sends.
+    All consumers have the whole gradient and one of them sends it, each in turn. Of a sequence in
+    several ``parts``, those of one have the gradient of its rows, and one of each part sends.
     """
     transfers = []
     for unit, encoder_replica in _shares(encoder_replicas):
@@ -85,14 +85,6 @@ def gradient_transfers(
                 for shard, ranks in _by_part(edge, parts)
             ]
     return transfers
-
-
-def used_pairs(edge: Edge, *, back: bool, parts: int = 1) -> list[tuple[int, int]]:
-    """Who sends whom features, or gradients ``back``, in some step; whoever encodes which unit."""
-    transfers = gradient_transfers if back else feature_transfers
-    every = transfers(edge, [tuple(range(len(edge.replicas)))], parts=parts)
-    pairs = {(each.source, each.target) for each in every}
-    return sorted((source, target) for source, target in pairs if source != target)
 
 
 def _by_part(edge: Edge, parts: int) -> list[tuple[int | None, tuple[int, ...]]]:
@@ -135,6 +127,15 @@ def common(rows: Rows, others: Rows) -> Rows:
     return tuple(slice(first, behind) for first, behind in pairs if behind > first)
 
 
+def joined(several: Iterable[Rows]) -> Rows:
+    """All rows of several that have none in common; neighbours are one slice."""
+    found: list[slice] = []
+    for each in sorted(chain.from_iterable(several), key=lambda each: (each.start, each.stop)):
+        first = found.pop().start if found and found[-1].stop == each.start else each.start
+        found.append(slice(first, each.stop))
+    return tuple(found)
+
+
 def within(rows: Rows, whole: Rows) -> Rows:
     """Where ``rows`` lie when those of ``whole`` are put side by side; neighbours are one slice.
 
@@ -143,15 +144,11 @@ def within(rows: Rows, whole: Rows) -> Rows:
     found: list[slice] = []
     start = 0
     for each in whole:
-        for part in rows:
-            if each.start <= part.start < each.stop:
-                first = start + part.start - each.start
-                behind = first + part.stop - part.start
-                if found and found[-1].stop == first:
-                    first = found.pop().start
-                found.append(slice(first, behind))
+        by = start - each.start
+        inside = (part for part in rows if each.start <= part.start < each.stop)
+        found += (slice(part.start + by, part.stop + by) for part in inside)
         start += each.stop - each.start
-    return tuple(found)
+    return joined([tuple(found)])
 
 
 def size(rows: Rows) -> int:

@@ -3,18 +3,20 @@
 Both ends of a message know from the text how many rows it has, and come to pieces in one order. So
 nothing is announced, and a message without rows is left out on both sides. With NCCL, two ranks
 have one queue for all that they send each other in a process group. So each kind of rows has groups
-of its own: what goes there and what comes back would wait for one another.
+of its own: what goes there and what comes back would wait for one another. And it has one for what
+goes to higher ranks and one for what goes to lower ones: two ranks of a first stage that hold parts
+of one sequence send each other features, and each posts receives early.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.exchange import own_storage, put, taken
+from loongplug.hetero.exchange import own_storage, put_together, taken
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.routes import Rows, size
 from loongplug.hetero.sends import Sends
@@ -22,7 +24,7 @@ from loongplug.observe.recorder import NOTHING, Recorder, Span
 
 WINDOW = 2  # pieces whose features or states are received ahead
 
-Over = Callable[[int, int], dist.ProcessGroup]  # what a message goes over, by source and target
+Over = Mapping[bool, dist.ProcessGroup | None]  # by whether a message goes to a higher rank
 
 
 def window(what: Cargo) -> int:
@@ -47,22 +49,30 @@ class PieceMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceEnd:
-    """What one rank gives or takes of a piece: ``rows`` in all, by its messages.
+    """What one rank gives or takes of a piece: its messages' rows, each of them in one message.
 
     One without rows does not travel, but its piece counts as received ahead. ``microbatch`` is the
     piece's; None where sends are not bounded by microbatches.
     """
 
-    rows: int
-    messages: tuple[PieceMessage, ...] = ()
+    messages: tuple[PieceMessage, ...]
     microbatch: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many there are in all."""
+        return sum(size(each.rows) for each in self.messages)
+
+
+NOTHING_OF_IT = PieceEnd(messages=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
     """What one rank gives and takes of one kind in a step, by piece, in their order.
 
-    What it takes has so much ``width``, and everything is of ``dtype``.
+    Pieces of which it gives or takes nothing are left out. What it takes has so much ``width``, and
+    everything is of ``dtype``.
     """
 
     given: Mapping[int, PieceEnd]
@@ -81,54 +91,40 @@ class CargoOfStep:
     kept: dict[int, Tensor] = field(default_factory=dict)  # for this rank itself
 
 
-class Wire[Spec]:
-    """One rank's ends of all that goes from an encoder's ranks to others, and comes back.
-
-    Which messages these are follows from what all know of a step, its ``Spec``.
-    """
+class Wire:
+    """One rank's ends of all that goes from an encoder's ranks to others, and comes back."""
 
     def __init__(
         self,
         groups: Mapping[Cargo, Over],
         *,
-        ends: Callable[[Cargo, Spec], Ends],
         most: float,
         device: torch.device,
         recorder: Recorder = NOTHING,
-        together: dist.ProcessGroup | None = None,
     ) -> None:
-        """``ends``: what of each kind this rank has in a step. Pure.
-
-        Messages of ``most`` microbatches may be under way (:class:`Sends`). ``together`` has the
-        ranks that take the same rows as this one, of which the first receives them; None where this
-        rank is alone.
-        """
+        """Messages of ``most`` microbatches may be under way (:class:`Sends`)."""
         self._groups = groups
-        self._ends = ends
         self.device = device
         self._recorder = recorder
-        self._together = together
         self._rank = dist.get_rank()
         self.windows = {what: window(what) for what in groups}
         self.sends = {what: Sends(most=most, recorder=recorder, name=what.waits) for what in groups}
         self.ways: dict[Cargo, CargoOfStep] = {}  # of the step
 
-    def begin(self, spec: Spec, *, trains: bool) -> None:
-        """A step begins: the first receives are posted. ``trains``: gradients come back."""
+    def begin(self, ends: Mapping[Cargo, Ends]) -> None:
+        """A step begins, with these ends: the first receives are posted."""
         assert not self.ways, "the last step has not ended"
-        for what in self._groups:
-            if trains or not what.back:
-                ends = self._ends(what, spec)
-                come = (piece for piece, end in ends.taken.items() if self._from_others(end))
-                self.ways[what] = CargoOfStep(ends=ends, to_post=deque(come))
-                self._post(what)
+        for what, each in ends.items():
+            come = (piece for piece, end in each.taken.items() if self._from_others(end))
+            self.ways[what] = CargoOfStep(ends=each, to_post=deque(come))
+            self._post(what)
 
     def send(self, what: Cargo, piece: int, rows: Tensor) -> None:
         """``rows`` [rows, width] of a piece set out to all who need some of them."""
         way = self.ways[what]
-        end, dtype = way.ends.given[piece], way.ends.dtype
+        end, dtype = way.ends.given.get(piece, NOTHING_OF_IT), way.ends.dtype
         assert rows.dtype == dtype, f"{rows.dtype} where {dtype} is received"
-        assert len(rows) == end.rows, (piece, rows.shape, end)
+        assert not end.messages or len(rows) == end.rows, (piece, rows.shape, end)
         for message in end.messages:
             part = taken(rows.detach(), message.rows)  # [rows, width]
             if message.peer == self._rank:
@@ -139,11 +135,10 @@ class Wire[Spec]:
     def receive(self, what: Cargo, piece: int) -> Tensor:
         """What this rank takes of a piece, [rows, width]; each piece once, in their order.
 
-        Before it is waited for, the next one may come, too. Ranks of one ``together`` enter
-        together.
+        Before it is waited for, the next one may come, too.
         """
         way = self.ways[what]
-        end = way.ends.taken[piece]
+        end = way.ends.taken.get(piece, NOTHING_OF_IT)
         parts = [(each, way.kept.pop(piece)) for each in end.messages if each.peer == self._rank]
         if self._from_others(end):
             assert piece in way.under_way, f"{piece} is not the next of {what.said}"
@@ -153,12 +148,13 @@ class Wire[Spec]:
                 with self._span("receive", what, rows, source=message.peer, end=end):
                     work.wait()
                 parts.append((message, rows))
-        whole = self._put_together(what, parts, rows=end.rows)
-        if self._together is not None and end.rows:
-            dist.broadcast(whole, group=self._together, group_src=0)
-        else:
-            assert sum(len(part) for _, part in parts) == end.rows, (piece, end)
-        return whole
+        assert sum(len(part) for _, part in parts) == end.rows, (piece, end)
+        placed = [(message.rows, part) for message, part in parts]
+        return put_together(placed, rows=end.rows, like=self._empty(what, 0))
+
+    def rows(self, what: Cargo, piece: int) -> int:
+        """How many this rank gives of a piece."""
+        return self.ways[what].ends.given.get(piece, NOTHING_OF_IT).rows
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
@@ -174,7 +170,7 @@ class Wire[Spec]:
 
     def _send(self, what: Cargo, rows: Tensor, target: int, *, end: PieceEnd) -> None:
         with self._span("send", what, rows, target=target, end=end):
-            group = self._groups[what](self._rank, target)
+            group = self._groups[what][self._rank < target]
             work = dist.isend(rows, dst=target, group=group)
         self.sends[what].add(work, rows, microbatch=end.microbatch or 0)
 
@@ -186,21 +182,10 @@ class Wire[Spec]:
             for each in self._from_others(way.ends.taken[piece]):
                 if size(each.rows):
                     rows = self._empty(what, size(each.rows))
-                    group = self._groups[what](each.peer, self._rank)
+                    group = self._groups[what][each.peer < self._rank]
                     work = dist.irecv(rows, src=each.peer, group=group)
                     assert work is not None, "this rank is in the group"
                     coming.append((each, rows, work))
-
-    def _put_together(
-        self, what: Cargo, parts: Sequence[tuple[PieceMessage, Tensor]], *, rows: int
-    ) -> Tensor:
-        """All ``rows`` of a piece, each at its place, [rows, width]."""
-        if len(parts) == 1 and len(parts[0][1]) == rows:
-            return parts[0][1]
-        whole = self._empty(what, rows)
-        for message, part in parts:
-            put(part, message.rows, into=whole)
-        return whole
 
     def _empty(self, what: Cargo, rows: int) -> Tensor:
         ends = self.ways[what].ends

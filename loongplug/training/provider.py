@@ -61,7 +61,6 @@ def engine_of(args: Namespace, model: Any) -> Engine:
                 True: args.micro_batch_size,
                 False: args.eval_micro_batch_size or args.micro_batch_size,
             },
-            sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
         )

@@ -29,6 +29,8 @@ from loongplug.estimate.tape import (
     Tape,
 )
 from loongplug.hetero.bubbles import BubbleCommunicator
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.dealing import Deal, Dealer
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import AllToAll
@@ -237,6 +239,20 @@ class _Watch:
                 self._note(FEATURES)
             return found
 
+        features, gradients, shared = Dealer.features, Dealer.gradients, Carrier.shared
+
+        def dealt(dealer: Dealer, held: Tensor, deal: Deal) -> Tensor:
+            with tape.region(FEATURES):
+                return features(dealer, held, deal)
+
+        def collected(dealer: Dealer, came: Tensor, deal: Deal) -> Tensor:
+            with tape.region(FEATURE_GRADIENTS):
+                return gradients(dealer, came, deal)
+
+        def sharing(carrier: Carrier, *args: Any) -> Tensor:
+            with tape.region(FEATURE_GRADIENTS):
+                return shared(carrier, *args)
+
         encode = Executor._encode
 
         def encoded(executor: Executor, *args: Any, **kwargs: Any) -> None:
@@ -258,6 +274,7 @@ class _Watch:
         Wire._send, Wire.send, Wire._post, Wire.receive = gone, given, posted, received
         BubbleCommunicator._send = lambda self, name, tensor: bubbles(self, name, copied(tensor))
         EncoderOfStep.payload = made
+        Dealer.features, Dealer.gradients, Carrier.shared = dealt, collected, sharing
         Executor._encode = encoded
         around(Executor, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
         if not self.decodes:
@@ -337,11 +354,10 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if _streams(executor):
-        kept = executor.streaming.wire.ways[Cargo.GRADIENTS].kept
+        kept = executor.carrier.wire.ways[Cargo.GRADIENTS].kept
         leaving += [each for each in kept.values() if len(each)]
-    if isinstance(executor.exchange, Wire):
-        sends = executor.exchange.sends.values()
-        leaving += [each.tensor for own in sends for each in own._under_way]
+    if executor.carrier is not None and not _of_pieces(executor.carrier.wire):
+        leaving += [each.tensor for each in executor.carrier.wire.sends[Cargo.GRADIENTS]._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
 
 

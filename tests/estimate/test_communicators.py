@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from loongplug.cli import app
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import as_rank
 from loongplug.hetero import encoder_place
-from loongplug.hetero.communicators import Pair, count, piece_pairs
+from loongplug.hetero.communicators import Pair, count, piece_pairs, there_and_back
 from loongplug.hetero.placement import Edge
 from loongplug.parallel import connections, states
 from loongplug.training.rules.communicators import communicators_of
@@ -42,8 +41,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "apart": (6, [*TP2_PP2[:2], *APART]),
     "apart-sequence-parallel": (6, [*TP2_PP2[:2], "--sequence-parallel", *APART]),
 }
-# By hand: tp, pp, communicators where each consumer needs all, and with sequence parallelism.
-COUNTED = [(2, 4, 11, 16), (4, 4, 21, 36), (8, 4, 41, 76), (8, 8, 77, 140)]
+# By hand: tp, cp, pp, and the communicators of a rank of the first stage for features and back.
+COUNTED = [(2, 1, 4, 6), (8, 1, 4, 6), (8, 1, 8, 14), (1, 2, 4, 16), (4, 2, 8, 32)]
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
@@ -81,14 +80,17 @@ def test_as_many_are_counted_as_a_start_connects(
         assert found[rank].exchanges == len(all_to_all), rank
 
 
-@pytest.mark.parametrize(("tp", "pp", "whole", "split"), COUNTED)
-def test_pieces_of_a_first_stage(tp: int, pp: int, whole: int, split: int) -> None:
-    ranks = range(tp * pp)
-    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=(*range(tp),))
-    for parts, expected in ((1, whole), (tp, split)):
-        ways = product((False, True), repeat=2)
-        found = count(piece_pairs(edge, back=back, up=up, parts=parts) for back, up in ways)
-        assert {found[rank] for rank in edge.consumers} == {expected}
+@pytest.mark.parametrize(("tp", "cp", "pp", "expected"), COUNTED)
+def test_pieces_of_a_first_stage(tp: int, cp: int, pp: int, expected: int) -> None:
+    """One for each other rank with its number in the tensor parallel group, and each way.
+
+    What a first stage's ranks send each other of parts of a sequence goes both ways.
+    """
+    ranks = range(tp * cp * pp)
+    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=(*ranks[: tp * cp],))
+    found = count(there_and_back(piece_pairs([edge], cp=cp)))
+    assert {found[rank] for rank in edge.consumers} == {expected}
+    assert expected <= 2 * pp * cp
 
 
 def test_megatrons_groups_are_those_of_several_ranks(tmp_path: Path) -> None:
@@ -120,5 +122,5 @@ def test_what_gpus_refuse_an_estimate_refuses(
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     flags = [*RUN, *TP2_PP2, *STREAMED[:-2]]
-    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 and 7 streams"):
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 and 4 streams"):
         parsed_for(flags, ranks=4, stand_ins=tmp_path)

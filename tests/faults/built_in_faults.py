@@ -20,6 +20,7 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
 from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
+from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.training.provider import ModelProvider
@@ -137,7 +138,7 @@ class _Full(io.FileIO):
 def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
     if draw.mode == "apart":
-        return Executor, "_wire"
+        return Wire, "_span"
     if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
         return Executor, "_do"
     if exchanges_features(draw.mode):

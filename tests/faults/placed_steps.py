@@ -7,7 +7,7 @@ They are small whole numbers, of which fp32 makes exact sums.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,17 +26,17 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.communicators import stage_pairs
-from loongplug.hetero.edge import Transport, apart_wire
+from loongplug.hetero.carrier import Carrier, stage_links
+from loongplug.hetero.crossings import apart_crossings
+from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import StepPlan
+from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.pass_order import ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
-from loongplug.hetero.wire import Wire
+from loongplug.hetero.wire import Over, Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
@@ -190,60 +190,41 @@ class _World:
         )
         platform = current_platform()
         most = 1 + warmup(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
-        wires = apart_wire(
-            place.pieces,
-            self._transport(place, groups),
-            in_flight=most,
-            device=platform.device,
-        )
         executor = Executor(
             lambda *, trains, **step: place.planned(in_front=self._ahead, **step),
-            wires,
+            None,
             entry=entry,
             taps=0,
             outside_schedule=True,
             platform=platform,
-            links=self._links(place.layout, groups, most=most),
+            carrier=self._carrier(place, groups, most=most),
         )
         executor.encoder_trains = place.trains
         executor.trains_before = place.trains_before
         return _Encoder(place=place, executor=executor)
 
-    def _transport(self, place: _Place, groups: Groups) -> Transport | None:
-        """The groups between the encoder's last stage and the decoder's first one."""
-        draw, ends = self.draw, [each.edge for each in place.pieces]
-        last_stage = place.layout.ranks[-place.layout.stage_size :]
+    def _carrier(self, place: _Place, groups: Groups, *, most: int) -> Carrier:
+        """Between the encoder's last stage and the decoder's first one, and between its stages."""
+        layout, ends = place.layout, [each.edge for each in place.pieces]
+        last_stage = layout.ranks[-layout.stage_size :]
         ranks = sorted({*last_stage, *(rank for each in ends for rank in each.decoder_ranks)})
-        there, back = groups.of("there", ranks), groups.of("back", ranks)
-        alike = [] if place.layout.tp == 1 else place.layout.groups("tp")[-place.layout.dp :]
-        if draw.tp > 1 and not draw.sequence_parallel:
-            alike += self.decoder.groups("tp")[: draw.dp]
-        together = [groups.of("together", each) for each in alike]
-        if there is None or back is None:
-            return None
-        mine = next((each for each in together if each is not None), None)
-        return Transport(there=there, back=back, together=mine)
-
-    def _links(self, layout: Layout, groups: Groups, *, most: int) -> Wire[StageSpec] | None:
-        """To the stages before and behind this rank's."""
-        links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, pairs in enumerate(stage_pairs(layout)):
-            ranks = sorted(chain(*pairs))
-            there, back = groups.of("states", ranks), groups.of("of states", ranks)
-            if there is None or back is None:
-                continue
-            own, pipeline = layout.coordinates(self.rank).pp, layout.group("pp", self.rank)
-            peer = pipeline[boundary + 1 if own == boundary else boundary]
-            links[boundary] = StageLink(peer=peer, there=there, back=back, width=WIDTH)
-        if not links:
-            return None
-        own = layout.coordinates(self.rank).pp
-        device = current_platform().device
-        return stage_wire(
-            before=links.get(own - 1),
-            behind=links.get(own),
-            in_flight=most,
-            device=device,
+        there: dict[Cargo, Over] = {
+            Cargo.FEATURES: {False: groups.of("there", ranks)},
+            Cargo.GRADIENTS: {True: groups.of("back", ranks)},
+        }
+        if layout.pp > 1:
+            there[Cargo.STATES] = {True: groups.of("states", layout.ranks)}
+            there[Cargo.STATE_GRADIENTS] = {False: groups.of("of states", layout.ranks)}
+        deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
+        shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
+        before, behind = stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1))
+        return Carrier(
+            wire=Wire(there, most=most, device=current_platform().device),
+            deals=_dealer(deals),
+            shares=_dealer(shares),
+            apart=lambda units, _: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
+            before=before,
+            behind=behind,
         )
 
     def _chunk(self, **options: bool) -> Any:
@@ -394,6 +375,11 @@ class _Engine:
 
     def executor(self) -> Executor:
         return self._executor
+
+
+def _dealer(groups: Sequence[dist.ProcessGroup | None]) -> Dealer | None:
+    """Of the one group that this rank is of."""
+    return next((Dealer(each) for each in groups if each is not None), None)
 
 
 def _microbatch(units: dict[str, Unit], number: int) -> Microbatch:

@@ -55,7 +55,7 @@ def test_a_fault_between_stages_is_seen() -> None:
     ("draw", "fault", "said"),
     [
         (SHARED, "take_pieces_in_order_of_arrival", "features are another unit's"),
-        (SPLIT, "add_rows_instead_of_placing", "a gradient is another unit's"),
+        (SPLIT, "place_gradients_mirrored", "a gradient is another unit's"),
     ],
 )
 def test_a_fault_is_seen(draw: DrawnPlacement, fault: str, said: str) -> None:

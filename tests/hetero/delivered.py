@@ -1,9 +1,10 @@
-"""What comes of the messages that ranks list, without ranks."""
+"""What comes of the messages that ranks list, and of what they deal, without ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from loongplug.hetero.dealing import Deal
 from loongplug.hetero.routes import Rows
 from loongplug.hetero.wire import Ends
 
@@ -16,29 +17,49 @@ def delivered(
     """By rank and piece, what it takes where each rank gives its ``rows`` of a piece.
 
     Messages of two ranks come in the order in which they are given. Both ends list the same, and
-    every row of what is taken comes once.
+    every row of what is taken comes once; an AssertionError names ranks and pieces.
     """
-    queues: defaultdict[tuple[int, int], deque[list[Row]]] = defaultdict(deque)
+    queues: defaultdict[tuple[int, int], deque[tuple[int, list[Row]]]] = defaultdict(deque)
     for rank, own in ends.items():
         for piece, end in own.given.items():
             for message in end.messages:
                 whole = rows(rank, piece)
-                assert len(whole) == end.rows
+                assert len(whole) == end.rows, (rank, piece)
                 sent = [whole[place] for place in places_of(message.rows)]
-                queues[rank, message.peer] += [sent] if sent else []
+                if sent:
+                    queues[rank, message.peer].append((piece, sent))
     found = {}
     for rank, own in ends.items():
         for piece, end in own.taken.items():
             came: list[tuple[int, Row]] = []
             for message in end.messages:
                 if places := places_of(message.rows):
-                    sent = queues[message.peer, rank].popleft()
+                    queue = queues[message.peer, rank]
+                    said = f"rank {rank} takes {len(places)} rows of piece {piece}"
+                    assert queue, f"{said}, which rank {message.peer} does not send"
+                    number, sent = queue.popleft()
+                    others = f"rank {message.peer} sends {len(sent)} rows of piece {number}"
+                    assert len(sent) == len(places), f"{said}, and {others}"
                     came += zip(places, sent, strict=True)
             if came:
-                assert sorted(place for place, _ in came) == [*range(end.rows)]
+                assert sorted(place for place, _ in came) == [*range(end.rows)], (rank, piece)
                 found[rank, piece] = [row for _, row in sorted(came)]
-    assert not any(queues.values()), queues
+    for (source, target), left in queues.items():
+        pieces = [piece for piece, _ in left]
+        assert not left, f"rank {source} sends pieces {pieces} to rank {target}, who takes none"
     return found
+
+
+def dealt(deal: Deal, held: Mapping[int, Sequence[Row]]) -> dict[int, list[Row]]:
+    """What each rank of a group comes to have of a microbatch, of what each ``held``."""
+    whole: dict[int, Row] = {}
+    for rank, rows in zip(deal.ranks, deal.holds, strict=True):
+        for place, row in zip(places_of(rows), held[rank], strict=True):
+            assert place not in whole, f"rank {rank} holds row {place}, and another one does"
+            whole[place] = row
+    assert sorted(whole) == [*range(deal.rows)]
+    needed = zip(deal.ranks, deal.needs, strict=True)
+    return {rank: [whole[place] for place in places_of(rows)] for rank, rows in needed}
 
 
 def places_of(rows: Rows) -> list[int]:

@@ -83,12 +83,14 @@ def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement,
             assert {(each.pp, each.dp) for each in used} == {(0, edge.decoder)}
 
 
-def test_leaders_send_all_rows_and_each_rank_takes_its_own_where_sequences_are_sharded():
+def test_replicas_and_their_ranks_take_turns_in_what_they_bring():
+    """Rank e to rank e mod TP, counted from the group's first: 4 to 0, 5 to 1."""
     (edge,) = edges_of(images("2/2/1", "4/1/1"), "images", micro_batch_size=1)
     assert (edge.encoder_ranks, edge.decoder_ranks) == ((4, 5, 6, 7), (0, 1))
-    assert edge.feature_senders == (4,)
-    assert edge.feature_receivers() == (0,)
-    assert edge.feature_receivers(parts=2) == (0, 1)
+    assert edge.meetings(cp=1) == ((4, 0),)
+    assert edge.meetings(cp=2) == ((4, 0), (4, 1))
+    edges = edges_of(images("2/2/1", "2/1/2"), "images", micro_batch_size=2)
+    assert [each.meetings(cp=1) for each in edges] == [((4, 0),), ((7, 1),)]
 
 
 @given(worlds())

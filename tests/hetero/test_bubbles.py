@@ -184,7 +184,7 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
             work=noted.before_pass,
             recorder=recorder,
         )
-        noted.groups = {group: name for name, group in vars(groups).items() if group is not None}
+        noted.groups = {group: name for name, group in groups.items()}
     chunks = [
         Chunk(config, place=number * case.stages + stage, noted=noted)
         for number in range(case.chunks)
@@ -253,7 +253,6 @@ def both(rank: int, *, cases: dict[str, Case]) -> dict[str, tuple[Did, Did]]:
                 ),
             )
         pipeline, groups = made[case.stages, case.chunks > 1]
-        assert groups is not None
         found[name] = (
             step(case, pipeline, alone, groups=None),
             step(case, pipeline, alone, groups=groups),

@@ -160,7 +160,7 @@ def test_features_of_a_pass_are_let_go_unit_by_unit():
             return {unit: each.detach() for unit, each in payloads.items()}
 
     executor = executor_of(separated, HostCopies(), joined_rows=100)
-    executor.exchange = Watched()
+    executor._exchange = Watched()
     run_step(executor, Model(), ROWS, seen=lambda: alive.append(made.alive()))
     assert set(alive) == {0}
 
@@ -240,7 +240,7 @@ def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
             return found
 
     executor = executor_of(separated, HostCopies())
-    executor.exchange = Watched()
+    executor._exchange = Watched()
     run_step(executor, Model(), ROWS, seen=lambda: alive.append(arrived.alive()))
     assert set(alive) == {0}
 
@@ -262,7 +262,7 @@ def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
             return found
 
     executor = executor_of(separated, HostCopies(), on_host=on_host)
-    executor.exchange = Watched()
+    executor._exchange = Watched()
     run_step(executor, Model(), rows)
     each = 2 * WIDTH * 4
     assert max(most) == (2 * 16 if on_host else 40 + 8) * each

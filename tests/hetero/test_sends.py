@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from loongplug.hetero.carrier import StageLink, StageSpec, stage_ends
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Sends
-from loongplug.hetero.stage_links import StageLink, StageSpec, stage_wire
+from loongplug.hetero.wire import Wire
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
 LATE = 0.3  # seconds, in which a rank that nothing holds back would have sent all
@@ -102,19 +103,14 @@ def alive() -> Iterator[list[int]]:
 
 def states_to_a_slow_stage(rank: int) -> list[int]:
     """From an encoder's first stage to the second; how many messages there were at each send."""
-    there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
-    link = StageLink(peer=1 - rank, there=there, back=back, width=WIDTH)
-    wire = stage_wire(
-        before=link if rank else None,
-        behind=None if rank else link,
-        in_flight=MOST,
-        device=CPU,
-    )
+    link = StageLink(peer=1 - rank, width=WIDTH)
+    wire = Wire({Cargo.STATES: {True: dist.new_group([0, 1])}}, most=MOST, device=CPU)
     time.sleep(LATE * rank)
     spec = StageSpec(
         rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
-    wire.begin(spec, trains=False)
+    before, behind = (link, None) if rank else (None, link)
+    wire.begin({Cargo.STATES: stage_ends(Cargo.STATES, spec, before=before, behind=behind)})
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:

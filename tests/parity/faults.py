@@ -48,7 +48,7 @@ CORE: dict[str, str] = {
     "hetero/test_exchange.py::test_units_come_and_gradients_return[tp2-split]": (
         "rows of units that no model makes: none, one, and shards without any"
     ),
-    "hetero/test_edge.py::test_every_row_goes_there_and_back_once[tp2-2-split]": (
+    "hetero/test_carrier.py::test_every_row_goes_there_and_back_once[tp2-2-split]": (
         "the same between ranks of their own; pieces of samples"
     ),
     "parallel/test_module_ddp.py::test_each_part_sums_over_its_own_replicas": (

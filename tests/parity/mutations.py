@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.hetero.operations import Cargo
 from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
@@ -191,28 +190,9 @@ def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units:
 
 
 @fault("pieces of a microbatch lie in the order of their arrival", spec="placement.md P2, arrival")
-@at(
-    f"{WIRE}:Wire._put_together",
-    where=lambda self, what, parts, rows: what is Cargo.FEATURES and len(parts) > 1,
-)
-def take_pieces_in_order_of_arrival(
-    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
-) -> Any:
+@at(f"{WIRE}:put_together", where=lambda parts, rows, like: len(parts) > 1)
+def take_pieces_in_order_of_arrival(original: Any, parts: Any, *, rows: int, like: Tensor) -> Any:
     return torch.cat([part for _, part in parts[::-1]])
-
-
-@fault("the shards' rows of a gradient are added, not placed", spec="placement.md P2, rows back")
-@at(
-    f"{WIRE}:Wire._put_together",
-    where=lambda self, what, parts, rows: what is Cargo.GRADIENTS and len(parts) > 1,
-)
-def add_rows_instead_of_placing(
-    original: Any, self: Any, what: Cargo, parts: Any, *, rows: int
-) -> Any:
-    added = torch.zeros_like(original(self, what, parts, rows=rows))
-    for _, part in parts:
-        added[: len(part)] += part
-    return added
 
 
 @fault("an encoder's gradients are multiplied by Dl/De", spec="placement.md P2, wrong gradients")

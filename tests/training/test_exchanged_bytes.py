@@ -80,13 +80,15 @@ def test_what_is_sent_is_what_is_needed(flags, split):
     assert sum(sent for sent, _ in counted) == rows * HIDDEN * STREAMS * BYTES
 
 
-def count_streamed(rank: int, *, flags: list[str]) -> tuple[int, list[list[tuple[int, list[int]]]]]:
+def count_streamed(
+    rank: int, *, flags: list[str]
+) -> tuple[int, int, list[list[tuple[int, list[int]]]]]:
     """Bytes of features and gradients that this rank sent to others, and the text's media.
 
-    Of each microbatch, by medium: the encoder replica that it is assigned to, and its tokens by
-    part of the sequence.
+    What its tensor parallel group dealt is the second number. Of each microbatch, by medium: the
+    encoder replica that it is assigned to, and its tokens by part of the sequence.
     """
-    sent = 0
+    sent = dealt = 0
     media: list[list[tuple[int, list[int]]]] = []
     isend, following = dist.isend, MicrobatchLoader.__next__
 
@@ -117,14 +119,26 @@ def count_streamed(rank: int, *, flags: list[str]) -> tuple[int, list[list[tuple
             )
         return microbatch
 
-    def separated(*args, **options):
-        raise AssertionError("a step does not stream")
+    exchange, broadcast = dist.all_to_all_single, dist.broadcast
+
+    def exchanging(output, given, received, sizes, group):
+        nonlocal dealt
+        assert len(sizes) == TP, "a step does not stream"
+        assert sizes[dist.get_group_rank(group, rank)] == 0
+        dealt += given.nbytes
+        return exchange(output, given, received, sizes, group)
+
+    def sharing(tensor, src=None, group=None, **options):
+        nonlocal dealt
+        if tensor.dim() == 2 and tensor.shape[1] == HIDDEN * STREAMS and src == rank:
+            dealt += tensor.nbytes
+        return broadcast(tensor, src=src, group=group, **options)
 
     dist.isend, MicrobatchLoader.__next__ = counting, noted
-    dist.all_to_all_single = separated
+    dist.all_to_all_single, dist.broadcast = exchanging, sharing
     free_passes(rank)
     run(flags)
-    return sent, media
+    return sent, dealt, media
 
 
 @pytest.mark.slow
@@ -138,17 +152,20 @@ def test_what_is_sent_between_passes_is_what_is_needed(flags, split):
         *(["--sequence-parallel"] if split else []),
     ]
     counted = run_ranks(count_streamed, 4, flags=[*flags, *TP2_PP2, *more], timeout=120.0)
-    units = counted[0][1]
+    units = counted[0][2]
     assert {owner for media in units for owner, _ in media} == {0, 1, 2, 3}
     assert any(len({owner for owner, _ in media}) > 1 for media in units), "none has two shares"
-    rows = 0
+    sent = dealt = 0
     for owner, tokens in (medium for media in units for medium in media):
-        for consumer in range(TP):
-            if consumer != owner:
-                rows += 2 * tokens[consumer] if split else sum(tokens)
-        if not split and owner >= TP:
-            rows += sum(tokens)  # the consumers have the same gradient, and one of them sends it
-    assert sum(sent for sent, _ in counted) == rows * HIDDEN * STREAMS * BYTES
+        if owner >= TP:  # of the second stage: once there and once back, to one rank alone
+            sent += 2 * sum(tokens)
+        # That rank has all of it. The other one needs its chunk and has its gradient, or all.
+        dealt += 2 * tokens[1 - owner % TP] if split else sum(tokens)
+    row = HIDDEN * STREAMS * BYTES
+    assert [sum(each[number] for each in counted) for number in range(2)] == [
+        sent * row,
+        dealt * row,
+    ]
 
 
 def count_apart(rank: int, *, flags: list[str]) -> tuple[int, int]:

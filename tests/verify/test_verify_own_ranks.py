@@ -87,7 +87,7 @@ def test_pieces_in_the_order_of_their_arrival(shared: Pair) -> None:
     assert failing(comparison, "gradients") >= SEES
 
 
-def test_rows_of_a_gradient_that_are_added(split: Pair) -> None:
-    comparison = split.compared(FAULTS["add_rows_instead_of_placing"].put_in)
+def test_rows_of_a_gradient_at_another_chunk_s_places(split: Pair) -> None:
+    comparison = split.compared(FAULTS["place_gradients_mirrored"].put_in)
     assert failing(comparison, "gradients") == SEES
     assert not any(each.fails for each in comparison.losses)

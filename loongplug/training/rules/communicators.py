@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 from loongplug.hetero.communicators import (
@@ -15,6 +15,7 @@ from loongplug.hetero.communicators import (
     piece_pairs,
     pipeline_pairs,
     stage_pairs,
+    there_and_back,
 )
 from loongplug.hetero.modes import modes_of
 from loongplug.models.entries import encoders
@@ -55,7 +56,6 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or 0,
     )
-    parts = decoder.sequence_shards(sequence_parallel=args.sequence_parallel)
     shared = megatrons(decoder, experts=bool(args.num_experts))
     of_megatron = Counter(dict.fromkeys(decoder.ranks, shared))
     exchanges: Counter[int] = Counter()
@@ -71,12 +71,12 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
         if mode.apart:
             sizes = args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size
             pieces = chain(*(placement.pieces(name, micro_batch_size=each) for each in sizes))
-            messages += 2 * [apart_pairs(pieces, parts=parts), *stage_pairs(layout)]
+            messages += there_and_back(apart_pairs(pieces, cp=decoder.cp))
+            messages += there_and_back(stage_pairs(layout))
         elif mode.around_schedule:
             exchanges.update(chain(*placement.exchange_groups(name)))
         if mode.fills_bubbles and decoder.pp > 1:
-            for edge, back, up in product(placement.edges(name), (False, True), (False, True)):
-                messages.append(piece_pairs(edge, back=back, up=up, parts=parts))
+            messages += there_and_back(piece_pairs(placement.edges(name), cp=decoder.cp))
             pipelines = decoder.groups("pp")
             pairs = [pipeline_pairs(each, virtual=wants_virtual(args)) for each in pipelines]
             messages += chain(*(each.values() for each in pairs))

@@ -1,16 +1,14 @@
 """States from stage to stage of an encoder and gradients back: each row once, in its unit."""
 
-from typing import Any
-
 import pytest
 import torch
 from delivered import delivered
 
+from loongplug.hetero.carrier import StageSpec, stage_ends, stage_links
 from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageSpec, stage_ends
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -21,9 +19,8 @@ ROWS = [3, 0, 5, 1, 4]
 @pytest.mark.parametrize("what", [Cargo.STATES, Cargo.STATE_GRADIENTS])
 def test_both_ends_list_the_same_messages(what: Cargo) -> None:
     spec = StageSpec(rows=tuple(ROWS), microbatches=(0, 0, 1, 1, 2), dtype=torch.float32)
-    group: Any = None
-    links = [StageLink(peer=peer, there=group, back=group, width=peer) for peer in range(3)]
-    around = {0: (None, links[1]), 1: (links[0], links[2]), 2: (links[1], None)}
+    layout = Layout(pp=3)
+    around = {rank: stage_links(layout, rank, widths=[10, 11]) for rank in layout.ranks}
     ends = {
         rank: stage_ends(what, spec, before=before, behind=behind)
         for rank, (before, behind) in around.items()
@@ -37,13 +34,20 @@ def test_both_ends_list_the_same_messages(what: Cargo) -> None:
         for unit, rows in enumerate(ROWS)
         if rows
     }
-    assert [ends[1].width, ends[1].given[3].microbatch] == [1 + from_where, 1]
+    assert [ends[1].width, ends[1].given[3].microbatch] == [11 if what.back else 10, 1]
 
 
 @pytest.mark.quick
 def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
-    pairs = [[(4, 6), (5, 7)], [(6, 8), (7, 9)]]
-    assert stage_pairs(Layout(tp=2, pp=3, first_rank=4)) == pairs
+    layout = Layout(tp=2, pp=3, first_rank=4)
+    assert stage_pairs(layout) == [(4, 6), (6, 8), (5, 7), (7, 9)]
+    for rank in layout.ranks:
+        before, behind = stage_links(layout, rank, widths=[1, 2])
+        assert {each.peer for each in (before, behind) if each is not None} == {
+            *(source for source, target in stage_pairs(layout) if target == rank),
+            *(target for source, target in stage_pairs(layout) if source == rank),
+        }
+    assert stage_links(layout, 3, widths=[1, 2]) == (None, None)
     assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
 
 

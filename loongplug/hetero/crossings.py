@@ -1,0 +1,155 @@
+"""Where pieces cross from an encoder's ranks to the decoder's first stage, and back. Pure.
+
+In each context part of a sequence, a replica's piece goes to one rank of the tensor parallel group
+(:meth:`~loongplug.hetero.placement.Edge.meetings`), with all rows of that part; what the rank has
+encoded itself it does not send. The group then deals the rows of a microbatch
+(:mod:`~loongplug.hetero.dealing`). So each row crosses once, and so does its gradient.
+
+All ranks at an edge know all pieces, and come to them in one order: an encoder's ranks send theirs
+in it and take gradients in it, the decoder's take and give all in it. So the messages from one rank
+to another are in one order at both ends.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, batched
+
+from loongplug.hetero.bubble_planner import Piece
+from loongplug.hetero.dealing import Deal
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.placement import ApartPiece, Edge, Meeting
+from loongplug.hetero.routes import Rows, common, joined, size, within
+from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """The ``rows`` of a ``unit`` that one encoder replica makes, and their way to the decoder.
+
+    ``piece`` is their number in the plan, and may have several. ``meetings`` are by context part.
+    ``microbatch`` is that of :class:`~loongplug.hetero.wire.PieceEnd`.
+    """
+
+    piece: int
+    unit: int
+    rows: slice
+    meetings: tuple[Meeting, ...]
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossings:
+    """All of a step that one ``rank`` knows of, in order; ``units`` are what it knows of them.
+
+    ``parts`` are the consumers in its model replica by context part, a tensor parallel group each;
+    none on ranks that are of no decoder.
+    """
+
+    units: ExchangeSpec
+    every: tuple[Crossing, ...]
+    parts: tuple[tuple[int, ...], ...]
+    rank: int
+
+    def ends(self, what: Cargo) -> Ends:
+        """What the rank gives and takes of pieces."""
+        made, held = (defaultdict[int, list[PieceMessage]](list) for _ in range(2))
+        for each in self.every:
+            own = (each.rows,)
+            for part, (source, target) in enumerate(each.meetings):
+                rows = within(common(joined(self._chunks(each)[part]), own), own)
+                if source == self.rank:
+                    made[each.piece].append(PieceMessage(peer=target, rows=rows))
+                if target == self.rank:
+                    start = sum(size(message.rows) for message in held[each.piece])
+                    all_of_it = (slice(start, start + size(rows)),)
+                    held[each.piece].append(PieceMessage(peer=source, rows=all_of_it))
+        microbatch = {each.piece: each.microbatch for each in self.every}
+        there, here = (
+            {
+                piece: PieceEnd(messages=tuple(messages), microbatch=microbatch[piece])
+                for piece, messages in of_kind.items()
+            }
+            for of_kind in (made, held)
+        )
+        given, taken = (here, there) if what.back else (there, here)
+        return Ends(given=given, taken=taken, width=self.units.width, dtype=self.units.dtype)
+
+    def deal(self, unit: int) -> Deal:
+        """How the rank's tensor parallel group deals what has come of a unit."""
+        part, ranks = next((n, each) for n, each in enumerate(self.parts) if self.rank in each)
+        of_unit = [each for each in self.every if each.unit == unit]
+        chunks = self._chunks(of_unit[0])[part] if of_unit else ((),)
+        whole = joined(chunks)
+        held = [
+            tuple(each.rows for each in of_unit if each.meetings[part][1] == rank) for rank in ranks
+        ]
+        needed = chunks if len(chunks) > 1 else chunks * len(ranks)  # in chunks, or all of it
+        return Deal(
+            ranks=ranks,
+            holds=tuple(within(common(whole, rows), whole) for rows in held),
+            needs=tuple(within(rows, whole) for rows in needed),
+        )
+
+    def _chunks(self, crossing: Crossing) -> list[tuple[Rows, ...]]:
+        """Of the crossing's unit, by context part, the rows of each of the part's chunks."""
+        parts = self.units.of_parts(crossing.unit)
+        return [*batched(parts, len(parts) // len(crossing.meetings))]
+
+
+def streamed_crossings(
+    pieces: Sequence[Piece], units: ExchangeSpec, *, edge: Edge, cp: int, rank: int
+) -> Crossings:
+    """Those of a step that streams, within a model replica; all its ranks know all of them."""
+    return Crossings(
+        units=units,
+        every=tuple(
+            Crossing(
+                piece=number,
+                unit=each.microbatch,
+                rows=each.rows,
+                meetings=edge.meetings(each.replica, cp=cp),
+            )
+            for number, each in enumerate(pieces)
+        ),
+        parts=edge.parts(cp),
+        rank=rank,
+    )
+
+
+def apart_crossings(
+    pieces: Sequence[ApartPiece], units: ExchangeSpec, *, cp: int, rank: int
+) -> Crossings:
+    """Those of an encoder on ranks of its own. ``pieces``: of one microbatch of all replicas.
+
+    On the encoder's ranks, a unit of a step is what one replica makes of one decoder replica's
+    microbatch; on the decoder's it is the whole microbatch, and one piece of the plan.
+    """
+    made = [each.edge for each in pieces if rank in each.edge.encoder_ranks]
+    needed = [each for each in pieces if rank in each.edge.decoder_ranks]
+    assert not (made and needed), "an encoder apart is not where it leads"
+    every = [
+        Crossing(
+            piece=unit,
+            unit=unit,
+            rows=slice(0, tokens),
+            meetings=made[unit % len(made)].meetings(cp=cp),
+            microbatch=unit // len(made),
+        )
+        for unit, tokens in enumerate(units.tokens if made else ())
+    ]
+    for unit in range(len(units.tokens)) if needed else ():
+        ends = [0, *accumulate(units.row_tokens[unit])]
+        every += [
+            Crossing(
+                piece=unit,
+                unit=unit,
+                rows=slice(ends[each.samples.start], ends[each.samples.stop]),
+                meetings=each.edge.meetings(cp=cp),
+                microbatch=unit,
+            )
+            for each in needed
+        ]
+    parts = needed[0].edge.parts(cp) if needed else ()
+    return Crossings(units=units, every=tuple(every), parts=parts, rank=rank)

@@ -1,0 +1,228 @@
+"""Pieces from an encoder to the decoder and back, by lists alone: every row once, in its place."""
+
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from delivered import dealt, delivered, places_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placed import ENCODER, decoders
+
+from loongplug.data.microbatch import Share
+from loongplug.hetero.bubble_planner import Piece
+from loongplug.hetero.communicators import count, piece_pairs, there_and_back
+from loongplug.hetero.crossings import Crossings, streamed_crossings
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.placement import Edge, all_ranks_dp
+from loongplug.hetero.routes import Rows, common, feature_transfers, gradient_transfers, size
+from loongplug.hetero.wire import Ends
+from loongplug.parallel.layout import Layout
+
+pytestmark = pytest.mark.quick
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model replica's, with units in pieces, each row of which lies in one chunk of a sequence.
+
+    There are ``chunks`` of each context part.
+    """
+
+    edge: Edge
+    cp: int
+    chunks: int
+    units: tuple[tuple[int, ...], ...]  # the chunk of each row
+    pieces: tuple[Piece, ...]
+
+    @property
+    def spec(self) -> ExchangeSpec:
+        parts = range(self.cp * self.chunks)
+        shards = tuple(tuple(_slices(unit, part) for part in parts) for unit in self.units)
+        return ExchangeSpec(
+            tokens=tuple(map(len, self.units)),
+            shares=((Share(encoder_replica=0),),) * len(self.units),
+            width=1,
+            dtype=torch.float32,
+            shards=shards if len(parts) > 1 else None,
+        )
+
+    def crossings(self, rank: int) -> Crossings:
+        return streamed_crossings(self.pieces, self.spec, edge=self.edge, cp=self.cp, rank=rank)
+
+    def ends(self, what: Cargo) -> dict[int, Ends]:
+        return {rank: self.crossings(rank).ends(what) for rank in self.edge.ranks}
+
+    def of_unit(self, unit: int) -> list[int]:
+        """The numbers of a unit's pieces."""
+        return [number for number, each in enumerate(self.pieces) if each.microbatch == unit]
+
+    def held(self, rank: int, number: int) -> list[tuple[int, int]]:
+        """What a consumer takes of a piece: rows of its context part, if it meets who has it."""
+        piece, part = self.pieces[number], self.edge.part_of(rank, parts=self.cp)
+        meetings = self.edge.meetings(piece.replica, cp=self.cp)
+        rows = places_of((piece.rows,)) if meetings[part][1] == rank else []
+        unit = piece.microbatch
+        return [(unit, row) for row in rows if self.units[unit][row] // self.chunks == part]
+
+    def needed(self, rank: int, unit: int) -> list[tuple[int, int]]:
+        """What a consumer needs of a unit."""
+        number = self.cp * self.chunks
+        part = self.edge.part_of(rank, parts=number)
+        return [(unit, row) for row, own in enumerate(self.units[unit]) if own == part]
+
+
+def _slices(unit: tuple[int, ...], part: int) -> Rows:
+    return tuple(slice(row, row + 1) for row, own in enumerate(unit) if own == part)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Of any decoder and encoder, and units that are cut anywhere."""
+    decoder, tp = draw(decoders())
+    edge = all_ranks_dp(decoder, entry=ENCODER, tp=tp).edge(ENCODER.name, rank=0)
+    chunks = draw(st.sampled_from([1, decoder.tp]))
+    chunk = st.integers(0, decoder.cp * chunks - 1)
+    units = draw(st.lists(st.lists(chunk, max_size=6).map(tuple), min_size=1, max_size=5))
+    replica, pieces = st.integers(0, len(edge.replicas) - 1), []
+    for unit, rows in enumerate(units):
+        cuts = draw(st.sets(st.integers(1, max(1, len(rows) - 1)), max_size=3))
+        ends = sorted({0, len(rows), *(each for each in cuts if each < len(rows))})
+        pieces += [
+            Piece(microbatch=unit, media=range(0), rows=slice(*each), replica=draw(replica))
+            for each in pairwise(ends)
+        ]
+    return Step(edge, decoder.cp, chunks, tuple(units), tuple(pieces))
+
+
+@given(steps())
+@settings(max_examples=60, deadline=None)
+def test_every_row_goes_there_and_back(step: Step) -> None:
+    """To each consumer what it needs; its gradient to the one rank of a replica that brought it."""
+    edge, consumers, numbers = step.edge, step.edge.consumers, range(len(step.pieces))
+    made = {
+        n: [(x.microbatch, row) for row in places_of((x.rows,))] for n, x in enumerate(step.pieces)
+    }
+    came = delivered(step.ends(Cargo.FEATURES), lambda _, piece: made[piece])
+    expected = {(rank, n): step.held(rank, n) for rank in consumers for n in numbers}
+    assert came == {key: rows for key, rows in expected.items() if rows}
+    back: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for unit in range(len(step.units)):
+        pieces = step.of_unit(unit)
+        for ranks in edge.parts(step.cp):
+            held = {r: [row for n in pieces for row in came.get((r, n), ())] for r in ranks}
+            deals = {rank: step.crossings(rank).deal(unit) for rank in ranks}
+            deal = deals[ranks[0]]
+            assert {*map(str, deals.values())} == {str(deal)}, "all ranks know the same"
+            found = dealt(deal, held)
+            assert deal.chunked or step.chunks == 1
+            if step.chunks > 1 or not deal.rows:
+                assert found == {rank: step.needed(rank, unit) for rank in ranks}
+                returned = dealt(deal.back, found)
+            else:  # each rank has a gradient of all
+                whole = sorted({*chain(*held.values())})
+                assert found == dict.fromkeys(ranks, whole)
+                returned = {
+                    rank: [whole[place] for place in places_of(rows)]
+                    for rank, rows in zip(ranks, deal.holds, strict=True)
+                }
+            assert returned == held
+            for rank, rows in returned.items():
+                for n in pieces:
+                    some = len(came.get((rank, n), ()))
+                    back[rank, n], rows = rows[:some], rows[some:]
+    gradients = delivered(step.ends(Cargo.GRADIENTS), lambda rank, piece: back[rank, piece])
+    assert gradients == {
+        (edge.meetings(x.replica, cp=step.cp)[0][0], n): made[n]
+        for n, x in enumerate(step.pieces)
+        if made[n]
+    }
+
+
+def crossed(step: Step, what: Cargo) -> int:
+    """Rows between ranks, by the lists."""
+    return sum(
+        size(message.rows)
+        for rank, own in step.ends(what).items()
+        for end in own.given.values()
+        for message in end.messages
+        if message.peer != rank
+    )
+
+
+@given(steps())
+@settings(max_examples=60, deadline=None)
+def test_as_few_rows_cross_as_can_and_no_more_than_in_an_exchange(step: Step) -> None:
+    """Of what the first stage has not made itself, each once; dealing is apart from that."""
+    parts = step.cp * step.chunks
+    first = {*step.edge.consumers}
+    away = [x for x in step.pieces if not first & {*step.edge.replicas[x.replica]}]
+    least = sum(size((x.rows,)) for x in away)
+    for what, transfers in (
+        (Cargo.FEATURES, feature_transfers),
+        (Cargo.GRADIENTS, gradient_transfers),
+    ):
+        exact = sum(
+            size(common((each.rows,), step.spec.of_parts(each.microbatch)[x.shard or 0]))
+            for each in away
+            for x in transfers(step.edge, [(each.replica,)], parts=parts)
+            if x.source != x.target
+        )
+        assert least == crossed(replace(step, pieces=tuple(away)), what) <= exact
+    pairs = {*piece_pairs([step.edge], cp=step.cp)}
+    ends = step.ends(Cargo.FEATURES)
+    assert pairs >= {
+        (rank, message.peer)
+        for rank, own in ends.items()
+        for end in own.given.values()
+        for message in end.messages
+        if message.peer != rank
+    }
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int, cp: int) -> None:
+    """Of features and gradients, whatever the tensor parallel sizes are."""
+    layout = Layout(tp=tp, pp=pp, cp=cp, dp=2)
+    for encoder in (1, tp):
+        edges = all_ranks_dp(layout, entry=ENCODER, tp=encoder).edges(ENCODER.name)
+        pairs = piece_pairs(edges, cp=cp)
+        found = count(there_and_back(pairs))
+        assert max(found.values()) <= 2 * pp * cp
+        if encoder == 1:
+            others = pp * cp - 1 + (cp - 1)  # as a consumer, and as who encodes for other parts
+            assert {found[rank] for rank in edges[0].consumers} == {2 * others}
+
+
+TWO = Step(
+    Edge(replicas=((0,), (1,), (2,), (3,)), consumers=(0, 1)),
+    1,
+    2,
+    ((0, 1), (1, 0)),
+    tuple(
+        Piece(microbatch=unit, media=range(0), rows=slice(0, 2), replica=replica)
+        for unit, replica in enumerate((2, 3))
+    ),
+)
+
+
+def test_lists_that_do_not_agree_name_ranks_and_pieces() -> None:
+    def rows(_: int, piece: int) -> list[int]:
+        return [piece] * 2
+
+    ends = TWO.ends(Cargo.FEATURES)
+    assert delivered(ends, rows) == {(0, 0): [0, 0], (1, 1): [1, 1]}
+    unsent = {**ends, 3: replace(ends[3], given={})}
+    with pytest.raises(AssertionError, match="rank 1 takes 2 rows of piece 1, which rank 3 does"):
+        delivered(unsent, rows)
+    twice = {**ends, 2: replace(ends[2], given={**ends[2].given, 9: ends[2].given[0]})}
+    with pytest.raises(AssertionError, match=r"rank 2 sends pieces \[9\] to rank 0, who"):
+        delivered(twice, rows)
+    deal = TWO.crossings(0).deal(0)
+    both = replace(deal, holds=(deal.holds[0],) * 2)
+    with pytest.raises(AssertionError, match="rank 1 holds row 0, and another one does"):
+        dealt(both, {0: [0, 0], 1: [0, 0]})

@@ -1,0 +1,399 @@
+"""Steps that stream on devices whose messages go in queues: one order for two ranks, and no hang.
+
+What ranks send, post and deal is what the product's wires and dealers do; passes and the clock of
+full separation stand for Megatron's schedule.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import finish
+from streamed_steps import even, filled, separated, steps
+
+from loongplug.data.microbatch import Share
+from loongplug.hetero import wire
+from loongplug.hetero.bubble_planner import Piece
+from loongplug.hetero.carrier import Carrier
+from loongplug.hetero.crossings import streamed_crossings
+from loongplug.hetero.dealing import Dealer
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import Cargo
+from loongplug.hetero.placement import Edge
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
+from loongplug.hetero.wire import Wire
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
+from loongplug.simulate.wires import on_streams
+
+Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Wires:
+    """What ranks send, post and wait for, in the place of process groups."""
+
+    rank: int = 0
+    # By group and both ranks: the rows of each message, at either end.
+    sent: defaultdict[tuple[Any, int, int], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    posted: defaultdict[tuple[Any, int, int], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    did: defaultdict[int, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def isend(self, rows: torch.Tensor, *, dst: int, group: Any) -> "Sent":
+        way = group, self.rank, dst
+        self.sent[way].append(len(rows))
+        self.does("moves", (*way, len(self.sent[way])))
+        return Sent()
+
+    def irecv(self, rows: torch.Tensor, *, src: int, group: Any) -> "Posted":
+        way = group, src, self.rank
+        self.posted[way].append(len(rows))
+        message = *way, len(self.posted[way])
+        self.does("moves", message)
+        return Posted(self, message)
+
+    def all_to_all_single(
+        self, rows: torch.Tensor, out: torch.Tensor, coming: Any, given: Any, group: Any
+    ) -> None:
+        assert (len(rows), len(out)) == (sum(coming), sum(given))
+        self.does("meets", group)
+
+    def broadcast(self, rows: torch.Tensor, *, src: int, group: Any) -> None:
+        assert src in group
+        self.does("meets", group)
+
+    def get_process_group_ranks(self, group: Any) -> Any:
+        return group
+
+    def does(self, what: str, which: Any) -> None:
+        self.did[self.rank].append((what, which))
+
+
+@dataclass
+class Posted:
+    wires: Wires
+    message: Message
+
+    def wait(self) -> None:
+        self.wires.does("waits", self.message)
+
+
+class Sent:
+    """Which nobody waits for while the step goes on."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def programs_of(did: dict[int, list[tuple[str, Any]]]) -> Programs:
+    """What ranks do, as programs; messages of two ranks in a group are one stream."""
+    build = Build()
+
+    def acts(rank: int) -> Iterator[Act]:
+        for what, which in did[rank]:
+            if what == "says":
+                yield Post(((build.message("says", which), True),))
+                continue
+            if what == "meets":
+                yield Meet(build.group(which))
+                continue
+            if which[0] == "pass":
+                yield Wait(((build.message("says", which), False),))
+                continue
+            group, source, target, number = which
+            stream = (group, source, target)
+            end = build.message(stream, number, eager=False), rank == source
+            yield Post((end,)) if what == "moves" else Wait((end,))
+
+    return build.programs([[*acts(rank)] for rank in sorted(did)])
+
+
+def communicator(stream: Any) -> Any:
+    """That of a message; what ranks of a stage say is none."""
+    return None if stream == "says" else (stream[0], *sorted(stream[1:]))
+
+
+def ends(did: dict[int, list[tuple[str, Any]]], **options: Any) -> bool:
+    """Whether a step ends where what two ranks move in a group goes through one queue on each.
+
+    As with NCCL; ``options`` are those of :func:`on_streams`.
+    """
+    return finish(on_streams(programs_of(did), communicator=communicator, **options))
+
+
+def drive(
+    carrier: Carrier,
+    replica: int,
+    *,
+    step: Step,
+    plan: EncoderPlan,
+    wires: Wires,
+    pieces: Sequence[Piece],
+) -> None:
+    """All that a rank does in a step, as the plan, the passes and the communicator have it."""
+    stage, edges = step.replicas[replica], carrier.wire
+    numbers = {name: number for number, name in enumerate(step.names)}
+    work = list(plan[replica])
+    needed: dict[int, torch.Tensor] = {}
+    for place, one in enumerate([*step.passes[stage], None]):
+        posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
+        while work and (one is None or work[0].before <= place):
+            forward, names = work.pop(0)[1:]
+            for number in map(numbers.__getitem__, names):
+                if forward:
+                    edges.send(Cargo.FEATURES, number, torch.zeros(pieces[number].tokens, 1))
+                else:
+                    edges.receive(Cargo.GRADIENTS, number)
+        if one is None:
+            break
+        if posted is not None:
+            posted.wait()
+        count = len(step.pieces[one.microbatch]) if one.place == 0 else 0
+        own = [numbers[one.microbatch, piece] for piece in range(count)]
+        if one.forward and one.place == 0:
+            came = [edges.receive(Cargo.FEATURES, number) for number in own]
+            held = torch.cat([torch.zeros(0, 1), *came])
+            needed[one.microbatch] = carrier.dealt(one.microbatch, held)
+        wires.does("says", ("pass", one, replica))
+        for other in step.lanes[stage]:  # of one tensor parallel group, or of parts of a sequence
+            wires.does("waits", ("pass", one, other))
+        if not one.forward and one.place == 0 and step.encoder.trains:
+            gradient = needed.pop(one.microbatch)
+            held_back = carrier.collected(one.microbatch, own, gradient)
+            for number, part in zip(own, held_back, strict=True):
+                edges.send(Cargo.GRADIENTS, number, part)
+        pipeline_output(step, replica, one, wires=wires)
+    edges.drain()
+
+
+def peer(step: Step, replica: int, one: DecoderPass) -> int:
+    """Of this replica, on the stage of another pass."""
+    lane = step.lanes[step.replicas[replica]].index(replica)
+    return step.lanes[one.place % len(step.passes)][lane]
+
+
+def group_of(step: Step, one: DecoderPass) -> str:
+    """Of what a pass makes: around is from the last stage to the first, or back."""
+    stage = one.place % len(step.passes)
+    around = stage == (len(step.passes) - 1 if one.forward else 0)
+    return f"{'activations' if one.forward else 'gradients'} {around}"
+
+
+def pipeline_input(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> Posted | None:
+    before = step.before(one)
+    if before is None or (source := peer(step, replica, before)) == replica:
+        return None
+    return wires.irecv(torch.zeros(1), src=source, group=group_of(step, before))
+
+
+def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> None:
+    behind = step.behind(one)
+    if behind is not None and (target := peer(step, replica, behind)) != replica:
+        wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
+
+
+def drawn(
+    step: Step,
+    plan: EncoderPlan,
+    *,
+    groups: dict[Cargo, Any],
+    window: int = 2,
+    cp: int = 1,
+    chunked: bool = False,
+) -> Wires:
+    """All ranks' step, by real wires and the names of their groups.
+
+    The lanes of a stage are those of so many context parts; ``chunked``: with sequence parallelism.
+    """
+    lanes, ranks = step.lanes[0], range(len(step.replicas))
+    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=lanes)
+    parts = edge.parts(cp)
+    owners, tp = owners_of(plan), len(parts[0])
+    # Of each part of the sequence, a piece has as many rows as its number says.
+    sizes = [cp * (number + 1) for number in range(len(step.names))]
+    units = [
+        [size for size, (unit, _) in zip(sizes, step.names, strict=True) if unit == number]
+        for number in range(len(step.pieces))
+    ]
+    ends = [[*accumulate(each, initial=0)] for each in units]
+    pieces = [
+        Piece(
+            microbatch=unit,
+            media=range(0),
+            rows=slice(ends[unit][place], ends[unit][place + 1]),
+            replica=owners[unit, place],
+        )
+        for unit, place in step.names
+    ]
+    number = cp * tp if chunked else cp
+    spec = ExchangeSpec(
+        tokens=tuple(map(sum, units)),
+        shares=((Share(encoder_replica=0),),) * len(units),
+        width=1,
+        dtype=torch.float32,
+        shards=tuple(_shards(each, cp=cp, chunks=number // cp) for each in units)
+        if number > 1
+        else None,
+    )
+    wires = Wires()
+    with pytest.MonkeyPatch.context() as patch:
+        names = ("get_rank", "isend", "irecv", "all_to_all_single", "broadcast")
+        for name in (*names, "get_process_group_ranks"):
+            patch.setattr(dist, name, getattr(wires, name))
+        patch.setattr(wire, "WINDOW", window)
+        for wires.rank in ranks:
+            tp_group: Any = next((each for each in parts if wires.rank in each), None)
+            carrier = Carrier(
+                wire=Wire(groups, most=inf, device=CPU),
+                deals=None if tp_group is None else Dealer(tp_group),
+                shares=None,
+            )
+            crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=wires.rank)
+            carrier.begin(crossings, None, trains=step.encoder.trains)
+            drive(carrier, wires.rank, step=step, plan=plan, wires=wires, pieces=pieces)
+    return wires
+
+
+def _shards(sizes: Sequence[int], *, cp: int, chunks: int) -> tuple[tuple[slice, ...], ...]:
+    """A piece's rows lie in one part of the sequence after the other, in its first chunk."""
+    found: list[list[slice]] = [[] for _ in range(cp * chunks)]
+    start = 0
+    for size in sizes:
+        for part in range(cp):
+            found[part * chunks].append(slice(start, start + size // cp))
+            start += size // cp
+    return tuple(map(tuple, found))
+
+
+def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
+    """Which replica encodes a piece."""
+    return {
+        name: replica for replica, work in enumerate(plan) for one in work for name in one.pieces
+    }
+
+
+KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
+
+
+# The names of groups stand for them.
+GROUPS: dict[Cargo, Any] = {
+    what: {up: f"{what.said} {'up' if up else 'down'}" for up in (True, False)} for what in KINDS
+}
+OF_PIECES = {name for each in GROUPS.values() for name in each.values()}
+
+
+@given(steps(), st.integers(1, 5), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_every_pair_has_one_order_in_each_direction(
+    step: Step, window: int, fills: bool, chunked: bool
+) -> None:
+    """A message's rows are the number of its piece: queues of one stream cannot cross."""
+    plan = (filled(step) if fills else None) or separated(step)
+    wires = drawn(step, plan, window=window, groups=GROUPS, chunked=chunked)
+    assert wires.sent == wires.posted
+    for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
+        assert rows == sorted(rows) or name not in OF_PIECES
+    one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
+    assert len(one_way) == len(wires.sent)
+    # Of the features, what the first stage has not made itself: once.
+    count = sum(len(rows) for way, rows in wires.sent.items() if way[0].startswith("features"))
+    assert count == sum(owner not in step.lanes[0] for owner in owners_of(plan).values())
+    assert ends(wires.did)
+
+
+def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
+    """Two ranks of the first stage, with parts of a sequence, each of which has what both need."""
+    step = even(2, percent=50, lanes=2)
+    both = {what: dict.fromkeys((True, False), what.said) for what in KINDS}
+    for plan in (filled(step), separated(step)):
+        assert plan is not None
+        assert ends(drawn(step, plan, window=1, groups=GROUPS, cp=2).did)
+        assert not ends(drawn(step, plan, window=1, groups=both, cp=2).did)
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_a_device_with_one_queue_hangs(window: int) -> None:
+    """Whatever is done about receives: a second gradient sets out before the first is taken."""
+    for stages, percent in ((2, 30), (8, 20)):
+        step = even(stages, percent=percent)
+        for plan in (filled(step), separated(step)):
+            assert plan is not None
+            did = drawn(step, plan, window=window, groups=GROUPS).did
+            assert ends(did)
+            assert not ends(did, one_queue=True)
+
+
+# Tensor parallel, context parallel and pipeline parallel sizes.
+SIZES = [
+    (tp, cp, pp) for tp, cp, pp in product((1, 2, 4, 8), (1, 2), (2, 4, 8)) if tp * cp * pp <= 64
+]
+
+
+@pytest.mark.parametrize(("tp", "cp", "pp"), SIZES)
+def test_no_layout_hangs_on_32_streams(tp: int, cp: int, pp: int) -> None:
+    """As torch hands them out in turn: behind the 32nd communicator the first stream again."""
+    step = even(pp, percent=40, lanes=tp * cp, microbatches=2 * pp, count=max(4, tp))
+    for plan, chunked in ((filled(step), True), (separated(step), False)):
+        assert plan is not None
+        did = drawn(step, plan, groups=GROUPS, cp=cp, chunked=chunked).did
+        used: dict[int, set[Any]] = defaultdict(set)
+        for rank, all_of_it in did.items():
+            moved = (which for what, which in all_of_it if what == "moves")
+            used[rank] |= {communicator(which[:3]) for which in moved}
+        of_pieces = {rank: {x for x in some if x[0] in OF_PIECES} for rank, some in used.items()}
+        assert max(map(len, of_pieces.values())) <= 2 * pp * cp
+        order(on_streams(programs_of(did), communicator=communicator, pool=32))
+
+
+def test_a_pool_that_is_too_small_is_a_circle_with_names() -> None:
+    """So the model of streams can hang at all."""
+    step = even(4, percent=40, lanes=4, microbatches=8)
+    plan = filled(step)
+    assert plan is not None
+    did = drawn(step, plan, groups=GROUPS).did
+    programs = on_streams(programs_of(did), communicator=communicator, pool=2)
+    with pytest.raises(Deadlock, match=r"rank \d+ waits for rank \d+ to (send|receive) .*for ever"):
+        order(programs)
+
+
+@pytest.mark.quick
+def test_a_piece_out_of_turn_is_refused() -> None:
+    edge = Edge(replicas=((0,), (1,)), consumers=(0,))
+    units = ExchangeSpec(
+        tokens=(1, 1), shares=((Share(encoder_replica=1),),) * 2, width=1, dtype=torch.float32
+    )
+    pieces = [
+        Piece(microbatch=each, media=range(0), rows=slice(0, 1), replica=1) for each in range(2)
+    ]
+    wires = Wires()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_rank", "isend", "irecv"):
+            patch.setattr(dist, name, getattr(wires, name))
+        edges = Wire(GROUPS, most=inf, device=CPU)
+        edges.windows[Cargo.FEATURES] = 1
+        crossings = streamed_crossings(pieces, units, edge=edge, cp=1, rank=0)
+        edges.begin({Cargo.FEATURES: crossings.ends(Cargo.FEATURES)})
+        with pytest.raises(AssertionError, match="is not the next of features"):
+            edges.receive(Cargo.FEATURES, 1)
+        edges.receive(Cargo.FEATURES, 0)
+        with pytest.raises(AssertionError, match="nobody took features"):
+            edges.drain()
