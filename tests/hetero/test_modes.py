@@ -176,7 +176,8 @@ def test_a_policy_is_pure() -> None:
             for each in node.names
         }
         assert imported <= {
-            "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools", "typing",
+            "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools",
+            "typing",
             "loongplug.hetero.operations", "loongplug.hetero.encoder_steps",
             "loongplug.hetero.balance",
         }  # fmt: skip
