@@ -9,7 +9,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.exchange import AllToAll, ExchangeSpec, own_storage
@@ -43,8 +43,6 @@ from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
-# Makes the plan of a step; called as Engine.plan is.
-Planned = Callable[..., StepPlan]
 
 
 class Executor:
@@ -56,7 +54,7 @@ class Executor:
 
     def __init__(
         self,
-        planned: Planned,
+        planned: Callable[..., StepPlan],
         exchange: AllToAll | Wire[ExchangeSpec],
         *,
         entry: Entry,
@@ -185,7 +183,7 @@ class Executor:
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
-            rows=tuple(_rows(unit) for unit in units),
+            rows=tuple(0 if x.media is None else len(x.media.rows) for x in units),
             stream=stream,
         )
         if self._outside_schedule:
@@ -301,13 +299,13 @@ class Executor:
                 states = step.states.pop(piece)
                 if len(states):  # else they have no gradient
                     assert states.grad is not None, f"piece {piece} has no gradient"
-                    self._wire(what).send(what, piece, states.grad)
+                    step.wires[what].send(what, piece, states.grad)
             case Send(what=what, piece=piece):
                 leaving = step.gradients if what is Cargo.GRADIENTS else step.payloads
-                self._wire(what).send(what, piece, leaving.pop(piece))
+                step.wires[what].send(what, piece, leaving.pop(piece))
             case Receive(what=what, piece=piece):
                 coming = {Cargo.FEATURES: step.features, Cargo.STATES: step.states}
-                coming.get(what, step.own_gradients)[piece] = self._wire(what).receive(what, piece)
+                coming.get(what, step.own_gradients)[piece] = step.wires[what].receive(what, piece)
             case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
                 self._gather(pieces, to_host=to_host)
             case Exchange(pieces=pieces):
@@ -413,12 +411,3 @@ class Executor:
         exchange = self._now.exchange
         assert not isinstance(exchange, Wire), "the encoder lies with the decoder"
         return exchange
-
-    def _wire(self, what: Cargo) -> Wire[Any]:
-        """What carries it between ranks."""
-        return self._now.wires[what]
-
-
-def _rows(unit: Unit) -> int:
-    """Of the encoder's input, what this rank encodes of it."""
-    return 0 if unit.media is None else len(unit.media.rows)
