@@ -82,11 +82,6 @@ class EncoderPlace:
         replica = self.layout.coordinates(rank).dp
         return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
 
-    def needed_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
-        """The pieces that ``rank`` decodes, in the order of their samples."""
-        pieces = () if self.pieces is None else self.pieces[training]
-        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
-
     def step(self, rank: int, *, training: bool, ahead: int, **of_step: Any) -> EncoderStep:
         """What a policy is asked of a step of ``rank``.
 
@@ -102,7 +97,8 @@ class EncoderPlace:
                 **of_step,
             )
         if self.layout is None or rank not in self.layout.ranks:
-            consumes = bool(self.needed_by(rank, training=training))
+            pieces = () if self.pieces is None else self.pieces[training]
+            consumes = any(rank in each.edge.decoder_ranks for each in pieces)
             return EncoderStep(replicas=1, replica=None, consumes=consumes, **of_step)
         stage = self.layout.coordinates(rank).pp
         return EncoderStep(

@@ -9,7 +9,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.carrier import Carrier, StageSpec
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
@@ -43,8 +43,6 @@ from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
-# Makes the plan of a step; called as Engine.plan is.
-Planned = Callable[..., StepPlan]
 
 
 class Executor:
@@ -56,7 +54,7 @@ class Executor:
 
     def __init__(
         self,
-        planned: Planned,
+        planned: Callable[..., StepPlan],
         exchange: AllToAll | None,
         *,
         entry: Entry,
@@ -182,7 +180,7 @@ class Executor:
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
-            rows=tuple(_rows(unit) for unit in units),
+            rows=tuple(0 if x.media is None else len(x.media.rows) for x in units),
             stream=stream,
         )
         if self._outside_schedule:
@@ -418,8 +416,3 @@ class Executor:
         carrier = self._now.carrier
         assert carrier is not None, "the step exchanges"
         return carrier.wire
-
-
-def _rows(unit: Unit) -> int:
-    """Of the encoder's input, what this rank encodes of it."""
-    return 0 if unit.media is None else len(unit.media.rows)

@@ -106,8 +106,9 @@ class ApartPiece:
 class Placement:
     """All entries of a model, and the edges between them.
 
-    An entry lies apart from the one that it leads into, or on all of its ranks, or on those of its
-    first stage, with each replica within one model replica.
+    Raises:
+        ValueError: an entry lies on some ranks of the one that it leads into, but neither on all
+            nor on those of its first stage, or has a replica on several model replicas.
     """
 
     entries: tuple[PlacedEntry, ...]
@@ -115,7 +116,7 @@ class Placement:
     def __post_init__(self) -> None:
         for entry in self.entries:
             if entry.into is not None and not self.is_apart(entry.name):
-                _assert_beside(entry, self.entry(entry.into).layout)
+                _check_beside(entry, self.entry(entry.into))
 
     def entry(self, name: str) -> PlacedEntry:
         """The entry of this name, which is one of the model's."""
@@ -321,12 +322,22 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
         )
 
 
-def _assert_beside(entry: PlacedEntry, consumer: Layout) -> None:
-    own, first = set(entry.layout.ranks), set(chain(*consumer.stage(0)))
-    assert own in (first, set(consumer.ranks)), f"{entry} beside {consumer}"
-    model_replicas = [set(ranks) for ranks in consumer.groups("tp_cp_pp")]
+def _check_beside(entry: PlacedEntry, consumer: PlacedEntry) -> None:
+    """Raise ValueError unless ``entry`` lies on its consumer's ranks, by whole replicas."""
+    own, everywhere = set(entry.layout.ranks), set(consumer.layout.ranks)
+    first = set(chain(*consumer.layout.stage(0)))
+    if own not in (everywhere, first):
+        raise ValueError(
+            f"{entry.name!r} lies on ranks {_named(own)}: expected all of {consumer.name!r}, "
+            f"{_named(everywhere)}, or those of its first stage, {_named(first)}."
+        )
+    model_replicas = [set(ranks) for ranks in consumer.layout.groups("tp_cp_pp")]
     for ranks in entry.layout.groups("tp"):
-        assert any(each.issuperset(ranks) for each in model_replicas), f"{ranks} of {entry}"
+        if not any(each.issuperset(ranks) for each in model_replicas):
+            raise ValueError(
+                f"ranks {_named(set(ranks))} hold one replica of {entry.name!r} and several of "
+                f"{consumer.name!r}: expected a tensor parallel size that divides one's ranks."
+            )
 
 
 def _ranks(ranks: set[int]) -> str:

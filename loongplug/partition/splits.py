@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -118,13 +118,12 @@ def find(
     decoder = only_decoder(model.entries()).name
     trains = freezing_of(parsed.args, model).trains
     real, plain = (
-        _with_encoders(
-            costs_of(parsed, microbatches, trains=each, apart=apart, own=own),
-            decoder,
-            inside=inside,
-        )
+        costs_of(parsed, microbatches, trains=each, apart=apart, own=own)
         for each in (trains, lambda name: True)
     )
+    for costs in (real, plain):  # what the first stage does for encoders is in its first layer's
+        first = sum((costs[name].whole() for name in inside), costs[decoder].first)
+        costs[decoder] = replace(costs[decoder], first=first)
     pipeline = Pipeline(
         stages=pp,
         stage=0,
@@ -240,15 +239,6 @@ def _virtual_stages(args: Namespace, layers: int) -> int:
     if each:
         return -(-layers // (pp * each))
     return args.num_virtual_stages_per_pipeline_rank or 1
-
-
-def _with_encoders(
-    costs: Mapping[str, EntryCosts], decoder: str, *, inside: Sequence[str]
-) -> dict[str, EntryCosts]:
-    """With what the first stage does for encoders in the cost of its first layer."""
-    own = costs[decoder]
-    first = sum((costs[name].whole() for name in inside), own.first)
-    return {**costs, decoder: replace(own, first=first)}
 
 
 def _stages_of_encoders(

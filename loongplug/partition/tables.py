@@ -25,7 +25,10 @@ def print_found(found: FoundSplits) -> None:
         times = max(aware.step, plain.step) / min(aware.step, plain.step)
         print(f"{steps}: the {found.kept.name} split is kept, {times:.3f} times as fast")
     if found.own:
-        _print_sides(found)
+        # How long a step would take each module that waited for no other.
+        steps = ", ".join(f"{name} {_amount(time)}" for name, time in found.kept.alone.items())
+        slowest, _ = found.kept.slowest
+        print(f"a step of each alone: {steps}; the slowest stage, which decides, is of {slowest}")
     for name in found.around:
         print(f"{name} works on all stages before and behind the schedule: it is in no stage")
     if found.around:
@@ -37,14 +40,6 @@ def print_found(found: FoundSplits) -> None:
     if found.flags:
         instead = f" (in the place of {', '.join(found.replaced)})" if found.replaced else ""
         print(f"flags: {shlex.join(found.flags)}{instead}")
-
-
-def _print_sides(found: FoundSplits) -> None:
-    """How long a step would take each module that waited for no other, and which is slower."""
-    kept = found.kept
-    slowest, _ = kept.slowest
-    steps = ", ".join(f"{name} {_amount(time)}" for name, time in kept.alone.items())
-    print(f"a step of each alone: {steps}; the slowest stage, which decides, is of {slowest}")
 
 
 def _print_stages(split: Partition, found: FoundSplits) -> None:

@@ -177,7 +177,8 @@ def test_a_policy_is_pure() -> None:
         }
         assert imported <= {
             "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools",
-            "typing", "loongplug.hetero.operations", "loongplug.hetero.encoder_steps",
+            "typing",
+            "loongplug.hetero.operations", "loongplug.hetero.encoder_steps",
             "loongplug.hetero.balance",
         }  # fmt: skip
 
