@@ -99,11 +99,10 @@ class EncoderEngine:
 
     def hear(self, trains: Sequence[bool]) -> None:
         """Which stages of an encoder on ranks of its own train."""
-        if self.here or self.place.needed_by(dist.get_rank(), training=True):
-            stage = self._stage_of(dist.get_rank()) if self.here else self._stages
-            self._trains_before = self.here and any(trains[:stage])
-            self.executor().encoder_trains = any(trains[: stage + 1])
-            self.executor().trains_before = self._trains_before
+        stage = self._stage_of(dist.get_rank()) if self.here else self._stages
+        self._trains_before = self.here and any(trains[:stage])
+        self.executor().encoder_trains = any(trains[: stage + 1])
+        self.executor().trains_before = self._trains_before
 
     def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
         """Of a step, as this rank does it.
