@@ -104,17 +104,22 @@ class Carrier:
             }
         self.wire.begin({what: each for what, each in ends.items() if trains or not what.back})
 
-    def dealt(self, microbatch: int, held: Tensor) -> Tensor:
-        """What this rank's decoder needs, [rows, width], of what has come here and elsewhere."""
+    def dealt(self, microbatch: int, came: list[Tensor]) -> Tensor:
+        """What this rank's decoder needs, [rows, width], of what came of pieces, here or elsewhere.
+
+        ``came`` is empty behind that: the memory of pieces that are joined is let go.
+        """
         assert self.deals is not None, "this rank decodes"
+        if len(came) != 1:
+            came[:] = [torch.cat([self.wire.empty(Cargo.FEATURES, 0), *came])]
+        held = came.pop()
         return self.deals.features(held, self._now.deal(microbatch))
 
     def collected(self, microbatch: int, pieces: Sequence[int], came: Tensor) -> list[Tensor]:
         """The gradient of what has come here of each piece, of what the decoder has made."""
         assert self.deals is not None, "this rank decodes"
         held = self.deals.gradients(came, self._now.deal(microbatch))
-        rows = [self.wire.rows(Cargo.GRADIENTS, piece) for piece in pieces]
-        return list(held.split(rows)) if rows[1:] else [held] * len(rows)
+        return list(held.split([self.wire.rows(Cargo.GRADIENTS, piece) for piece in pieces]))
 
     def shared(self, pieces: Sequence[int], came: Tensor) -> Tensor:
         """The gradient of what one pass has made, [rows, width], of which one rank has it all."""

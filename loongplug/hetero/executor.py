@@ -358,14 +358,9 @@ class Executor:
         """They are in the order of the text, as pieces are, and rows within one."""
         step = self._now
         found = [step.features.pop(each) for each in step.pieces_of(microbatch)]
-        if len(found) != 1:
-            nothing = torch.empty(
-                0, step.spec.width, dtype=step.spec.dtype, device=self._platform.device
-            )  # [0, width]
-            found = [torch.cat([nothing, *found])]
-        (rows,) = found
-        carrier = step.carrier
-        step.taken[microbatch] = rows if carrier is None else carrier.dealt(microbatch, rows)
+        if step.carrier is not None:
+            found = [step.carrier.dealt(microbatch, found)]
+        (step.taken[microbatch],) = found
 
     def _gradient_of_decoder(self, microbatch: int) -> None:
         step, pieces = self._now, self._now.pieces_of(microbatch)

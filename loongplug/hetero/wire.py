@@ -150,7 +150,7 @@ class Wire:
                 parts.append((message, rows))
         assert sum(len(part) for _, part in parts) == end.rows, (piece, end)
         placed = [(message.rows, part) for message, part in parts]
-        return put_together(placed, rows=end.rows, like=self._empty(what, 0))
+        return put_together(placed, rows=end.rows, like=self.empty(what, 0))
 
     def rows(self, what: Cargo, piece: int) -> int:
         """How many this rank gives of a piece."""
@@ -181,13 +181,14 @@ class Wire:
             coming = way.under_way[piece] = []
             for each in self._from_others(way.ends.taken[piece]):
                 if size(each.rows):
-                    rows = self._empty(what, size(each.rows))
+                    rows = self.empty(what, size(each.rows))
                     group = self._groups[what][each.peer < self._rank]
                     work = dist.irecv(rows, src=each.peer, group=group)
                     assert work is not None, "this rank is in the group"
                     coming.append((each, rows, work))
 
-    def _empty(self, what: Cargo, rows: int) -> Tensor:
+    def empty(self, what: Cargo, rows: int) -> Tensor:
+        """[rows, width], as this rank takes them."""
         ends = self.ways[what].ends
         return torch.empty(rows, ends.width, dtype=ends.dtype, device=self.device)
 

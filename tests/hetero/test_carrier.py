@@ -283,7 +283,7 @@ def encode(carrier: Carrier, payloads: list[torch.Tensor], trains: bool) -> None
 
 def decode(carrier: Carrier, needed: list[torch.Tensor], trains: bool) -> None:
     for number, expected in enumerate(needed):
-        rows = carrier.dealt(number, carrier.wire.receive(Cargo.FEATURES, number))
+        rows = carrier.dealt(number, [carrier.wire.receive(Cargo.FEATURES, number)])
         assert torch.equal(rows, expected), number
         if trains:
             (held,) = carrier.collected(number, (number,), -rows)
@@ -430,7 +430,7 @@ def streams(rank: int, *, case: Streamed) -> Counted:
         for unit, whole in enumerate(wholes) if rank in edge.consumers else ():
             numbers = [n for n, each in enumerate(pieces) if each.microbatch == unit]
             came = [carrier.wire.receive(Cargo.FEATURES, number) for number in numbers]
-            rows = carrier.dealt(unit, torch.cat([whole[:0], *came]))
+            rows = carrier.dealt(unit, came)
             part = edge.part_of(rank, parts=spec.parts)
             assert torch.equal(rows, taken(whole, spec.of_parts(unit)[part])), unit
             gradients = carrier.collected(unit, numbers, -rows)

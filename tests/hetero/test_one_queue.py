@@ -270,7 +270,7 @@ class Ranks:
                         posted[at, way].wait()
                 case Turn(forward=Pass(chunk=0, microbatch=number)):
                     needed[number] = [
-                        each.dealt(number, each.wire.receive(Cargo.FEATURES, number))
+                        each.dealt(number, [each.wire.receive(Cargo.FEATURES, number)])
                         for each in carriers
                     ]
                     queue.meet(tp_group)

@@ -171,8 +171,7 @@ def drive(
         own = [numbers[one.microbatch, piece] for piece in range(count)]
         if one.forward and one.place == 0:
             came = [edges.receive(Cargo.FEATURES, number) for number in own]
-            held = torch.cat([torch.zeros(0, 1), *came])
-            needed[one.microbatch] = carrier.dealt(one.microbatch, held)
+            needed[one.microbatch] = carrier.dealt(one.microbatch, came)
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group, or of parts of a sequence
             wires.does("waits", ("pass", one, other))
