@@ -80,14 +80,14 @@ def test_each_encoder_has_the_gradients_of_its_own_features(eyes, ears, frozen):
 
 def test_operations_nest_and_gradients_are_finalized_behind_all(monkeypatch):
     done = []
-    do = Executor._do
+    do = Executor.do
 
     def noted(self, when):
         if when in self._now.plan:
             done.append((self._entry.name, when))
         do(self, when)
 
-    monkeypatch.setattr(Executor, "_do", noted)
+    monkeypatch.setattr(Executor, "do", noted)
     model = Model(entries=BOTH)
     model.config.finalize_model_grads_func = lambda chunks: done.append(chunks)
     run_encoders(executors(separated, separated), model, microbatches([3], ears=[2]))
@@ -154,14 +154,14 @@ def test_what_each_encoder_has_on_the_host_comes_back(monkeypatch, last_stage):
 def test_a_backward_that_begins_is_told_to_both(monkeypatch):
     """The state of each comes back beside the last backward."""
     told = []
-    do = Executor._do
+    do = Executor.do
 
     def noted(self, when):
         if when == backward(1):
             told.append(self._entry.name)
         do(self, when)
 
-    monkeypatch.setattr(Executor, "_do", noted)
+    monkeypatch.setattr(Executor, "do", noted)
     model = Model(entries=BOTH)
     around = executors(separated, separated, on_host=frozenset({Kept.STATE}), last_stage=False)
     for name, each in around.items():
