@@ -140,7 +140,7 @@ def exchange_of(draw: Draw) -> tuple[Any, str]:
     if draw.mode == "apart":
         return Wire, "_span"
     if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
-        return Executor, "_do"
+        return Executor, "do"
     if exchanges_features(draw.mode):
         return AllToAll, "_move"
     return P2PCommunicator, "_communicate"

@@ -110,7 +110,7 @@ def take_a_stale_feature(rank: int) -> None:
         before[:] = [own]
         return found
 
-    around(f"{EXECUTOR}:Executor._taken", stale)
+    around(f"{EXECUTOR}:Executor.taken", stale)
 
 
 @fault("only the first stream of a unit's gradient travels back", spec="placement.md P2, payloads")
