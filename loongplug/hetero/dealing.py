@@ -91,7 +91,7 @@ class Dealer:
         if not deal.rows or len(self._ranks) == 1:
             return rows
         moves = [
-            Move.of(has, wants, unit=0, source=source, target=target)
+            Move(0, source, target, has, wants)
             for source, has in zip(deal.ranks, deal.holds, strict=True)
             for target, wants in zip(deal.ranks, deal.needs, strict=True)
             if self._rank in (source, target)

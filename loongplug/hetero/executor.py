@@ -185,10 +185,8 @@ class Executor:
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        crossings = None
-        if pieces is not None:
-            crossings = pieces.crossings
-        elif self._carrier is not None and self._carrier.apart is not None:
+        crossings = None if pieces is None else pieces.crossings
+        if self._carrier is not None and self._carrier.apart is not None:
             crossings = self._carrier.apart(spec, training)
         self._step = ExecutedStep(
             plan=plan,
