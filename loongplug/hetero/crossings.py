@@ -58,6 +58,8 @@ class Crossings:
         for each in self.every:
             own = (each.rows,)
             for part, (source, target) in enumerate(each.meetings):
+                if self.rank not in (source, target):
+                    continue
                 rows = within(common(joined(self._chunks(each)[part]), own), own)
                 if source == self.rank:
                     made[each.piece].append(PieceMessage(peer=target, rows=rows))

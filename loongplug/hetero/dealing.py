@@ -51,13 +51,13 @@ class Dealer:
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank()
-        self._mine = self._ranks.index(self._rank)
         self._recorder = recorder
 
     def features(self, held: Tensor, deal: Deal) -> Tensor:
         """What this rank holds [rows, width] to what it needs. Collective: the group."""
         assert deal.ranks == self._ranks, (deal, self._ranks)
-        assert len(held) == size(deal.holds[self._mine]), (held.shape, deal, self._mine)
+        mine = deal.holds[self._ranks.index(self._rank)]
+        assert len(held) == size(mine), (held.shape, deal, self._rank)
         if deal.chunked:
             return self._exchanged(held, deal)
         shared = (
@@ -74,7 +74,7 @@ class Dealer:
         """
         if deal.chunked:
             return self._exchanged(came, deal.back)
-        return own_storage(taken(came, deal.holds[self._mine]))
+        return own_storage(taken(came, deal.holds[self._ranks.index(self._rank)]))
 
     def shared(self, held: Tensor, *, rows: int, source: int) -> Tensor:
         """What the ``source`` alone holds, [rows, width]. Collective: the group."""
@@ -91,7 +91,7 @@ class Dealer:
         if not deal.rows or len(self._ranks) == 1:
             return rows
         moves = [
-            Move.of(has, wants, unit=0, source=source, target=target)
+            Move(0, source, target, has, wants)
             for source, has in zip(deal.ranks, deal.holds, strict=True)
             for target, wants in zip(deal.ranks, deal.needs, strict=True)
             if self._rank in (source, target)

@@ -1,9 +1,9 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class ExchangeSpec:
 
     def needed(self, transfer: Transfer) -> Rows:
         """What of the transfer's unit the consumer needs, of all shares."""
-        return self.of_parts(transfer.unit)[transfer.shard or 0]
+        return self.of_parts(transfer.unit)[transfer.shard]
 
     def of_parts(self, unit: int) -> tuple[Rows, ...]:
         """The rows that each part of the sequence needs of a unit."""
@@ -95,32 +95,22 @@ class ExchangeSpec:
         return (slice(0, self.tokens[unit]),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """Rows of a unit from one rank to another (or the same), as places in what each has of it.
+class Move(NamedTuple):
+    """Rows of a unit from one rank to another or itself: what one ``has`` and the other ``wants``.
 
-    The target gets so many rows of the unit ``in_all``, each in one move.
+    The target gets each row that it wants in one move.
     """
 
     unit: int
     source: int
     target: int
-    taken: Rows
-    put: Rows
-    in_all: int
+    has: Rows
+    wants: Rows
 
-    @classmethod
-    def of(cls, has: Rows, wants: Rows, *, unit: int, source: int, target: int) -> "Move":
-        """Of rows that the source ``has``, those that the target ``wants``."""
-        rows = common(has, wants)
-        return cls(
-            unit=unit,
-            source=source,
-            target=target,
-            taken=within(rows, has),
-            put=within(rows, wants),
-            in_all=size(wants),
-        )
+    @property
+    def rows(self) -> Rows:
+        """Those that move."""
+        return common(self.has, self.wants)
 
 
 class AllToAll:
@@ -191,7 +181,7 @@ class AllToAll:
     ) -> dict[int, Tensor]:
         assert self._group is not None, "this rank is of no edge"
         moves = [
-            Move.of(has(each), wants(each), unit=each.unit, source=each.source, target=each.target)
+            Move(each.unit, each.source, each.target, has(each), wants(each))
             for each in transfers
             if self._rank in (each.source, each.target)
         ]
@@ -212,27 +202,31 @@ def moved(
     """
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
     sent, due = ({each: list[Move]() for each in ranks} for _ in range(2))
-    parts: defaultdict[int, list[tuple[Rows, Tensor]]] = defaultdict(list)
+    leaving: dict[Move, Tensor] = {}
+    arrived: dict[Move, Tensor] = {}
     for each in moves:
+        if each.source == rank:
+            leaving[each] = taken(own[each.unit], within(each.rows, each.has)).detach()
         if each.source == each.target:
-            parts[each.unit].append((each.put, taken(own[each.unit], each.taken).detach()))
+            arrived[each] = leaving[each]
         elif each.source == rank:
             sent[each.target].append(each)
         else:
             due[each.source].append(each)
-    leaving = [taken(own[each.unit], each.taken).detach() for each in chain(*sent.values())]
     given, coming = (
-        [sum(size(each.put) for each in some) for some in of_rank.values()]
+        [sum(size(each.rows) for each in some) for some in of_rank.values()]
         for of_rank in (sent, due)
     )
-    out = leaving[0].contiguous() if len(leaving) == 1 else torch.cat([like, *leaving])
+    going = [leaving[each] for each in chain(*sent.values())]
+    out = going[0].contiguous() if len(going) == 1 else torch.cat([like, *going])
     rows = like.new_empty(sum(coming), like.shape[1])
     dist.all_to_all_single(rows, out, coming, given, group)
-    arrived = [*chain(*due.values())]
-    for each, part in zip(arrived, rows.split([size(x.put) for x in arrived]), strict=True):
-        parts[each.unit].append((each.put, part))
-    in_all = {each.unit: each.in_all for each in moves if each.target == rank}
-    found = {unit: put_together(some, rows=in_all[unit], like=like) for unit, some in parts.items()}
+    others = [*chain(*due.values())]
+    arrived |= zip(others, rows.split([size(each.rows) for each in others]), strict=True)
+    found: dict[int, Tensor] = {}
+    for unit, wants in {each.unit: each.wants for each in arrived}.items():
+        parts = [(within(x.rows, wants), part) for x, part in arrived.items() if x.unit == unit]
+        found[unit] = put_together(parts, rows=size(wants), like=like)
     return found, out.nbytes
 
 

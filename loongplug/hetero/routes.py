@@ -23,14 +23,14 @@ class Transfer:
     """Rows of one unit from one rank to another (or the same), by their ranks in the world.
 
     They are of the share that ``encoder_replica`` encodes. ``shard`` numbers
-    the part of the sequence that they lie in; None where each consumer needs all of the share.
+    the part of the sequence that they lie in.
     """
 
     unit: int
     encoder_replica: int
     source: int
     target: int
-    shard: int | None = None
+    shard: int = 0
 
 
 def feature_transfers(
@@ -47,7 +47,7 @@ def feature_transfers(
     for unit, encoder_replica in _shares(encoder_replicas):
         replica = edge.replicas[encoder_replica]
         for index, (shard, consumer) in enumerate(
-            (shard, rank) for shard, ranks in _by_part(edge, parts) for rank in ranks
+            (shard, rank) for shard, ranks in enumerate(edge.parts(parts)) for rank in ranks
         ):
             transfers.append(
                 Transfer(
@@ -82,14 +82,9 @@ def gradient_transfers(
                     target=target,
                     shard=shard,
                 )
-                for shard, ranks in _by_part(edge, parts)
+                for shard, ranks in enumerate(edge.parts(parts))
             ]
     return transfers
-
-
-def _by_part(edge: Edge, parts: int) -> list[tuple[int | None, tuple[int, ...]]]:
-    """The consumers of each part of the sequence, by its number: None for one that is not split."""
-    return [(shard if parts > 1 else None, ranks) for shard, ranks in enumerate(edge.parts(parts))]
 
 
 def _shares(encoder_replicas: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

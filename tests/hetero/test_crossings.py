@@ -165,7 +165,7 @@ def test_as_few_rows_cross_as_can_and_no_more_than_in_an_exchange(step: Step) ->
         (Cargo.GRADIENTS, gradient_transfers),
     ):
         exact = sum(
-            size(common((each.rows,), step.spec.of_parts(each.microbatch)[x.shard or 0]))
+            size(common((each.rows,), step.spec.of_parts(each.microbatch)[x.shard]))
             for each in away
             for x in transfers(step.edge, [(each.replica,)], parts=parts)
             if x.source != x.target
