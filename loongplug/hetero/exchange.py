@@ -95,7 +95,7 @@ class ExchangeSpec:
         return (slice(0, self.tokens[unit]),)
 
 
-class Move(NamedTuple):
+class RowMove(NamedTuple):
     """Rows of a unit from one rank to another or itself: what one ``has`` and the other ``wants``.
 
     The target gets each row that it wants in one move.
@@ -181,7 +181,7 @@ class AllToAll:
     ) -> dict[int, Tensor]:
         assert self._group is not None, "this rank is of no edge"
         moves = [
-            Move(each.unit, each.source, each.target, has(each), wants(each))
+            RowMove(each.unit, each.source, each.target, has(each), wants(each))
             for each in transfers
             if self._rank in (each.source, each.target)
         ]
@@ -193,7 +193,7 @@ class AllToAll:
 
 
 def moved(
-    own: Mapping[int, Tensor], moves: Sequence[Move], *, like: Tensor, group: dist.ProcessGroup
+    own: Mapping[int, Tensor], moves: Sequence[RowMove], *, like: Tensor, group: dist.ProcessGroup
 ) -> tuple[dict[int, Tensor], int]:
     """What this rank gets of each unit, [rows, width], and how many bytes it has sent to others.
 
@@ -201,9 +201,9 @@ def moved(
     rank that they go to, each rank's in the order of moves. Collective: the group.
     """
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    sent, due = ({each: list[Move]() for each in ranks} for _ in range(2))
-    leaving: dict[Move, Tensor] = {}
-    arrived: dict[Move, Tensor] = {}
+    sent, due = ({each: list[RowMove]() for each in ranks} for _ in range(2))
+    leaving: dict[RowMove, Tensor] = {}
+    arrived: dict[RowMove, Tensor] = {}
     for each in moves:
         if each.source == rank:
             leaving[each] = taken(own[each.unit], within(each.rows, each.has)).detach()

@@ -107,7 +107,8 @@ class Encode:
 class Backward:
     """The gradients of pieces that were made in one pass go through the encoder, in one, too.
 
-    With ``more`` to come they are not reduced yet.
+    Where one rank of a replica has received them, it shares them first. With ``more`` to come they
+    are not reduced yet. Collective: the replica.
     """
 
     pieces: tuple[int, ...]
@@ -116,7 +117,7 @@ class Backward:
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """A piece's rows set out for the ranks that need them. Nobody waits for that."""
+    """A piece's rows set out for the ranks that take them. Nobody waits for that."""
 
     what: Cargo
     piece: int
@@ -124,7 +125,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Receive:
-    """The rows of a piece that this rank needs are here."""
+    """What this rank takes of a piece is here; none where another one of its group takes it."""
 
     what: Cargo
     piece: int
@@ -144,7 +145,10 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Hand:
-    """The decoder's forward uses a microbatch's features up, or has just made their gradient."""
+    """The decoder's forward uses a microbatch's features up, or has just made their gradient.
+
+    Where pieces are sent, its tensor parallel group deals them then. Collective: that group.
+    """
 
     what: Cargo
     microbatch: int
