@@ -1,20 +1,15 @@
-"""Rows from an encoder's ranks to the decoder's and back, by ranks: each once, in its place.
-
-Of encoders on ranks of their own, and of such as stream.
-"""
+"""Rows from an encoder on ranks of its own to the decoder's and back: each once, in its place."""
 
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from carried import AHEAD, LENGTH, MICROBATCHES, ROW_BYTES, STEPS, WIDTH, Counted, carrier_of
 from delivered import dealt, delivered
 from parity.built_in import around
 from parity.mutations import FAULTS
@@ -23,22 +18,14 @@ from ranks import RankError, run_ranks
 
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
-from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, apart_crossings, streamed_crossings
+from loongplug.hetero.crossings import Crossings, apart_crossings
 from loongplug.hetero.dealing import Deal, Dealer
-from loongplug.hetero.exchange import ExchangeSpec, taken
+from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.placement import ApartPiece, Edge, all_ranks_dp, one_apart
+from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.routes import Rows, sequence_shards
-from loongplug.hetero.wire import Wire
-from loongplug.parallel.layout import Layout, encoder_layout
-from loongplug.parallel.states import create_exchange_group
-
-WIDTH, LENGTH = 3, 8
-MICROBATCHES, STEPS, AHEAD = 5, 2, 2
-LATE = 0.02  # seconds; what is sent at once is there long before
-ROW_BYTES = WIDTH * torch.float32.itemsize
+from loongplug.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,68 +175,6 @@ def test_both_ends_list_the_same_messages(name: str) -> None:
     assert back == {key: found for key, found in expected.items() if found}
 
 
-@dataclass
-class Counted:
-    """Bytes that this rank sends, by the group, and that groups deal beside that.
-
-    ``late``: it takes its time with each message.
-    """
-
-    late: bool
-    groups: list[Any] = field(default_factory=list)
-    there: int = 0
-    back: int = 0
-    dealt: int = 0
-
-    def watch(self) -> None:
-        isend, exchange, broadcast = dist.isend, dist.all_to_all_single, dist.broadcast
-
-        def sending(tensor: torch.Tensor, *, dst: int, group: Any) -> Any:
-            if self.late:
-                time.sleep(LATE)
-            if group in self.groups[:2]:
-                self.there += tensor.nbytes
-            else:
-                assert group in self.groups[2:]
-                self.back += tensor.nbytes
-            return isend(tensor, dst=dst, group=group)
-
-        def exchanging(rows: torch.Tensor, out: torch.Tensor, *args: Any) -> Any:
-            self.dealt += out.nbytes
-            return exchange(rows, out, *args)
-
-        def sharing(tensor: torch.Tensor, **of: Any) -> Any:
-            self.dealt += tensor.nbytes
-            return broadcast(tensor, **of)
-
-        dist.isend, dist.all_to_all_single, dist.broadcast = sending, exchanging, sharing
-
-
-def carrier_of(
-    everyone: Sequence[int], decoder: Layout, encoder: Layout, counted: Counted, *, most: float
-) -> Carrier:
-    """Of this rank, over groups of all ranks."""
-    ranks = [list(everyone)]
-    there = {up: create_exchange_group(f"t{up}", ranks, options_of="pp") for up in (True, False)}
-    back = {up: create_exchange_group(f"b{up}", ranks, options_of="pp") for up in (True, False)}
-    counted.groups[:] = [*there.values(), *back.values()]
-    counted.watch()
-    dealers = [
-        None if group is None else Dealer(group)
-        for group in (
-            create_exchange_group("deals", decoder.groups("tp"), options_of="tp"),
-            create_exchange_group("shares", encoder.groups("tp"), options_of="tp"),
-        )
-    ]
-    return Carrier(
-        wire=Wire(
-            {Cargo.FEATURES: there, Cargo.GRADIENTS: back}, most=most, device=torch.device("cpu")
-        ),
-        deals=dealers[0],
-        shares=dealers[1],
-    )
-
-
 def there_and_back(
     rank: int, *, case: Case, trains: bool = True, fault: Callable[[int], None] | None = None
 ) -> Counted:
@@ -339,125 +264,3 @@ def test_a_fault_is_seen(name: str, fault: Callable[[int], None]) -> None:
     case = cases()[name]
     with pytest.raises(RankError, match=r"assert torch\.equal"):
         run_ranks(partial(there_and_back, fault=fault), case.ranks, case=case)
-
-
-# Within a model replica: an encoder that streams.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """A decoder, the size of its encoder's replicas, and whether ranks hold chunks."""
-
-    decoder: Layout
-    encoder_tp: int = 1
-    split: bool = False
-
-    @property
-    def encoder(self) -> Layout:
-        return encoder_layout(self.decoder, tp=self.encoder_tp, on_first_stage=False)
-
-    @property
-    def edge(self) -> Edge:
-        placement = all_ranks_dp(self.decoder, entry=ENCODER, tp=self.encoder_tp)
-        return placement.edge(ENCODER.name, rank=0)
-
-    def units(self, step: int) -> list[list[int]]:
-        """Of each row of a microbatch, where its token lies; one has none."""
-        chance = random.Random(step)
-        counts = [chance.choice([3, 5, LENGTH]) for _ in range(MICROBATCHES)]
-        counts[step] = 0
-        return [sorted(chance.sample(range(LENGTH), count)) for count in counts]
-
-    def pieces(self, step: int) -> list[Piece]:
-        """Three rows each, by all replicas in turn."""
-        cut = [
-            (unit, slice(row, min(row + 3, len(rows))))
-            for unit, rows in enumerate(self.units(step))
-            for row in range(0, len(rows), 3)
-        ]
-        return [
-            Piece(
-                microbatch=unit,
-                media=range(0),
-                rows=rows,
-                replica=(number + step) % len(self.edge.replicas),
-            )
-            for number, (unit, rows) in enumerate(cut)
-        ]
-
-    def spec(self, step: int) -> ExchangeSpec:
-        cp, tp = self.decoder.cp, self.decoder.tp if self.split else 1
-        units = [[np.array(each, dtype=np.int64)] for each in self.units(step)]
-        split = TokenSplit.whole(LENGTH) if cp == 1 else zigzag(LENGTH, cp=cp)
-        shards = tuple(sequence_shards(each, split=split, tp=tp) for each in units)
-        return ExchangeSpec(
-            tokens=tuple(len(each) for (each,) in units),
-            shares=((Share(encoder_replica=0),),) * len(units),
-            width=WIDTH,
-            dtype=torch.float32,
-            shards=shards if cp * tp > 1 else None,
-        )
-
-
-STREAMED = {
-    "pp2": Streamed(decoder=Layout(pp=2)),
-    "tp2-pp2": Streamed(decoder=Layout(tp=2, pp=2)),
-    "tp2-pp2-split": Streamed(decoder=Layout(tp=2, pp=2), split=True),
-    "tp2-pp2-encoder-tp2": Streamed(decoder=Layout(tp=2, pp=2), encoder_tp=2),
-    "tp4-encoder-tp2-split": Streamed(decoder=Layout(tp=4), encoder_tp=2, split=True),
-    "tp2-cp2": Streamed(decoder=Layout(tp=2, cp=2)),
-    "cp2-pp2-split": Streamed(decoder=Layout(cp=2, pp=2), split=True),
-    "tp2-cp2-split": Streamed(decoder=Layout(tp=2, cp=2), split=True),
-}
-
-
-def streams(rank: int, *, case: Streamed) -> Counted:
-    """Two steps: all pieces set out, microbatches are handed on, and gradients go back."""
-    counted, edge = Counted(late=rank == 0), case.edge
-    carrier = carrier_of(edge.ranks, case.decoder, case.encoder, counted, most=inf)
-    for step in range(STEPS):
-        spec, pieces = case.spec(step), case.pieces(step)
-        wholes = [
-            torch.rand(tokens, WIDTH, generator=torch.Generator().manual_seed(unit + 10 * step))
-            for unit, tokens in enumerate(spec.tokens)
-        ]
-        crossings = streamed_crossings(pieces, spec, edge=edge, cp=case.decoder.cp, rank=rank)
-        carrier.begin(crossings, None, trains=True)
-        mine = [n for n, each in enumerate(pieces) if each.replica == edge.replica_of(rank)]
-        for number in mine:
-            payload = wholes[pieces[number].microbatch][pieces[number].rows]
-            carrier.wire.send(Cargo.FEATURES, number, payload)
-        for unit, whole in enumerate(wholes) if rank in edge.consumers else ():
-            numbers = [n for n, each in enumerate(pieces) if each.microbatch == unit]
-            came = [carrier.wire.receive(Cargo.FEATURES, number) for number in numbers]
-            rows = carrier.dealt(unit, came)
-            part = edge.part_of(rank, parts=spec.parts)
-            assert torch.equal(rows, taken(whole, spec.of_parts(unit)[part])), unit
-            gradients = carrier.collected(unit, numbers, -rows)
-            for number, gradient in zip(numbers, gradients, strict=True):
-                carrier.wire.send(Cargo.GRADIENTS, number, gradient)
-        for number in mine:
-            came_back = carrier.wire.receive(Cargo.GRADIENTS, number)
-            expected = -wholes[pieces[number].microbatch][pieces[number].rows]
-            assert torch.equal(carrier.shared((number,), came_back), expected), number
-        carrier.wire.drain()
-    counted.groups.clear()
-    return counted
-
-
-@pytest.mark.parametrize("name", STREAMED)
-def test_pieces_that_stream_go_there_and_back_once(name: str) -> None:
-    case = STREAMED[name]
-    counted = run_ranks(partial(streams, case=case), case.decoder.world_size)
-    there, back = (sum(getattr(each, way) for each in counted) for way in ("there", "back"))
-    first = {n for n, each in enumerate(case.edge.replicas) if {*each} & {*case.edge.consumers}}
-    away = sum(
-        each.tokens
-        for step in range(STEPS)
-        for each in case.pieces(step)
-        if each.replica not in first
-    )
-    assert there == back
-    if case.decoder.cp == 1:  # else ranks of the first stage send each other their parts
-        assert there == away * ROW_BYTES
-    assert any(each.dealt for each in counted) == (case.decoder.tp > 1)
