@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from carried import LENGTH, MICROBATCHES, ROW_BYTES, STEPS, WIDTH, Counted, carrier_of
-from loongplug.hetero.streamed_pieces import Piece
 from placed import ENCODER
 from ranks import run_ranks
 
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
+from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.crossings import streamed_crossings
 from loongplug.hetero.exchange import ExchangeSpec, taken
 from loongplug.hetero.operations import Cargo
