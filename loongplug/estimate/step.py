@@ -27,8 +27,8 @@ from loongplug.training.decoder_data import assignment_of
 
 ROLES = ("decoder", "encoder + decoder")
 
-# Of an encoder's units that were traced, by its name and their media.
-EncoderCosts = dict[tuple[str, tuple[Any, ...]], UnitBytes]
+# Of an encoder's units that were traced, by its name, its stage and their media.
+EncoderCosts = dict[tuple[str, int, tuple[Any, ...]], UnitBytes]
 
 # What is held before a turn of the step and within it, by its number.
 _Around = Callable[[int, Turn], tuple[Held, Held]]
@@ -113,16 +113,16 @@ class EstimatedStep:
 
     def _unit_costs(self, entry: Entry, *, inline: int | None, known: EncoderCosts) -> UnitCosts:
         """What units cost in an encoder; ``inline``: what the largest keeps within a forward."""
-        name, stage = entry.name, self._rank.stage
-        encoder = self._model.encoder(name)
+        name, encoder = entry.name, self._model.encoder(entry.name)
+        stage = 0 if self._rank.engine.own is None else self._rank.stage  # of the encoder
         before = None
-        if self._rank.engine.own is not None and stage:
+        if stage:
             width = payload_widths(encoder)[stage - 1]
             before = StageBefore(width=width, trains=any(self._heard[name][:stage]))
 
         def traced(unit: Unit) -> UnitBytes:
-            key = name, unit.grids
-            if key not in known or before is not None:
+            key = name, stage, unit.grids
+            if key not in known:
                 tracer = Tracer(self._args, self._model, {name: unit})
                 known[key] = tracer.encoder(self._first, entry, before=before)
             return known[key]
@@ -195,6 +195,7 @@ class EstimatedStep:
                     each.at(event)
                 if event == BEGIN:
                     tape.add(PIPELINE, self._buffers)
+        del self._first.payload
 
     def _events(self) -> Iterator[Any]:
         if self._rank.engine.own is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loongplug.hetero.crossings import Crossings
-from loongplug.hetero.dealing import Dealer
+from loongplug.hetero.dealing import Deal, Dealer
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage, Wire
@@ -92,10 +92,12 @@ class Carrier:
     before: StageLink | None = None
     behind: StageLink | None = None
     _now: Crossings = field(init=False, repr=False)
+    _deals: dict[int, Deal] = field(default_factory=dict, init=False)  # by microbatch
 
     def begin(self, crossings: Crossings, states: StageSpec | None, *, trains: bool) -> None:
         """A step begins: ``states`` go to other stages; ``trains``: gradients come back."""
         self._now = crossings
+        self._deals.clear()  # those of steps without gradients
         ends = {what: crossings.ends(what) for what in (Cargo.FEATURES, Cargo.GRADIENTS)}
         if states is not None:
             ends |= {
@@ -113,12 +115,13 @@ class Carrier:
         if len(came) != 1:
             came[:] = [torch.cat([self.wire.empty(Cargo.FEATURES, 0), *came])]
         held = came.pop()
-        return self.deals.features(held, self._now.deal(microbatch))
+        deal = self._deals[microbatch] = self._now.deal(microbatch)
+        return self.deals.features(held, deal)
 
     def collected(self, microbatch: int, pieces: Sequence[int], came: Tensor) -> list[Tensor]:
         """The gradient of what has come here of each piece, of what the decoder has made."""
         assert self.deals is not None, "this rank decodes"
-        held = self.deals.gradients(came, self._now.deal(microbatch))
+        held = self.deals.gradients(came, self._deals.pop(microbatch))
         return list(held.split([self.wire.rows(Cargo.GRADIENTS, piece) for piece in pieces]))
 
     def shared(self, pieces: Sequence[int], came: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class EncoderPlace:
     decoder replicas is made of, in training and in evaluation. Where it has stages, ``before`` and
     ``behind`` are this rank's links to others.
 
-    Where rows are sent point to point, ``groups`` are what they go over, none on ranks at neither
-    end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
+    Where a mode sends rows point to point, ``groups`` are what they go over, each None on ranks at
+    neither end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
     """
 
     state: ModuleState | None

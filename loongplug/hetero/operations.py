@@ -1,7 +1,7 @@
 """The plan of a step: what one rank's encoder side does, and when. Pure; no tensor is here.
 
-A plan is read by the executor, which does its operations, and by who adds up their bytes or their
-time. What an operation means is told here and nowhere else.
+A plan is read by the executor, which does its operations, and by who adds up their time. What an
+operation means is told here and nowhere else.
 
 What goes through an encoder at once are *pieces*: a microbatch's media, or some of them, or those
 of several microbatches. They are numbered over the step, in the order of microbatches and within

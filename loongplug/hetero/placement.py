@@ -294,10 +294,12 @@ def _meetings(
     """Which rank of an encoder's ``replica`` meets which tensor parallel rank of each context part.
 
     All ranks of the replica have the same, and one of them brings it: replicas take turns, by their
-    ``number``. Rank e meets rank e mod TP, so that few pairs have a communicator, all of a group
-    get as much, and a rank of the decoder's first stage meets itself in its own part.
+    ``number``, when as many have brought as it takes to come to all of a group. Rank e meets rank
+    e mod TP, so that few pairs have a communicator, all of a group get as much, and a rank of the
+    decoder's first stage meets itself in its own part.
     """
-    brings = replica[number % len(replica)]
+    turn = number // max(1, len(parts[0]) // len(replica))
+    brings = replica[turn % len(replica)]
     return tuple((brings, ranks[(brings - ranks[0]) % len(ranks)]) for ranks in parts)
 
 

@@ -177,3 +177,17 @@ def test_what_cannot_be_placed_is_one_sentence(layout, said):
 def test_a_rank_that_no_entry_lies_on():
     with pytest.raises(ValueError, match="rank 8 is none of this layout's"):
         Placement(entries=(ON_FIRST, DECODER)).edge(NAME, rank=8)
+
+
+@pytest.mark.parametrize(("tp", "own"), product((2, 4, 8), (1, 2, 4, 8)))
+def test_all_of_a_group_are_met_by_as_many_replicas(tp: int, own: int) -> None:
+    """Wherever the encoder lies, with as many ranks to a replica, or more, or fewer."""
+    replicas = tuple(tuple(range(own * n, own * (n + 1))) for n in range(2 * max(tp, own)))
+    for first in (0, 1000):  # the decoder's first stage, here or on ranks of its own
+        edge = Edge(replicas=replicas, consumers=tuple(range(first, first + tp)))
+        met = [edge.meetings(number, cp=1)[0][1] for number in range(len(replicas))]
+        assert set(Counter(met).values()) == {len(replicas) // tp}
+        own_rank = [
+            rank for pair in (edge.meetings(n, cp=1)[0] for n in range(tp // own)) for rank in pair
+        ]
+        assert first or own_rank[::2] == own_rank[1::2], "a rank of the first stage meets itself"
