@@ -67,12 +67,6 @@ class Piece:
     rows: slice
     replica: int
 
-    @property
-    def tokens(self) -> int:
-        """How many features it has."""
-        count: int = self.rows.stop - self.rows.start
-        return count
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedStep:

@@ -24,7 +24,6 @@ class EncoderOfStep:
     def __init__(self, chunk: Any, model: MultimodalModel, *, entry: Entry, training: bool) -> None:
         """``chunk``: the rank's first, as Megatron wraps ``model``; it may have no encoder."""
         self._entry = entry
-        self.name = entry.name
         self._chunk = chunk
         self._model = model
         self.trains = training and model.trains(entry)

@@ -145,10 +145,6 @@ class EncoderEngine:
             {each: len(self.place.made_by(rank, training=each)) for each in (True, False)}
         )
 
-    def in_flight(self, rank: int) -> int:
-        """Of how many microbatches ``rank`` may be sending at a time."""
-        return 1 + warmup(ahead=self.ahead, stages=self._stages, stage=self._stage_of(rank))
-
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
@@ -168,16 +164,17 @@ class EncoderEngine:
         place, rank = self.place, dist.get_rank()
         if not place.groups:
             return None
-        last = self._stage_of(rank) == self._stages - 1
+        stage = self._stage_of(rank)
+        ahead = warmup(ahead=self.ahead, stages=self._stages, stage=stage)
         return Carrier(
             wire=Wire(
                 place.groups,
-                most=self.in_flight(rank) if self.apart else inf,
+                most=1 + ahead if self.apart else inf,  # microbatches
                 device=current_platform().device,
                 recorder=self.recorder,
             ),
             deals=self._dealer(place.deals),
-            shares=self._dealer(place.replica_group if last else None),
+            shares=self._dealer(place.replica_group if stage == self._stages - 1 else None),
             apart=partial(self.crossings, rank=rank) if self.apart else None,
             before=place.before,
             behind=place.behind,

@@ -54,10 +54,6 @@ class Edge:
         """The consumers that need the same rows of a sequence in so many parts, part by part."""
         return _by_part(self.consumers, number)
 
-    def part_of(self, rank: int, *, parts: int) -> int:
-        """Which part of the sequence a consumer needs the rows of."""
-        return next(n for n, ranks in enumerate(self.parts(parts)) if rank in ranks)
-
     def meetings(self, replica: int, *, cp: int) -> tuple[Meeting, ...]:
         """Who of a replica meets whom of the consumers, by context part; see :func:`_meetings`."""
         return _meetings(self.replicas[replica], self.parts(cp), number=replica)

@@ -104,7 +104,7 @@ class Wire:
     ) -> None:
         """Messages of ``most`` microbatches may be under way (:class:`Sends`)."""
         self._groups = groups
-        self.device = device
+        self._device = device
         self._recorder = recorder
         self._rank = dist.get_rank()
         self.windows = {what: window(what) for what in groups}
@@ -190,7 +190,7 @@ class Wire:
     def empty(self, what: Cargo, rows: int) -> Tensor:
         """[rows, width], as this rank takes them."""
         ends = self.ways[what].ends
-        return torch.empty(rows, ends.width, dtype=ends.dtype, device=self.device)
+        return torch.empty(rows, ends.width, dtype=ends.dtype, device=self._device)
 
     def _span(self, verb: str, what: Cargo, rows: Tensor, *, end: PieceEnd, **side: int) -> Span:
         if end.microbatch is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
+from loongplug.hetero.placement import Edge, Placement, all_ranks_dp, first_stage_dp, first_stage_tp
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout, encoder_sizes
 
@@ -12,6 +12,11 @@ ENCODER = Entry(name="image_encoder", role=Role.ENCODER, into="text_decoder")
 PLACES = (first_stage_tp, first_stage_dp, all_ranks_dp)
 SIZES = st.sampled_from([1, 2, 3, 4])
 CP = st.sampled_from([1, 1, 2, 3])
+
+
+def part_of(edge: Edge, rank: int, *, parts: int) -> int:
+    """The part of the sequence that a consumer has: neighbours share one."""
+    return edge.consumers.index(rank) * parts // len(edge.consumers)
 
 
 @st.composite

@@ -8,7 +8,7 @@ import torch
 from delivered import dealt, delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed import ENCODER, decoders
+from placed import ENCODER, decoders, part_of
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
@@ -61,7 +61,7 @@ class Step:
 
     def held(self, rank: int, number: int) -> list[tuple[int, int]]:
         """What a consumer takes of a piece: rows of its context part, if it meets who has it."""
-        piece, part = self.pieces[number], self.edge.part_of(rank, parts=self.cp)
+        piece, part = self.pieces[number], part_of(self.edge, rank, parts=self.cp)
         meetings = self.edge.meetings(piece.replica, cp=self.cp)
         rows = places_of((piece.rows,)) if meetings[part][1] == rank else []
         unit = piece.microbatch
@@ -70,7 +70,7 @@ class Step:
     def needed(self, rank: int, unit: int) -> list[tuple[int, int]]:
         """What a consumer needs of a unit."""
         number = self.cp * self.chunks
-        part = self.edge.part_of(rank, parts=number)
+        part = part_of(self.edge, rank, parts=number)
         return [(unit, row) for row, own in enumerate(self.units[unit]) if own == part]
 
 

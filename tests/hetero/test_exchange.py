@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 from parity import mutations
-from placed import ENCODER
+from placed import ENCODER, part_of
 from ranks import RankError, run_ranks
 
 from loongplug.data.microbatch import Share
@@ -119,7 +119,9 @@ def there_and_back(
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
         for unit, rows in arrived.items():
-            assert torch.equal(rows, needed_of(units, unit, part_of(units, edge, rank))), unit
+            assert torch.equal(
+                rows, needed_of(units, unit, part_of(edge, rank, parts=units.parts))
+            ), unit
             assert not rows.requires_grad
         gradients = exchange.scatter_variable_shape_embeddings(
             {unit: -rows for unit, rows in arrived.items()}, units
@@ -136,7 +138,7 @@ def there_and_back(
 
 def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
-    part = part_of(units, edge, rank) if rank in edge.consumers else None
+    part = part_of(edge, rank, parts=units.parts) if rank in edge.consumers else None
     replica = edge.replica_of(rank)
     rows = 0
     for unit in range(len(units.tokens)):
@@ -147,11 +149,6 @@ def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
         # Gradients, all but those of its own part of the sequence.
         rows += len(own - needed)
     return rows * units.width * units.dtype.itemsize
-
-
-def part_of(units: ExchangeSpec, edge: Edge, rank: int) -> int:
-    """The part of the sequence that a consumer has: neighbours share one."""
-    return edge.consumers.index(rank) * units.parts // len(edge.consumers)
 
 
 def firsts(rows: torch.Tensor) -> set[float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from carried import LENGTH, MICROBATCHES, ROW_BYTES, STEPS, WIDTH, Counted, carrier_of
-from placed import ENCODER
+from placed import ENCODER, part_of
 from ranks import run_ranks
 
 from loongplug.context.token_split import TokenSplit, zigzag
@@ -110,7 +110,7 @@ def streams(rank: int, *, case: Streamed) -> Counted:
             numbers = [n for n, each in enumerate(pieces) if each.microbatch == unit]
             came = [carrier.wire.receive(Cargo.FEATURES, number) for number in numbers]
             rows = carrier.dealt(unit, came)
-            part = edge.part_of(rank, parts=spec.parts)
+            part = part_of(edge, rank, parts=spec.parts)
             assert torch.equal(rows, taken(whole, spec.of_parts(unit)[part])), unit
             gradients = carrier.collected(unit, numbers, -rows)
             for number, gradient in zip(numbers, gradients, strict=True):
@@ -131,7 +131,7 @@ def test_pieces_that_stream_go_there_and_back_once(name: str) -> None:
     there, back = (sum(getattr(each, way) for each in counted) for way in ("there", "back"))
     first = {n for n, each in enumerate(case.edge.replicas) if {*each} & {*case.edge.consumers}}
     away = sum(
-        each.tokens
+        each.rows.stop - each.rows.start
         for step in range(STEPS)
         for each in case.pieces(step)
         if each.replica not in first

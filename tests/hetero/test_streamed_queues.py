@@ -161,7 +161,11 @@ def drive(
             forward, names = work.pop(0)[1:]
             for number in map(numbers.__getitem__, names):
                 if forward:
-                    edges.send(Cargo.FEATURES, number, torch.zeros(pieces[number].tokens, 1))
+                    edges.send(
+                        Cargo.FEATURES,
+                        number,
+                        torch.zeros(pieces[number].rows.stop - pieces[number].rows.start, 1),
+                    )
                 else:
                     edges.receive(Cargo.GRADIENTS, number)
         if one is None:
