@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.carrier import StageLink, stage_links
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
@@ -54,8 +53,7 @@ class EncoderPlace:
     ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
     None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
     no such edge: there ``layout`` is the encoder's, and ``pieces`` are what a microbatch of all
-    decoder replicas is made of, in training and in evaluation. Where it has stages, ``before`` and
-    ``behind`` are this rank's links to others.
+    decoder replicas is made of, in training and in evaluation.
 
     Where a mode sends rows point to point, ``groups`` are what they go over, each None on ranks at
     neither end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
@@ -67,8 +65,6 @@ class EncoderPlace:
     exchange_group: dist.ProcessGroup | None = None
     layout: Layout | None = None
     pieces: Mapping[bool, tuple[ApartPiece, ...]] | None = None  # by whether a step is of training
-    before: StageLink | None = None
-    behind: StageLink | None = None
     groups: Mapping[Cargo, Over] = MappingProxyType({})
     deals: dist.ProcessGroup | None = None
 
@@ -238,7 +234,6 @@ class PlaceOfEncoder:
         pairs = apart_pairs(chain(*pieces.values()), cp=decoder.cp)
         groups = self._wired([ranks], pairs, _FEATURES, options_of="pp")
         groups |= self._wired([encoder.ranks], stage_pairs(encoder), _STATES, options_of="pp")
-        before, behind = stage_links(encoder, rank, widths=self.handed_on)
         deals = None
         if rank in decoder.ranks:
             deals = ProcessGroupCollection.use_mpu_process_groups().tp
@@ -247,8 +242,6 @@ class PlaceOfEncoder:
             replica_group=None if state is None else state.groups.tp,
             layout=encoder,
             pieces=pieces,
-            before=before,
-            behind=behind,
             groups=groups,
             deals=deals,
         )

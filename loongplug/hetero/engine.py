@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep
 from loongplug.hetero.bubbles import filling
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, apart_crossings
+from loongplug.hetero.carrier import Carrier, stage_links
+from loongplug.hetero.crossings import Crossings, apart_crossings, streamed_crossings
 from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.pass_order import warmup
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -154,11 +155,17 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def crossings(self, units: ExchangeSpec, training: bool, *, rank: int) -> Crossings:
-        """Those of a step of an encoder apart, as ``rank`` knows them."""
-        assert self.place.pieces is not None, "the encoder lies with the decoder"
-        pieces, cp = self.place.pieces[training], decoder_layout().cp
-        return apart_crossings(pieces, units, cp=cp, rank=rank)
+    def crossings(
+        self, units: ExchangeSpec, training: bool, streamed: StreamedStep | None, *, rank: int
+    ) -> Crossings | None:
+        """Those of a step, as ``rank`` knows them; None where its units are exchanged."""
+        place, cp = self.place, decoder_layout().cp
+        if place.pieces is not None:
+            return apart_crossings(place.pieces[training], units, cp=cp, rank=rank)
+        if streamed is None:
+            return None
+        assert place.edge is not None, "an encoder that streams lies on all ranks"
+        return streamed_crossings(streamed.pieces, units, edge=place.edge, cp=cp, rank=rank)
 
     def _carrier(self) -> Carrier | None:
         place, rank = self.place, dist.get_rank()
@@ -175,9 +182,12 @@ class EncoderEngine:
             ),
             deals=self._dealer(place.deals),
             shares=self._dealer(place.replica_group if stage == self._stages - 1 else None),
-            apart=partial(self.crossings, rank=rank) if self.apart else None,
-            before=place.before,
-            behind=place.behind,
+            crossings=partial(self.crossings, rank=rank),
+            links=(
+                ()
+                if place.layout is None
+                else stage_links(place.layout, rank, widths=self.found.handed_on)
+            ),
         )
 
     def _dealer(self, group: dist.ProcessGroup | None) -> Dealer | None:
@@ -213,8 +223,6 @@ class EncoderEngine:
         executor = self.executor()
         executor.streaming = Streaming(
             planner=planner,
-            edge=place.edge,
-            cp=decoder_layout().cp,
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )

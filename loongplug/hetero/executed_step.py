@@ -5,60 +5,47 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import MediaInput, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, streamed_crossings
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Kept, StepPlan, To
-from loongplug.hetero.placement import Edge
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 
-@dataclass(frozen=True, kw_only=True)
-class Streaming:
-    """What one rank streams an encoder's pieces by, for a run.
-
-    ``edge`` is the encoder's, to a decoder with so many context parts. ``replica`` is the encoder's
-    that this rank is of, ``stage`` the decoder's.
-    """
+class Streaming(NamedTuple):
+    """What steps of training stream by on one rank: of the encoder's ``replica``, on a decoder's
+    ``stage``."""
 
     planner: StepPlanner
-    edge: Edge
-    cp: int
     replica: int
     stage: int
 
-    def crossings(self, step: StreamedStep, units: ExchangeSpec) -> Crossings:
-        """Those of a step's pieces."""
-        return streamed_crossings(
-            step.pieces, units, edge=self.edge, cp=self.cp, rank=dist.get_rank()
-        )
 
-    def media(self, piece: Piece, unit: Unit) -> MediaInput:
-        """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
-        assert unit.media is not None, "the unit was loaded somewhere else"
-        share: Share
-        (share,) = (x for x in unit.shares if x.encoder_replica == self.replica)
-        held = range(len(unit.grids)) if share.media is None else share.media
-        first = held.index(piece.media.start)
-        behind = first + len(piece.media)
-        assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
-        sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
-        before = sum(sizes[:first])
-        return MediaInput(
-            rows=unit.media.rows[before : before + sum(sizes[first:])],
-            grids=unit.media.grids[first:behind],
-        )
+def media_of(piece: Piece, unit: Unit) -> MediaInput:
+    """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
+    assert unit.media is not None, "the unit was loaded somewhere else"
+    share: Share
+    (share,) = (x for x in unit.shares if x.encoder_replica == piece.replica)
+    held = range(len(unit.grids)) if share.media is None else share.media
+    first = held.index(piece.media.start)
+    behind = first + len(piece.media)
+    assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
+    sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
+    before = sum(sizes[:first])
+    return MediaInput(
+        rows=unit.media.rows[before : before + sum(sizes[first:])],
+        grids=unit.media.grids[first:behind],
+    )
 
 
 @dataclass(kw_only=True)
@@ -75,7 +62,6 @@ class ExecutedStep:
     units: Sequence[Unit]
     spec: ExchangeSpec  # of all that is exchanged
     pieces: Sequence[range] | None = None
-    streaming: Streaming | None = None
     streamed: StreamedStep | None = None
     carrier: Carrier | None = None  # where pieces go from rank to rank
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
@@ -91,11 +77,11 @@ class ExecutedStep:
 
     def unit(self, number: int) -> Unit:
         """The media of a piece that is encoded here."""
-        if self.streamed is None or self.streaming is None:
+        if self.streamed is None:
             return self.units[number]
         piece = self.streamed.pieces[number]
         unit = self.units[piece.microbatch]
-        return replace(unit, media=self.streaming.media(piece, unit))
+        return replace(unit, media=media_of(piece, unit))
 
     def pieces_of(self, microbatch: int) -> range:
         """Those that a microbatch consists of."""

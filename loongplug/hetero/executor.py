@@ -176,6 +176,9 @@ class Executor:
         if streaming is not None and streamed is not None:
             assert encoder.trains == streamed.trains, "counted from the flags that freeze"
             stream = streamed.stream(streaming.replica)
+        crossings = None
+        if self.carrier is not None:
+            crossings = self.carrier.crossings(spec, training, streamed)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
@@ -185,11 +188,6 @@ class Executor:
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        crossings = None
-        if streaming is not None and streamed is not None:
-            crossings = streaming.crossings(streamed, spec)
-        elif self.carrier is not None and self.carrier.apart is not None:
-            crossings = self.carrier.apart(spec, training)
         self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
@@ -197,14 +195,12 @@ class Executor:
             units=units,
             spec=spec,
             pieces=None if stream is None else stream.pieces,
-            streaming=streaming,
             streamed=streamed,
             carrier=None if crossings is None else self.carrier,
         )
-        if crossings is not None:
-            assert self.carrier is not None
+        if self.carrier is not None and crossings is not None:
             states = None
-            if self.carrier.before is not None or self.carrier.behind is not None:
+            if self.carrier.links:
                 states = StageSpec(
                     rows=tuple(map(encoder.states, units)),
                     microbatches=tuple(each.number for each in microbatches),
@@ -233,10 +229,10 @@ class Executor:
     @property
     def streamed_passes(self) -> tuple[DecoderPass, ...] | None:
         """Of this stage of the decoder in the step under way; None where it does not stream."""
-        step = self._now
-        if step.streamed is None or step.streaming is None:
+        streamed = self._now.streamed
+        if streamed is None or self.streaming is None:
             return None
-        return step.streamed.passes[step.streaming.stage]
+        return streamed.passes[self.streaming.stage]
 
     def before_pass(self, number: int) -> None:
         """Before a pass of the stage, where a step streams; see :mod:`~.bubbles`."""

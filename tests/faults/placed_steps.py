@@ -217,14 +217,12 @@ class _World:
             there[Cargo.STATE_GRADIENTS] = {False: groups.of("of states", layout.ranks)}
         deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
         shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
-        before, behind = stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1))
         return Carrier(
             wire=Wire(there, most=most, device=current_platform().device),
             deals=_dealer(deals),
             shares=_dealer(shares),
-            apart=lambda units, _: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
-            before=before,
-            behind=behind,
+            crossings=lambda units, *_: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
+            links=stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1)),
         )
 
     def _chunk(self, **options: bool) -> Any:
