@@ -107,8 +107,6 @@ class EncoderReplay:
         own = copy(of_run)  # each rank has an executor of its own, in the same place
         if own.apart:
             own.hear(trains)
-        if own.fills_bubbles:
-            own.stream()
         executor = self._executor = own.executor()
         none = torch.empty(0, device=_META)
         state = [

@@ -135,6 +135,7 @@ class EncoderEngine:
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 carrier=self._carrier(),
+                streaming=self._streaming(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -204,29 +205,22 @@ class EncoderEngine:
         return StepPlanner(self.costs, stages=stages)
 
     def bubbles(self) -> Callable[[Schedule], Schedule]:
-        """What is put around a schedule whose bubbles the executor's steps may fill from now on.
+        """What is put around a schedule whose bubbles the executor's steps may fill.
 
         Collective over all ranks.
         """
         assert self.costs is not None, "steps may stream"
-        executor, stages = self.stream(), decoder_layout().pp
+        executor, stages = self.executor(), decoder_layout().pp
         groups = self.found.pipeline_groups(virtual=len(self.costs.forward) > stages)
         return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
-    def stream(self) -> Executor:
-        """The executor, whose steps of training may stream from now on."""
-        place, rank, planner = self.place, dist.get_rank(), self.step_planner
-        assert planner is not None, "steps may stream"
-        assert place.edge is not None
-        replica = place.edge.replica_of(rank)
+    def _streaming(self) -> Streaming | None:
+        rank, planner, edge = dist.get_rank(), self.step_planner, self.place.edge
+        if planner is None or edge is None:
+            return None
+        replica = edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
-        executor = self.executor()
-        executor.streaming = Streaming(
-            planner=planner,
-            replica=replica,
-            stage=decoder_layout().coordinates(rank).pp,
-        )
-        return executor
+        return Streaming(planner, replica, decoder_layout().coordinates(rank).pp)
 
     def _exchange(self) -> AllToAll | None:
         place, device = self.place, current_platform().device

@@ -62,6 +62,7 @@ class Executor:
         outside_schedule: bool,
         platform: Platform,
         carrier: Carrier | None = None,
+        streaming: Streaming | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -69,7 +70,7 @@ class Executor:
         ``exchange`` is of steps that exchange, ``carrier`` of those whose pieces go from rank to
         rank. ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
-        reduce for it, in any step and on any rank.
+        reduce for it, in any step and on any rank. With ``streaming`` steps of training may stream.
         """
         self._planned = planned
         self._exchange = exchange
@@ -79,7 +80,7 @@ class Executor:
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._recorder = recorder
-        self.streaming: Streaming | None = None  # where steps of training may stream
+        self.streaming = streaming
         self.host = HostMoves(platform)
         # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
         # a stage, whether anything in it or before it does, and whether anything before it does.
