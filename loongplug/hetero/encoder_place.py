@@ -140,17 +140,15 @@ class PlaceOfEncoder:
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, decoder, state)
-        exchange_group = None
-        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
+        exchange_group, groups = None, dict[Cargo, Over]()
         if self.mode.around_schedule:
+            of_stage = "tp" if decoder.cp == 1 else "tp_cp"
             exchange_group = create_exchange_group(
                 name,
                 placement.exchange_groups(name),
                 options_of="mp" if placement.on_every_stage(name) else of_stage,
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
+                **self._options,
             )
-        groups = dict[Cargo, Over]()
         if self.mode.fills_bubbles:
             edges = placement.edges(name)
             pairs = piece_pairs(edges, cp=decoder.cp)
@@ -183,13 +181,13 @@ class PlaceOfEncoder:
         ``virtual``: a rank has several chunks. Collective over all ranks; once in a run.
         """
         groups = decoder_layout().groups("pp")
-        return create_pipeline_groups(groups, virtual=virtual, **self._connected)
+        device = current_platform().device
+        return create_pipeline_groups(groups, virtual=virtual, device=device, **self._options)
 
     @property
-    def _connected(self) -> dict[str, Any]:
-        """How groups are made whose ranks send at any time."""
+    def _options(self) -> dict[str, Any]:
+        """Of all groups."""
         return {
-            "device": current_platform().device,
             "timeout_minutes": self.timeout_minutes,
             "nccl_config_path": self.nccl_config_path,
         }
@@ -203,20 +201,11 @@ class PlaceOfEncoder:
             return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
         if not is_adopted():  # the first encoder with a state of its own
             adopt_parallel_state()
-        create_parallel_state(
-            name,
-            encoder,
-            seed=self.seed,
-            timeout_minutes=self.timeout_minutes,
-            nccl_config_path=self.nccl_config_path,
-        )
+        create_parallel_state(name, encoder, seed=self.seed, **self._options)
         if dist.get_rank() not in encoder.ranks:
             return None
-        return ModuleState(
-            groups=process_groups(name),
-            state=name,
-            gradient_factor=placement.gradient_factor(name),
-        )
+        factor = placement.gradient_factor(name)
+        return ModuleState(groups=process_groups(name), state=name, gradient_factor=factor)
 
     def _apart(
         self, placement: Placement, decoder: Layout, state: ModuleState | None
@@ -258,10 +247,10 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
-        name, options = self.entry.name, {"options_of": options_of, **self._connected}
+        options = {"options_of": options_of, "device": current_platform().device, **self._options}
         return {
             what: {
-                up: connected_group(f"{name}_{what.name}_{up}", ranks, some, **options)
+                up: connected_group(f"{self.entry.name}_{what.name}_{up}", ranks, some, **options)
                 for up, some in directions(reverse(pairs) if what.back else pairs).items()
             }
             for what in ways

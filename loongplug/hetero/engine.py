@@ -48,7 +48,6 @@ class EncoderEngine:
     ahead: int
     costs: StreamedCosts | None = None
     recorder: Recorder = field(default=NOTHING, init=False)
-    _trains_before: bool = field(default=False, init=False)  # apart: whether a stage before does
     _executor: Executor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -101,9 +100,8 @@ class EncoderEngine:
     def hear(self, trains: Sequence[bool]) -> None:
         """Which stages of an encoder on ranks of its own train."""
         stage = self._stage_of(dist.get_rank()) if self.here else self._stages
-        self._trains_before = self.here and any(trains[:stage])
         self.executor().encoder_trains = any(trains[: stage + 1])
-        self.executor().trains_before = self._trains_before
+        self.executor().trains_before = self.here and any(trains[:stage])
 
     def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
         """Of a step, as this rank does it.
@@ -114,7 +112,6 @@ class EncoderEngine:
         step = self.place.step(
             dist.get_rank(),
             training=training,
-            trains_before=training and self._trains_before,
             ahead=self.ahead,
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             on_host=self._mode.on_host,

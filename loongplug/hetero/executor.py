@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
+
+_ONE_TO_A_MICROBATCH = MappingProxyType({True: 1, False: 1})
 
 
 class Executor:
@@ -88,11 +91,14 @@ class Executor:
         self.trains_before = False
         self._step: ExecutedStep | None = None
 
-    def around(self, schedule: Schedule) -> Schedule:
+    def around(
+        self, schedule: Schedule, *, pieces: Mapping[bool, int] = _ONE_TO_A_MICROBATCH
+    ) -> Schedule:
         """``schedule`` with the plan's operations around and within it.
 
-        The step's microbatches are taken from the first chunk's iterator beforehand. What Megatron
-        does to all gradients once the schedule is through waits for the end of the plan.
+        The step's microbatches are taken from the first chunk's iterator beforehand: so many
+        ``pieces`` for each, by whether the step is one of training. What Megatron does to all
+        gradients once the schedule is through waits for the end of the plan.
         """
 
         def forward_backward(
@@ -107,8 +113,9 @@ class Executor:
             chunk = model[0] if isinstance(model, list) else model
             several = isinstance(data_iterator, list)
             first, *others = data_iterator if several else [data_iterator]
+            count = num_microbatches * pieces[not forward_only]
             with self._recorder.span("data", "the step's microbatches"):
-                microbatches: list[Microbatch] = [next(first) for _ in range(num_microbatches)]
+                microbatches: list[Microbatch] = [next(first) for _ in range(count)]
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
             config = get_model_config(chunk)
@@ -131,36 +138,24 @@ class Executor:
 
         return forward_backward
 
-    def instead(self, microbatch_pieces: Mapping[bool, int]) -> Schedule:
-        """The schedule of a rank that encodes and does not decode.
+    def instead(self, pieces: Mapping[bool, int]) -> Schedule:
+        """The schedule of a rank that encodes and does not decode; ``pieces`` as in `around`."""
 
-        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator,
-        by whether the step is one of training.
-        """
-
-        def forward_backward(
+        def no_passes(
             *,
-            data_iterator: Any,
             model: Any,
-            num_microbatches: int,
-            forward_only: bool = False,
+            forward_only: bool,
             force_all_reduce: bool | None = False,
             **_: Any,
         ) -> list[Any]:
             chunks = model if isinstance(model, list) else [model]
-            pieces = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            count = num_microbatches * microbatch_pieces[not forward_only]
-            with self._recorder.span("data", "the step's microbatches"):
-                microbatches: list[Microbatch] = [next(pieces) for _ in range(count)]
-            self.begin(chunks[0], microbatches, training=not forward_only)
-            self.end()
             finalize = get_model_config(chunks[0]).finalize_model_grads_func
             if not forward_only and finalize is not None:
                 none = torch.zeros([], dtype=torch.int, device=self._platform.device)
                 finalize(chunks, none, force_all_reduce=force_all_reduce)
             return []
 
-        return forward_backward
+        return self.around(no_passes, pieces=pieces)
 
     def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
         """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
@@ -184,6 +179,7 @@ class Executor:
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
+            trains_before=encoder.trains_before,
             rows=tuple(0 if x.media is None else len(x.media.rows) for x in units),
             stream=stream,
         )

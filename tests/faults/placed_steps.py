@@ -110,7 +110,6 @@ class _Place:
             training=training,
             ahead=in_front,
             trains=training and self.trains,
-            trains_before=training and self.trains_before,
             last_stage=False,
             **of_step,
         )
@@ -246,6 +245,7 @@ class _World:
                 for piece in place.made
             ]
             schedule(
+                forward_step_func=None,  # it decodes nothing
                 data_iterator=iter(data),
                 model=[chunk],
                 num_microbatches=self.draw.microbatches,
