@@ -22,18 +22,11 @@ from loongplug.hetero.routes import RowMove, size
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
 
-WINDOW = 2  # pieces whose features or states are received ahead
+# Pieces whose features or states are received ahead of the one that is waited for; of gradients it
+# is one. Where a GPU has one queue for all its work, more would hold up what others need to go on.
+WINDOW = 2
 
 Over = Mapping[bool, dist.ProcessGroup | None]  # by whether a message goes to a higher rank
-
-
-def window(what: Cargo) -> int:
-    """How many pieces are received ahead of the one that is waited for.
-
-    Where a GPU has one queue for all its work, more of them would hold up what the others need to
-    go on.
-    """
-    return 1 if what.back else WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +70,7 @@ class Wire:
         self._device = device
         self._recorder = recorder
         self._rank = dist.get_rank()
-        self.windows = {what: window(what) for what in groups}
+        self.windows = {what: 1 if what.back else WINDOW for what in groups}
         self.sends = {what: Sends(most=most, recorder=recorder, name=what.waits) for what in groups}
         self.ways: dict[Cargo, CargoOfStep] = {}  # of the step
 
