@@ -1,6 +1,6 @@
 """What one step has made of an encoder's pieces on a rank, and what of that is on the host."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -87,6 +87,10 @@ class ExecutedStep:
         """Those that a microbatch consists of."""
         return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
 
+    def rows_of(self, what: Kept) -> dict[int, Tensor] | None:
+        """What there is of it by piece, where that are rows of pieces."""
+        return {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}.get(what)
+
     @cached_property
     def stays(self) -> set[int]:
         """Addresses of what others hold: the weights, and what is encoded here."""
@@ -121,54 +125,29 @@ class HostMoves:
             return nullcontext()
         return movable_saves(device=self._device, stays=step.stays)
 
-    def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+    def move(self, to: To, what: Kept, pieces: Sequence[int], step: ExecutedStep) -> None:
         """What leaves is the ``step``'s, and what comes back is it again."""
+        names: list[tuple[Kept, int | None]] = [(what, piece) for piece in pieces or (None,)]
         match to:
             case To.LEAVE:
-                self.queue.leave(self._leaving(what, pieces, step))
+                self.queue.leave({name: self._leaving(*name, step) for name in names})
             case To.FREE:
-                self.queue.let_go(*_names(what, pieces))
+                self.queue.let_go(*names)
             case To.RETURN:
-                self.queue.send_for(*_names(what, pieces))
+                self.queue.send_for(*names)
             case To.HERE:
-                self._arrives(what, pieces, step)
+                taken = self.queue.take(*names)
+                if (rows := step.rows_of(what)) is not None:
+                    for piece in pieces:
+                        (found,) = taken[what, piece]
+                        assert found.device is not None
+                        rows[piece] = found.device
 
-    def features_leave(self, features: dict[int, Tensor]) -> None:
-        """They are on the host alone, by piece."""
-        lots: dict[Hashable, Sequence[Movable]] = {
-            (Kept.FEATURES, piece): [self._movable(each)] for piece, each in features.items()
-        }
-        self.queue.leave(lots)
-        features.clear()
-        self.queue.let_go(*lots)
-
-    def _leaving(
-        self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep
-    ) -> Mapping[Hashable, Sequence[Movable]]:
-        match what:
-            case Kept.STATE:
-                assert self.state is not None
-                return dict.fromkeys(_names(what, pieces), self.state.movable())
-            case Kept.ACTIVATIONS:
-                return {(what, piece): step.saved.pop(piece) for piece in pieces}
-            case Kept.GRADIENTS:
-                return {(what, each): [self._movable(step.gradients.pop(each))] for each in pieces}
-            case Kept.FEATURES:
-                raise AssertionError("they leave when they are gathered")
-
-    def _arrives(self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
-        """Nothing here holds activations."""
-        arriving = {Kept.FEATURES: step.features, Kept.GRADIENTS: step.gradients}
-        taken = self.queue.take(*_names(what, pieces))
-        for piece in pieces if what in arriving else ():
-            (found,) = taken[what, piece]
-            assert found.device is not None
-            arriving[what][piece] = found.device
-
-    def _movable(self, tensor: Tensor) -> Movable:
-        return Movable(device=tensor, where=self._device)
-
-
-def _names(what: Kept, pieces: tuple[int, ...]) -> list[Hashable]:
-    """As the queue knows them; the encoder's state is of no piece."""
-    return [(what, piece) for piece in pieces or (None,)]
+    def _leaving(self, what: Kept, piece: int | None, step: ExecutedStep) -> Sequence[Movable]:
+        if piece is None:
+            assert self.state is not None, "the encoder's state alone is of no piece"
+            return self.state.movable()
+        rows = step.rows_of(what)
+        if rows is None:
+            return step.saved.pop(piece)
+        return [Movable(device=rows.pop(piece), where=self._device)]

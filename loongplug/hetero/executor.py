@@ -24,11 +24,13 @@ from loongplug.hetero.operations import (
     Encode,
     Exchange,
     Hand,
+    Kept,
     Move,
     Operation,
     Receive,
     Send,
     StepPlan,
+    To,
     Weights,
     When,
     backward,
@@ -372,12 +374,13 @@ class Executor:
                 {piece - some.start: step.payloads.pop(piece) for piece in own},
                 step.spec.part(some),
             )
-            features = {some.start + piece: arrived.pop(piece) for piece in sorted(arrived)}
-            if to_host:
-                self.host.features_leave(features)
-                continue
-            for piece in sorted(features):
-                step.features[piece] = own_storage(features.pop(piece))
+            here = [some.start + piece for piece in sorted(arrived)]
+            for piece in here:
+                rows = arrived.pop(piece - some.start)
+                step.features[piece] = rows if to_host else own_storage(rows)
+                del rows
+            for to in (To.LEAVE, To.FREE) if to_host and here else ():
+                self.host.move(to, Kept.FEATURES, here, step)
 
     def _scatter(self, pieces: range) -> None:
         step, exchange = self._now, self._all_to_all
