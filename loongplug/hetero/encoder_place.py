@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.bubbles import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.carrier import StageLink, stage_links
 from loongplug.hetero.communicators import (
     Pair,
@@ -22,7 +23,6 @@ from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pass_order import warmup
-from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
