@@ -15,7 +15,6 @@ other rank waits for.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count
 from math import inf
 from typing import Any
@@ -38,14 +37,16 @@ from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
 from loongplug.parallel.connections import connected_group
 
-_INPUT_OF = {True: "recv_prev", False: "recv_next"}  # by whether a pass is a forward
 # What Megatron's schedules, and what finalises gradients behind them, look for.
 _GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
-# What a trace calls a message, its bytes, and whom it goes to or comes from.
-_SEND_NEXT = ("send forward", "sent_next", "next")
-_RECV_PREV = ("receive forward", "received_previous", "previous")
-_SEND_PREV = ("send backward", "sent_previous", "previous")
-_RECV_NEXT = ("receive backward", "received_next", "next")
+# What goes which way; what a trace calls it, its bytes, and whom it goes to or comes from.
+_WAYS = {
+    "send_next": ("activations", "send forward", "sent_next", "next"),
+    "recv_prev": ("activations", "receive forward", "received_previous", "previous"),
+    "send_prev": ("gradients", "send backward", "sent_previous", "previous"),
+    "recv_next": ("gradients", "receive backward", "received_next", "next"),
+}
+_INPUT_OF = {True: "recv_prev", False: "recv_next"}  # by whether a pass is a forward
 
 # By what goes there (:func:`~.communicators.pipeline_pairs`); None on ranks of no pipeline.
 PipelineGroups = Mapping[str, dist.ProcessGroup | None]
@@ -103,21 +104,6 @@ def filling(
     return forward_backward
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Channel:
-    """To or from a neighbour, in one direction."""
-
-    name: str  # as a trace has it, and so are ``size`` and ``side``, names of its details
-    size: str
-    side: str
-    peer: int
-    group: dist.ProcessGroup
-
-    def span(self, recorder: Recorder, tensor: Tensor) -> Span:
-        """Of a message that moves on this way."""
-        return recorder.span("p2p", self.name, **{self.size: tensor.nbytes, self.side: self.peer})
-
-
 class BubbleCommunicator(P2PCommunicator):
     """One stage's, for one step: it posts at once, and waits when a pass begins."""
 
@@ -138,6 +124,7 @@ class BubbleCommunicator(P2PCommunicator):
         """
         super().__init__(pp_group, config)
         self._inputs = [(_INPUT_OF[forward], stacked) for forward, stacked in inputs]
+        self._groups = groups
         self._recorder = recorder
         self._sends = Sends(most=inf, recorder=recorder, name="sends to other stages")
         # Of each way, what is stacked in the next inputs, and receives under way.
@@ -147,18 +134,6 @@ class BubbleCommunicator(P2PCommunicator):
         }
         self._coming: dict[str, deque[tuple[dist.Work, Tensor]]] = {
             name: deque() for name in _INPUT_OF.values()
-        }
-        first, last = self.is_pp_first_stage, self.is_pp_last_stage
-        there, back = ("activations", "activations_around"), ("gradients", "gradients_around")
-        self._ways = {
-            name: _Channel(name=said, size=size, side=side, peer=peer, group=group)
-            for name, (said, size, side), peer, (inner, around), is_around in (
-                ("send_next", _SEND_NEXT, self.next_rank, there, last),
-                ("recv_prev", _RECV_PREV, self.prev_rank, there, first),
-                ("send_prev", _SEND_PREV, self.prev_rank, back, first),
-                ("recv_next", _RECV_NEXT, self.next_rank, back, last),
-            )
-            if (group := groups.get(around if is_around else inner)) is not None
         }
 
     @contextmanager
@@ -176,9 +151,7 @@ class BubbleCommunicator(P2PCommunicator):
                 work(here)
                 way, stacked = self._inputs[here]
                 if stacked:
-                    coming, tensor = self._coming[way].popleft()
-                    with self._ways[way].span(self._recorder, tensor):
-                        coming.wait()
+                    self._wait(way)
                 return step(*args, **options)
 
             return begin
@@ -216,14 +189,13 @@ class BubbleCommunicator(P2PCommunicator):
         )
 
     def _send(self, name: str, tensor: Tensor) -> None:
-        way = self._ways[name]
         sent = tensor.detach().contiguous()  # the schedule may take the memory from its own tensor
-        with way.span(self._recorder, sent):
-            work = dist.isend(sent, dst=way.peer, group=way.group)
+        with self._span(name, sent):
+            work = dist.isend(sent, dst=self._peer(name), group=self._group(name))
         self._sends.add(work, sent, microbatch=0)  # of any number under way
 
     def _receive(self, name: str, shape: Sequence[int]) -> Tensor:
-        way, (length, *others) = self._ways[name], shape
+        length, *others = shape
         found = torch.empty(
             (self._stacked[name].popleft() * length, *others),
             dtype=self.config.pipeline_dtype,
@@ -231,7 +203,25 @@ class BubbleCommunicator(P2PCommunicator):
             requires_grad=True,
         )
         # Not the leaf itself, of which nothing is to know before it is used.
-        work = dist.irecv(found.detach(), src=way.peer, group=way.group)
+        work = dist.irecv(found.detach(), src=self._peer(name), group=self._group(name))
         assert work is not None, "this rank is in the group"
         self._coming[name].append((work, found))
         return found
+
+    def _wait(self, name: str) -> None:
+        work, tensor = self._coming[name].popleft()
+        with self._span(name, tensor):
+            work.wait()
+
+    def _peer(self, name: str) -> int:
+        return int(self.next_rank if _WAYS[name][-1] == "next" else self.prev_rank)
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        what, *_, side = _WAYS[name]
+        around = self.is_pp_last_stage if side == "next" else self.is_pp_first_stage
+        return self._groups[f"{what}_around" if around else what]
+
+    def _span(self, name: str, tensor: Tensor) -> Span:
+        """Of a message that moves on."""
+        _, said, size, side = _WAYS[name]
+        return self._recorder.span("p2p", said, **{size: tensor.nbytes, side: self._peer(name)})
