@@ -149,7 +149,7 @@ class PlaceOfEncoder:
         if self.mode.around_schedule:
             exchange_group = create_exchange_group(
                 name,
-                placement.exchange_groups(name),
+                [edge.ranks for edge in placement.edges(name)],
                 options_of="mp" if placement.on_every_stage(name) else of_stage,
                 timeout_minutes=self.timeout_minutes,
                 nccl_config_path=self.nccl_config_path,
