@@ -270,7 +270,7 @@ class EstimatedStep:
             replica = place.edge.replica_of(rank)
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             own = [_own_media(unit, replica) for unit in units]
-        elif engine.here and place.before is None:
+        elif engine.here and not self._rank.stage:
             own = [range(len(each.grids)) for each in units]
         row_values = self._model.encoder(name).row_values
         units = [

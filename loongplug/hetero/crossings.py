@@ -17,11 +17,10 @@ from itertools import accumulate, batched
 
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.dealing import Deal
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece, Edge, Meeting
-from loongplug.hetero.routes import Rows, common, joined, size, within
-from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage
+from loongplug.hetero.routes import ExchangeSpec, RowMove, Rows, common, joined, size, within
+from loongplug.hetero.wire import StepMoves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Crossing:
     """The ``rows`` of a ``unit`` that one encoder replica makes, and their way to the decoder.
 
     ``piece`` is their number in the plan, and may have several. ``meetings`` are by context part.
-    ``microbatch`` is that of :class:`~loongplug.hetero.wire.PieceEnd`.
+    ``microbatch`` is the one by which sends are bounded, if they are.
     """
 
     piece: int
@@ -52,31 +51,29 @@ class Crossings:
     parts: tuple[tuple[int, ...], ...]
     rank: int
 
-    def ends(self, what: Cargo) -> Ends:
-        """What the rank gives and takes of pieces."""
-        made, held = (defaultdict[int, list[PieceMessage]](list) for _ in range(2))
+    def of_step(self, what: Cargo) -> StepMoves:
+        """The rows that the rank gives and takes of pieces."""
+        found = defaultdict[int, list[RowMove]](list)
         for each in self.every:
-            own = (each.rows,)
+            own, moves = (each.rows,), found[each.piece]
             for part, (source, target) in enumerate(each.meetings):
                 if self.rank not in (source, target):
                     continue
                 rows = within(common(joined(self._chunks(each)[part]), own), own)
-                if source == self.rank:
-                    made[each.piece].append(PieceMessage(peer=target, rows=rows))
-                if target == self.rank:
-                    start = sum(size(message.rows) for message in held[each.piece])
-                    all_of_it = (slice(start, start + size(rows)),)
-                    held[each.piece].append(PieceMessage(peer=source, rows=all_of_it))
-        microbatch = {each.piece: each.microbatch for each in self.every}
-        there, here = (
-            {
-                piece: PieceEnd(messages=tuple(messages), microbatch=microbatch[piece])
-                for piece, messages in of_kind.items()
-            }
-            for of_kind in (made, held)
+                start = sum(size(move.placed) for move in moves if move.target == target)
+                placed = (slice(start, start + size(rows)),)
+                moves.append(RowMove(each.piece, source, target, rows, placed))
+        return StepMoves(
+            moves={
+                piece: [move.back for move in moves] if what.back else moves
+                for piece, moves in found.items()
+            },
+            microbatches={
+                each.piece: each.microbatch for each in self.every if each.microbatch is not None
+            },
+            width=self.units.width,
+            dtype=self.units.dtype,
         )
-        given, taken = (here, there) if what.back else (there, here)
-        return Ends(given=given, taken=taken, width=self.units.width, dtype=self.units.dtype)
 
     def deal(self, unit: int) -> Deal:
         """How the rank's tensor parallel group deals what has come of a unit."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.exchange import RowMove, moved, own_storage, put_together, taken
-from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.exchange import moved, own_storage, put_together, taken
+from loongplug.hetero.routes import RowMove, Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -91,7 +91,7 @@ class Dealer:
         if not deal.rows or len(self._ranks) == 1:
             return rows
         moves = [
-            RowMove(0, source, target, has, wants)
+            RowMove.of(0, source, target, has=has, wants=wants)
             for source, has in zip(deal.ranks, deal.holds, strict=True)
             for target, wants in zip(deal.ranks, deal.needs, strict=True)
             if self._rank in (source, target)

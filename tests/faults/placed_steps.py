@@ -110,7 +110,6 @@ class _Place:
             training=training,
             ahead=in_front,
             trains=training and self.trains,
-            trains_before=training and self.trains_before,
             last_stage=False,
             **of_step,
         )
@@ -217,14 +216,12 @@ class _World:
             there[Cargo.STATE_GRADIENTS] = {False: groups.of("of states", layout.ranks)}
         deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
         shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
-        before, behind = stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1))
         return Carrier(
             wire=Wire(there, most=most, device=current_platform().device),
             deals=_dealer(deals),
             shares=_dealer(shares),
-            apart=lambda units, _: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
-            before=before,
-            behind=behind,
+            crossings=lambda units, *_: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
+            links=stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1)),
         )
 
     def _chunk(self, **options: bool) -> Any:
@@ -248,6 +245,7 @@ class _World:
                 for piece in place.made
             ]
             schedule(
+                forward_step_func=None,  # it decodes nothing
                 data_iterator=iter(data),
                 model=[chunk],
                 num_microbatches=self.draw.microbatches,

@@ -80,4 +80,5 @@ def carrier_of(
         ),
         deals=dealers[0],
         shares=dealers[1],
+        crossings=lambda *_: None,  # they are given to its steps
     )

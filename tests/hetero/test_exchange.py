@@ -11,9 +11,9 @@ from ranks import RankError, run_ranks
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import exchange as exchange_module
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.routes import Rows
+from loongplug.hetero.routes import ExchangeSpec, Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
@@ -280,9 +280,9 @@ def test_faults_of_parts_are_seen(fault):
 
 def with_units_swapped(rank: int, **case) -> None:
     """What arrives of one rank is taken for the units in another order."""
-    original = exchange_module.feature_transfers
-    exchange_module.feature_transfers = lambda *args, **options: (
-        original(*args, **options)[::-1] if rank else original(*args, **options)
+    original = exchange_module.feature_moves
+    exchange_module.feature_moves = lambda *args, **options: (
+        [*original(*args, **options)][::-1] if rank else original(*args, **options)
     )
     there_and_back(rank, **case)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.hetero.carrier import StageLink, StageSpec, stage_ends
+from loongplug.hetero.carrier import StageLink, StageSpec, state_moves
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Sends
 from loongplug.hetero.wire import Wire
@@ -103,14 +103,13 @@ def alive() -> Iterator[list[int]]:
 
 def states_to_a_slow_stage(rank: int) -> list[int]:
     """From an encoder's first stage to the second; how many messages there were at each send."""
-    link = StageLink(peer=1 - rank, width=WIDTH)
+    link = StageLink(source=0, target=1, width=WIDTH)
     wire = Wire({Cargo.STATES: {True: dist.new_group([0, 1])}}, most=MOST, device=CPU)
     time.sleep(LATE * rank)
     spec = StageSpec(
         rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
-    before, behind = (link, None) if rank else (None, link)
-    wire.begin({Cargo.STATES: stage_ends(Cargo.STATES, spec, before=before, behind=behind)})
+    wire.begin({Cargo.STATES: state_moves(Cargo.STATES, spec, [link], rank=rank)})
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:

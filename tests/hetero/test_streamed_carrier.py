@@ -16,10 +16,10 @@ from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.crossings import streamed_crossings
-from loongplug.hetero.exchange import ExchangeSpec, taken
+from loongplug.hetero.exchange import taken
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import sequence_shards
+from loongplug.hetero.routes import ExchangeSpec, sequence_shards
 from loongplug.parallel.layout import Layout, encoder_layout
 
 

@@ -26,9 +26,9 @@ from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.crossings import streamed_crossings
 from loongplug.hetero.dealing import Dealer
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.wire import Wire
 from loongplug.simulate.order import Deadlock, order
@@ -270,6 +270,7 @@ def drawn(
                 wire=Wire(groups, most=inf, device=CPU),
                 deals=None if tp_group is None else Dealer(tp_group),
                 shares=None,
+                crossings=lambda *_: None,
             )
             crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=wires.rank)
             carrier.begin(crossings, None, trains=step.encoder.trains)
@@ -396,7 +397,7 @@ def test_a_piece_out_of_turn_is_refused() -> None:
         edges = Wire(GROUPS, most=inf, device=CPU)
         edges.windows[Cargo.FEATURES] = 1
         crossings = streamed_crossings(pieces, units, edge=edge, cp=1, rank=0)
-        edges.begin({Cargo.FEATURES: crossings.ends(Cargo.FEATURES)})
+        edges.begin({Cargo.FEATURES: crossings.of_step(Cargo.FEATURES)})
         with pytest.raises(AssertionError, match="is not the next of features"):
             edges.receive(Cargo.FEATURES, 1)
         edges.receive(Cargo.FEATURES, 0)
