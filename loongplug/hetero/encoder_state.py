@@ -44,8 +44,8 @@ class _Storage(Movable):
         self.platform.restore(self.device.untyped_storage(), self.device.nbytes)
         return self.device
 
-    def leaves_with(self, versions: tuple[int, ...] | None) -> None:
-        """The host has the content already, of frozen weights that nothing has written to since."""
+    def begin_step(self, versions: tuple[int, ...] | None) -> None:
+        """With ``versions`` as they are now: frozen weights as they were when away do not leave."""
         self.unchanged = self.was_away and versions is not None and versions == self.versions
         self.versions, self.was_away = versions, False
 
@@ -82,7 +82,7 @@ class EncoderState:
                 storage = self._storage(tensor)
                 assert storage.device is not None
                 storage.host = self._copies.host_like(storage.device)
-            storage.leaves_with(versions.get(address))
+            storage.begin_step(versions.get(address))
             found[address] = storage
         self._before = found
         gradients = _by_address(self._gradients()).items()
