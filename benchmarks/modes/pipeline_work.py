@@ -11,7 +11,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
-from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
+from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
 from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.step_programs import PlanClock
 from loongplug.models.entries import Entry, Role, checked
@@ -19,6 +19,8 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
 from loongplug.partition.clock import StageTime
 
+# All modes in a word, also those that no YAML names.
+IN_A_WORD: Final = {**NAMED, "own_ranks": APART, "streamed": STREAMED}
 # The modes that every case can have; those that fill bubbles want some.
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there

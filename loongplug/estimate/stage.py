@@ -21,7 +21,6 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER, ENCODER, Tape
 from loongplug.hetero.pass_order import Turn
-from loongplug.models.deepstack import features_behind
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.training.decoder_data import row_parts
@@ -204,25 +203,20 @@ def buffers(chunks: Sequence[MultimodalModel], args: Namespace) -> int:
 
 def received(chunk: MultimodalModel, args: Namespace) -> Tensor | None:
     """What the chunk is sent by the stage before."""
-    if chunk.pre_process:
-        return None
-    first = chunk.text_decoder.decoder.layers[0].layer_number
-    return _hidden(chunk, args, layers=first - 1).requires_grad_()
+    return None if chunk.pre_process else _hidden(chunk, args, behind=False).requires_grad_()
 
 
 def sent(chunk: MultimodalModel, args: Namespace) -> Tensor | None:
     """What the chunk sends to the stage behind, or a gradient of it."""
-    if chunk.post_process:
-        return None
-    return _hidden(chunk, args, layers=chunk.text_decoder.decoder.layers[-1].layer_number)
+    return None if chunk.post_process else _hidden(chunk, args, behind=True)
 
 
-def _hidden(chunk: MultimodalModel, args: Namespace, *, layers: int) -> Tensor:
-    """Hidden states behind so many of all layers, with the deepstack streams that are left."""
+def _hidden(chunk: MultimodalModel, args: Namespace, *, behind: bool) -> Tensor:
+    """Hidden states before or ``behind`` its layers, with the deepstack streams that are left."""
     config = chunk.text_decoder.config
-    streams = 1 + features_behind(layer=layers, deepstack=config.deepstack_features)
     length = held_tokens(args)
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
-    shape = (streams * length, args.micro_batch_size, config.hidden_size)
+    rows = (1 + chunk.text_decoder.travelling(behind=behind)) * length
+    shape = (rows, args.micro_batch_size, config.hidden_size)
     return torch.empty(shape, dtype=config.params_dtype, device=_META)

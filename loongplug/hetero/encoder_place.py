@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.bubbles import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
@@ -20,7 +21,6 @@ from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pass_order import warmup
-from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
@@ -144,7 +144,7 @@ class PlaceOfEncoder:
             of_stage = "tp" if decoder.cp == 1 else "tp_cp"
             exchange_group = create_exchange_group(
                 name,
-                placement.exchange_groups(name),
+                [edge.ranks for edge in placement.edges(name)],
                 options_of="mp" if placement.on_every_stage(name) else of_stage,
                 **self._options,
             )

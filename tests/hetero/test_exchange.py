@@ -97,7 +97,7 @@ def there_and_back(
     placement = place(decoder, entry=ENCODER, tp=tp)
     edge = placement.edge(ENCODER.name, rank=rank)
     group = create_exchange_group(
-        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+        ENCODER.name, [each.ranks for each in placement.edges(ENCODER.name)], options_of="tp"
     )
     assert (group is None) == (rank not in edge.ranks)
     exchange = AllToAll(edge, group, device=torch.device("cpu"), recorder=recorder)
@@ -217,7 +217,7 @@ def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
     placement = all_ranks_dp(decoder, entry=ENCODER, tp=1)
     edge = placement.edge(ENCODER.name, rank=rank)
     group = create_exchange_group(
-        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+        ENCODER.name, [each.ranks for each in placement.edges(ENCODER.name)], options_of="tp"
     )
     exchange = AllToAll(edge, group, device=torch.device("cpu"))
     spec = ExchangeSpec(
