@@ -19,7 +19,8 @@ from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES
 from loongplug.estimate.trace import StageBefore, Tracer, UnitBytes
 from loongplug.hetero.engine import EncoderEngine
 from loongplug.hetero.operations import BEGIN, END
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, events, stands_for, turns
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+from loongplug.hetero.recorded_schedule import events, shortened
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
@@ -155,13 +156,13 @@ class EstimatedStep:
 
     def _whole(self, tracer: Tracer) -> _Around:
         """Passes that depend on each other, traced as a step."""
-        few = enough(self._pipeline, len(self._microbatches))
-        held, self.host = tracer.step(self._rank.chunks, list(turns(self._pipeline, few)))
+        few, like = shortened(self._pipeline, len(self._microbatches))
+        held, self.host = tracer.step(self._rank.chunks, few)
 
         def traced(number: int) -> Held:
             if number < 0:
                 return Held()
-            return held[stands_for(self._pipeline, len(self._microbatches), number=number)]
+            return held[like[number]]
 
         return lambda number, _: (traced(number - 1), traced(number))
 
