@@ -196,29 +196,26 @@ class InlineReplay:
         self._entry = entry
         self._chunk = chunk
         self._tape = tape
-        self._media = [each.units[entry.name].media for each in microbatches]
+        media = (each.units[entry.name].media for each in microbatches)
+        self._media = dict(enumerate(filter(None, media)))
         microbatches.clear()
-        self._payloads: dict[int, Tensor] = {}
+        self._payloads: dict[int, Tensor] = {}  # that have a gradient
 
     def at(self, when: When) -> None:
         """Encode, or go backward."""
-        if when.event is Event.FORWARD:
+        if when.event is Event.FORWARD and when.microbatch in self._media:
             self._tape.doing = "forward"
-            media, self._media[when.microbatch] = self._media[when.microbatch], None
-            assert media is not None
-            with (
-                self._tape.region(ENCODER),
-                torch.set_grad_enabled(self._chunk.trains(self._entry)),
-            ):
+            media, trains = self._media.pop(when.microbatch), self._chunk.trains(self._entry)
+            with self._tape.region(ENCODER), torch.set_grad_enabled(trains):
                 self._tape.see(media.rows)
                 payload = self._chunk.payload(self._entry, media)
             # The decoder's forward uses it up before it has all that it leaves.
             self._tape.given_back(payload.untyped_storage())
-            self._payloads[when.microbatch] = payload
-        elif when.event is Event.GRADIENT:
+            if trains:
+                self._payloads[when.microbatch] = payload
+        elif when.event is Event.GRADIENT and when.microbatch in self._payloads:
             payload = self._payloads.pop(when.microbatch)
-            if payload.requires_grad:
-                payload.backward(payload.detach())  # any gradient
+            payload.backward(payload.detach())  # any gradient
 
 
 class _Sends(Sends):

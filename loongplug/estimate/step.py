@@ -144,7 +144,7 @@ class EstimatedStep:
             lambda entry, unit: self._stand_ins[entry.name].payload(unit, tape)
         )
         with one_rank(rank, tape):
-            replays = [
+            replays: list[EncoderReplay | InlineReplay] = [
                 *(self._replay(engine, given, tape) for engine, given in around),
                 *(InlineReplay(entry, self._first, given, tape=tape) for entry, given in inline),
             ]
@@ -217,8 +217,7 @@ class EstimatedStep:
             assignment = assignment_of(self._args, encoder, replicas=len(replicas))
             if engine.step_planner is not None:
                 assignment = replace(assignment, by_plan=engine.step_planner.shares)
-            grids = [each.grids for each in units]
-            shares = assignment.of(range(len(grids)), grids, step=len(grids))
+            shares = assignment.of_step([each.grids for each in units])
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             replica = place.edge.replica_of(rank)
         elif not engine.apart or (engine.here and place.before is None):
