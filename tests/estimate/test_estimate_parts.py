@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.estimate.estimate import RankMemory
-from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
+from loongplug.estimate.estimator import fits_in, stepping_of
 from loongplug.estimate.state import State, _Buffer, _trained, _work
-from loongplug.estimate.tables import print_stages
+from loongplug.estimate.tables import EstimatedLayout, print_stages
 from loongplug.estimate.tape import TRANSIENT, Tape
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.recorded_schedule import shortened, turns
@@ -229,7 +229,8 @@ def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
     )
-    print_stages(Estimated(parsed=Namespace(args=args), rows=(4,), stages=(found,)))
+    parsed = Namespace(args=args)
+    print_stages(EstimatedLayout(name="it", flags="", parsed=parsed, rows=(4,), stages=[found]))
     shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
     assert "total 2.00" in shown  # on the device
     assert "in the optimizer s step 1.50" in shown
