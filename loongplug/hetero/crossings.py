@@ -14,6 +14,7 @@ to another are in one order at both ends.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, batched, chain
 
 from loongplug.hetero.bubble_planner import Piece
@@ -58,9 +59,10 @@ class Crossings:
         found = defaultdict[int, list[RowMove]](list)
         for each in self.every:
             moves = found[each.piece]
-            for (source, target), rows in zip(each.meetings, self._rows(each), strict=True):
+            for part, (source, target) in enumerate(each.meetings):
                 if self.rank not in (source, target):
                     continue
+                rows = self._rows(each, part)
                 start = sum(size(move.placed) for move in moves if move.target == target)
                 placed = (slice(start, start + size(rows)),)
                 given = within(rows, (each.rows,))
@@ -87,22 +89,27 @@ class Crossings:
         whole = joined(needed)
         held: dict[int, list[Rows]] = {rank: [] for rank in ranks}
         for each in (every for every in self.every if every.unit == unit):
-            for (_, target), rows in zip(each.meetings, self._rows(each), strict=True):
+            for part, (_, target) in enumerate(each.meetings):
                 if target in held:
-                    held[target].append(common(whole, rows))
+                    held[target].append(common(whole, self._rows(each, part)))
         return Deal(
             ranks=ranks,
             holds=tuple(within(joined(rows), whole) for rows in held.values()),
             needs=tuple(within(rows, whole) for rows in needed for _ in range(copies)),
         )
 
-    def _rows(self, crossing: Crossing) -> list[Rows]:
-        """Those that each who is met gets."""
-        own, parts = (crossing.rows,), self.units.of_parts(crossing.unit)
-        if len(crossing.meetings) == 1:
-            return [own]
-        of_parts = batched(parts, len(parts) // len(crossing.meetings))
-        return [common(joined(chunks), own) for chunks in of_parts]
+    def _rows(self, crossing: Crossing, part: int) -> Rows:
+        """Those that go to who is met of this part; to one for all parts, all."""
+        own, number = (crossing.rows,), len(crossing.meetings)
+        if number == 1:
+            return own
+        return common(_context_parts(self.units.of_parts(crossing.unit), number)[part], own)
+
+
+@lru_cache(maxsize=1024)
+def _context_parts(chunks: tuple[Rows, ...], number: int) -> tuple[Rows, ...]:
+    """The rows of each of so many context parts, of those of each one's chunks."""
+    return tuple(map(joined, batched(chunks, len(chunks) // number)))
 
 
 def streamed_crossings(

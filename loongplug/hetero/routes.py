@@ -5,6 +5,7 @@ t of a tensor parallel group of n holds the t-th of n equal chunks of that. So i
 features of the visual tokens that lie there.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -170,8 +171,16 @@ def sequence_shards(
 
 def common(rows: Rows, others: Rows) -> Rows:
     """What both have; each slice lies within one of ``rows`` and one of ``others``."""
-    pairs = [(max(x.start, y.start), min(x.stop, y.stop)) for x in rows for y in others]
-    return tuple(slice(first, behind) for first, behind in pairs if behind > first)
+    found, left = [], deque(others)
+    for each in rows:
+        while left and left[0].start < each.stop:
+            first, behind = max(each.start, left[0].start), min(each.stop, left[0].stop)
+            if behind > first:
+                found.append(slice(first, behind))
+            if left[0].stop > each.stop:  # there may be more of it in the next one
+                break
+            left.popleft()
+    return tuple(found)
 
 
 def joined(several: Iterable[Rows]) -> Rows:
@@ -188,12 +197,12 @@ def within(rows: Rows, whole: Rows) -> Rows:
 
     Each slice of ``rows`` lies within one of ``whole``.
     """
-    found: list[slice] = []
-    start = 0
+    found, left, start = [], deque(rows), 0
     for each in whole:
         by = start - each.start
-        inside = (part for part in rows if each.start <= part.start < each.stop)
-        found += (slice(part.start + by, part.stop + by) for part in inside)
+        while left and left[0].start < each.stop:
+            part = left.popleft()
+            found.append(slice(part.start + by, part.stop + by))
         start += each.stop - each.start
     return joined([tuple(found)])
 
