@@ -98,7 +98,7 @@ def estimate(
         assert smallest.parsed is not None
         with shown:
             ways = ways_to_fit(
-                changes_of(smallest.parsed), needs=needs, estimate=with_changes, fits=fits
+                [*changes_of(smallest.parsed)], needs=needs, estimate=with_changes, fits=fits
             )
     _print_what_to_change(ways, name=smallest.name)
     return TOO_LARGE

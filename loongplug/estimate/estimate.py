@@ -1,11 +1,12 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from loongplug.data.microbatch import Microbatch
 from loongplug.estimate.microbatches import StepOf, pieces_of
 from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.ranks import EstimatedRank, as_rank
@@ -64,37 +65,31 @@ def estimate(
     """
     args, model = parsed.args, parsed.model
     own, stages = own_ranks_of(args, model), args.pipeline_model_parallel_size
-    ranks = [stage * args.world_size // stages for stage in range(stages)]
-    steps = [step_of(0)] * stages
+    # Encoders first, stage by stage: those behind hear whether they train.
+    steps: list[tuple[int, Sequence[Microbatch]]] = []
     for each in own:
-        ranks += [each.rank(stage) for stage in range(each.layout.pp)]
-        encoder = model.encoder(each.name)
-        steps += [pieces_of(each, step_of, encoder=encoder, packed=args.packing)] * each.layout.pp
+        pieces = pieces_of(each, step_of, encoder=model.encoder(each.name), packed=args.packing)
+        steps += [(each.rank(stage), pieces) for stage in range(each.layout.pp)]
+    count = len(steps)
+    steps += [(stage * args.world_size // stages, step_of(0)) for stage in range(stages)]
     trains = {each.name: [False] * each.layout.pp for each in own}
     traced: EncoderBytes = {}  # all stages that encode have the same encoders
-    found: dict[int, RankMemory] = {}
-    # Encoders first, stage by stage: those behind hear whether they train.
-    for number in (*range(stages, len(ranks)), *range(stages)):
-        on_stage(number, len(ranks))
-        with as_rank(parsed, ranks[number]) as rank:
+    counted = {} if args.target_device == "cpu" else communicators_of(args, model)
+    found = []
+    for number, (first, microbatches) in enumerate(steps):
+        on_stage(number, len(steps))
+        with as_rank(parsed, first) as rank:
             if rank.engine.own is not None:
                 (entry,) = rank.chunks[0].encoders
                 trains[entry.name][rank.stage] = rank.chunks[0].trains(entry)
             states = rank_state(rank.chunks, args, stepping=stepping)
             step = EstimatedStep(
-                rank,
-                parsed,
-                steps[number],
-                states=states,
-                traced=traced,
-                trains=trains,
+                rank, parsed, microbatches, states=states, traced=traced, trains=trains
             )
-            found[number] = _fullest(rank, step, states=states)
-    in_order = [found[number] for number in range(len(ranks))]
-    if args.target_device == "cpu":
-        return in_order
-    counted = communicators_of(args, model)
-    return [replace(each, communicators=counted[each.rank].total) for each in in_order]
+            fullest = _fullest(rank, step, states=states)
+        communicators = counted[fullest.rank].total if counted else 0
+        found.append(replace(fullest, communicators=communicators))
+    return [*found[count:], *found[:count]]
 
 
 def _fullest(

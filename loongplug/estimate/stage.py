@@ -4,11 +4,11 @@ Layers are those without TransformerEngine, attention keeps what flash kernels k
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -36,18 +36,11 @@ from loongplug.training.provider import tensor_offload_of
 _META = torch.device("meta")
 
 
-class TurnBytes(NamedTuple):
-    """Bytes that are ``held`` behind a turn of work, and the ``most`` within it."""
-
-    held: int
-    most: int
-
-
 class TracedStage:
     """The chunks of one rank, which has to be Megatron's current one, and what tapes see of them.
 
-    All microbatches are ``like`` one, with media for each encoder. All features come from feature
-    sources, with a gradient of those that ``features_train`` says so of, by encoder.
+    All microbatches are ``like`` one. Features come from feature sources, with a gradient where
+    the encoder is among ``features_train``.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class TracedStage:
         chunks: Sequence[MultimodalModel],
         *,
         like: Microbatch,
-        features_train: Mapping[str, bool],
+        features_train: Collection[str],
     ) -> None:
         self._args = args
         self._chunks = chunks
@@ -66,15 +59,15 @@ class TracedStage:
         parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
         for chunk in chunks:
             spread_places(chunk.text_decoder, parts=parts)
-        hidden, dtype = chunks[0].config.hidden_size, chunks[0].config.params_dtype
-        for name, trains in features_train.items() if chunks[0].pre_process else ():
-            width = (1 + len(model.encoder(name).taps())) * hidden
-            payload = torch.empty(
-                -(-like.units[name].tokens // parts), width, dtype=dtype, device=_META
-            )
-            if trains:
+        first: Any = chunks[0]
+        hidden = first.config.hidden_size
+        for name, unit in like.units.items() if first.pre_process else ():
+            shape = -(-unit.tokens // parts), (1 + len(model.encoder(name).taps())) * hidden
+            payload = torch.empty(shape, dtype=first.config.params_dtype, device=_META)
+            if name in features_train:
                 payload.requires_grad_().register_post_accumulate_grad_hook(drop)
-            chunks[0].feature_sources[name] = _SameFeatures(payload, hidden)
+            features = partial(Features.unpacked, payload, hidden=hidden)
+            first.feature_sources[name] = SimpleNamespace(features=lambda _, of=features: of())
 
     def alone(self, chunk: MultimodalModel) -> PassBytes:
         """A forward and a backward of a chunk that have nothing to do with others."""
@@ -101,19 +94,21 @@ class TracedStage:
             schedules.backward_step(entering, output, gradient, chunk.config)
             return PassBytes(kept=kept, forward=forward, backward=tape.most - kept)
 
-    def step(self, order: Sequence[Turn]) -> tuple[list[TurnBytes], int]:
-        """The turns of ``order`` in turn, and the most bytes that tensors have on the host.
+    def step(self, order: Sequence[Turn]) -> tuple[list[tuple[int, int]], int]:
+        """The turns of ``order``, what there is behind each and the most within it.
+
+        And the most bytes that tensors have on the host.
 
         For passes that depend on each other: with the overlap a forward runs together with another
         microbatch's backward; tensors that leave the device come back by the order of the passes.
         Chunks are changed as the run changes them.
         """
         model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
-        found: list[TurnBytes] = []  # behind each turn, and before the first one
+        found: list[tuple[int, int]] = []  # before the first turn, and of each
 
         def noted(work: Callable[..., Any]) -> Callable[..., Any]:
             def turn(*args: Any, **kwargs: Any) -> Any:
-                found.append(TurnBytes(tape.live[DECODER], tape.most))
+                found.append((tape.live[DECODER], tape.most))
                 tape.restart()
                 return work(*args, **kwargs)
 
@@ -136,7 +131,7 @@ class TracedStage:
                     seq_length=self._like.split.length,
                     micro_batch_size=self._args.micro_batch_size,
                 )
-            found.append(TurnBytes(tape.live[DECODER], tape.most))
+            found.append((tape.live[DECODER], tape.most))
             assert len(found) == len(order) + 1, "the schedule has other turns"
             return found[1:], away.most
 
@@ -232,14 +227,3 @@ class TracedStage:
             length //= config.tensor_model_parallel_size
         shape = (streams * length, rows, config.hidden_size)
         return torch.empty(shape, dtype=config.params_dtype, device=_META)
-
-
-class _SameFeatures(NamedTuple):
-    """A feature source that gives the same features for every microbatch."""
-
-    payload: Tensor
-    hidden: int
-
-    def features(self, number: int) -> Features:
-        """Of any."""
-        return Features.unpacked(self.payload, hidden=self.hidden)

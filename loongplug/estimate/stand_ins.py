@@ -116,8 +116,11 @@ def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
         yield
 
 
-class Away:
-    """What leaves the device is none of the ``device`` tape's, and counts as the host's."""
+class Away(Copies):
+    """What leaves the device is none of the ``device`` tape's, and counts as the host's.
+
+    A platform, and its copies, which move no bytes.
+    """
 
     name = "cpu"
     device = _META
@@ -131,20 +134,13 @@ class Away:
         """Bytes on the host at one time."""
         return self._host.most
 
-    def copies(self) -> "MetaCopies":
-        """Such that move no bytes."""
-        return MetaCopies(self._host)
+    def copies(self) -> Copies:
+        """See :meth:`Platform.copies`."""
+        return self
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Its memory is given back, though tensors on it live on."""
         self._device.given_back(storage)
-
-
-class MetaCopies(Copies):
-    """Copies between tensors without memory."""
-
-    def __init__(self, host: Tape) -> None:
-        self._host = host
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Counted by the host's tape alone."""

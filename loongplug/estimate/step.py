@@ -1,21 +1,19 @@
 """One step of a rank: its encoders' plans as they are executed, its decoder's passes as traced."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.data.positions import Grid
-from loongplug.estimate.encoder_stand_in import EncoderStandIn
-from loongplug.estimate.executed import EncoderReplay, InlineReplay, one_rank
+from loongplug.estimate.executed import EncoderReplay, one_rank
 from loongplug.estimate.microbatches import media_rows
 from loongplug.estimate.ranks import EstimatedRank
-from loongplug.estimate.stage import TracedStage, TurnBytes
+from loongplug.estimate.stage import TracedStage
 from loongplug.estimate.state import State
-from loongplug.estimate.tape import DECODER, FEATURES, PIPELINE, STATES, Tape
-from loongplug.estimate.trace import PassBytes, media_of, trace_encoder
-from loongplug.hetero.engine import EncoderEngine
-from loongplug.hetero.operations import BEGIN, END, Event
+from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, Tape
+from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
+from loongplug.hetero.operations import BEGIN, END, Event, When
 from loongplug.hetero.pass_order import Pipeline, Turn, enough, events, stands_for, turns
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
@@ -56,9 +54,10 @@ class EstimatedStep:
         self._states = states
         self._trains = trains
         self._first = rank.chunks[0]
+        self._pipeline: Pipeline | None = None  # the decoder's
         self.host = self._buffers = 0
-        self._passes: list[PassBytes] = []  # of each chunk, where they do not depend on each other
-        self._turns: list[TurnBytes] = []  # of a step, where they do
+        # Of each turn of the decoder, how many more bytes there are behind it, and the most within.
+        self._turns: list[tuple[int, int]] = []
         self._largest = {
             name: max((each.units[name] for each in microbatches), key=lambda unit: unit.rows)
             for name in microbatches[0].units
@@ -82,22 +81,35 @@ class EstimatedStep:
             group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
             overlaps=args.overlap_moe_expert_parallel_comm,
         )
-        own = {entry.name: first.trains(entry) for entry in first.encoders}
         largest = max(self._microbatches, key=lambda each: (each.split.length, media_rows(each)))
         stage = TracedStage(
             args,
             self._model,
             self._rank.chunks,
             like=replace(largest, units=self._largest),
-            features_train={
-                name: own.get(name, any(self._trains.get(name, ()))) for name in self._largest
-            },
+            features_train=[
+                entry.name
+                for entry in first.entries
+                if first.trains(entry) or any(self._trains.get(entry.name, ()))
+            ],
         )
-        if pipeline.overlaps or args.offload_tensors:
-            self._turns, self.host = stage.step([*turns(pipeline, enough(pipeline, count))])
-        else:
-            self._passes = [stage.alone(chunk) for chunk in self._rank.chunks]
-            self._buffers = stage.buffers
+        if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
+            traced, self.host = stage.step([*turns(pipeline, enough(pipeline, count))])
+            before = 0
+            for number, _ in enumerate(turns(pipeline, count)):
+                behind, most = traced[stands_for(pipeline, count, number=number)]
+                self._turns.append((behind - before, most - before))
+                before = behind
+            return
+        self._buffers = stage.buffers
+        passes = [stage.alone(chunk) for chunk in self._rank.chunks]
+        for turn in turns(pipeline, count):
+            if turn.forward is not None:
+                each = passes[turn.forward.chunk]
+                self._turns.append((each.kept, each.forward))
+            if turn.backward is not None:
+                each = passes[turn.backward.chunk]
+                self._turns.append((-each.kept, each.backward))
 
     def _stand_in(self, entry: Entry, known: EncoderBytes) -> EncoderStandIn:
         name, encoder, config = entry.name, self._model.encoder(entry.name), self._first.config
@@ -129,90 +141,70 @@ class EstimatedStep:
 
     def follow(self, tape: Tape, *, rank: int) -> None:
         """Have ``tape`` see a step of ``rank``, which has the same chunks as this process's."""
-        engines = self._rank.engine.encoders
-        around = [
-            (each, self._given(name, rank))
-            for name, each in engines.items()
+        given = {
+            name: self._given(name, rank)
+            for name, each in self._rank.engine.encoders.items()
             if each.steps and self._rank.engine.own in (None, name)
-        ]
-        inline = [
-            (entry, self._given(entry.name, rank))
-            for entry in self._first.encoders
-            if not engines[entry.name].steps
-        ]
+        }
         self._first.payload = (  # type: ignore[method-assign]
             lambda entry, unit: self._stand_ins[entry.name].payload(unit, tape)
         )
+        count = len(self._microbatches)
+        walk = (BEGIN, END) if self._pipeline is None else events(self._pipeline, count)
         with one_rank(rank, tape):
-            replays: list[EncoderReplay | InlineReplay] = [
-                *(self._replay(engine, given, tape) for engine, given in around),
-                *(InlineReplay(entry, self._first, given, tape=tape) for entry, given in inline),
+            replays = [
+                EncoderReplay(
+                    self._rank.engine.encoders[name],
+                    self._first,
+                    microbatches,
+                    trains=self._trains.get(name, ()),
+                    away=self._states.get(name, State()).by_name(),
+                    tape=tape,
+                )
+                for name, microbatches in given.items()
             ]
-            number = 0
-            for event in self._events():
+            traced = iter(self._turns)
+            for event in walk:
                 if isinstance(event, Turn):
-                    self._work(tape, number, event)
-                    number += 1
+                    tape.doing, (more, most) = event.name, next(traced)
+                    tape.turn(DECODER, more=more, most=most)
                     continue
-                if event == END:
-                    tape.clear(PIPELINE)
-                    tape.clear(DECODER)  # reports of losses
                 if event.event is Event.PASS:
                     tape.sample()
-                for each in replays:
-                    each.at(event)
+                if event == END:
+                    tape.take(PIPELINE, self._buffers)
+                    tape.take(DECODER, tape.live[DECODER])  # reports of losses
+                for replay in replays:
+                    replay.at(event)
+                self._inline(tape, event)
                 if event == BEGIN:
                     tape.add(PIPELINE, self._buffers)
         del self._first.payload
 
-    def _events(self) -> Iterator[Any]:
-        if self._rank.engine.own is not None:
-            return iter((BEGIN, END))
-        return events(self._pipeline, len(self._microbatches))
-
-    def _work(self, tape: Tape, number: int, turn: Turn) -> None:
-        """What stays is entered before the work, what goes is there until it is done."""
-        tape.doing = turn.name
-        change, most = self._bytes_of(number, turn)
-        more = max(0, change)
-        tape.add(DECODER, more)
-        tape.work(most - more)
-        tape.take(DECODER, more - change)
-
-    def _bytes_of(self, number: int, turn: Turn) -> tuple[int, int]:
-        """How much more there is behind a turn than before, and the most within it besides."""
-        if turn.forward is not None and self._passes:
-            forward = self._passes[turn.forward.chunk]
-            return forward.kept, forward.forward
-        if turn.backward is not None and self._passes:
-            backward = self._passes[turn.backward.chunk]
-            return -backward.kept, backward.backward
-        before, within = (
-            self._turns[stands_for(self._pipeline, len(self._microbatches), number=each)]
-            if each >= 0
-            else TurnBytes(held=0, most=0)
-            for each in (number - 1, number)
-        )
-        return within.held - before.held, within.most - before.held
-
-    def _replay(self, engine: EncoderEngine, given: list[Microbatch], tape: Tape) -> EncoderReplay:
-        """Of an encoder that does not work within the decoder's forward."""
-        name = engine.found.entry.name
-        return EncoderReplay(
-            engine,
-            self._first,
-            given,
-            trains=self._trains.get(name, ()),
-            away=self._states.get(name, State()).by_name(),
-            tape=tape,
-        )
+    def _inline(self, tape: Tape, when: When) -> None:
+        """Encoders that work within the first chunk's forward, on media that come with it."""
+        if when.event not in (Event.FORWARD, Event.GRADIENT):
+            return
+        for entry in self._first.encoders:
+            if self._rank.engine.encoders[entry.name].steps:
+                continue
+            assert when.microbatch is not None
+            unit = self._microbatches[when.microbatch].units[entry.name]
+            each = self._stand_ins[entry.name].of(unit.rows)
+            stays = each.kept + each.given * each.keeps_given
+            if when.event is Event.FORWARD:
+                tape.doing = "forward"
+                tape.turn(ENCODER, more=stays, most=each.given + each.forward)
+            else:
+                tape.doing = "backward"
+                tape.turn(ENCODER, more=-stays, most=each.backward)
 
     def _given(self, name: str, rank: int) -> list[Microbatch]:
-        """The microbatches, with what ``rank`` encodes of them."""
+        """The microbatches, with what ``rank`` encodes of them around the decoder's schedule."""
         engine, encoder = self._rank.engine.encoders[name], self._model.encoder(name)
         place, units = engine.place, [each.units[name] for each in self._microbatches]
         replica: int | None = None
-        if engine.steps and place.edge is not None:
+        if place.edge is not None:
             replicas = place.edge.replicas
             assignment = assignment_of(self._args, encoder, replicas=len(replicas))
             if engine.step_planner is not None:
@@ -220,8 +212,8 @@ class EstimatedStep:
             shares = assignment.of_step([each.grids for each in units])
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             replica = place.edge.replica_of(rank)
-        elif not engine.apart or (engine.here and place.before is None):
-            replica = 0  # which all of a unit is the share of
+        elif engine.here and place.before is None:
+            replica = 0  # all of a unit is its share
         return [
             replace(each, units={name: _loaded(unit, replica, encoder.row_values)})
             for each, unit in zip(self._microbatches, units, strict=True)

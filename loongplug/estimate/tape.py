@@ -145,16 +145,22 @@ class Tape(TorchDispatchMode):
     def add(self, region: str, nbytes: int) -> None:
         """So much more is there from now on."""
         self.live[region] += nbytes
-        self.look()
+        if self.total > self.most:
+            self.peak, self.when = dict(self.live), self.doing
 
     def take(self, region: str, nbytes: int) -> None:
         """So much is gone."""
         self.live[region] -= nbytes
         assert self.live[region] >= 0, (region, self.live)
 
-    def clear(self, region: str) -> None:
-        """All of it is gone."""
-        self.live[region] = 0
+    def turn(self, region: str, *, more: int, most: int) -> None:
+        """Work behind which there is so much ``more`` than before, and ``most`` within it.
+
+        What stays is entered before the work, what goes is there until it is done.
+        """
+        self.add(region, max(0, more))
+        self.work(most - max(0, more))
+        self.take(region, max(0, -more))
 
     def work(self, nbytes: int) -> None:
         """So much is there for a moment, beside all else."""
@@ -164,11 +170,6 @@ class Tape(TorchDispatchMode):
     def sample(self) -> None:
         """Take note of what there is between two operations."""
         self.highest |= self.live
-
-    def look(self) -> None:
-        """Take note of the peak, where this is one."""
-        if self.total > self.most:
-            self.peak, self.when = dict(self.live), self.doing
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:

@@ -68,9 +68,12 @@ class Followed:
             heard = {NAME: trains} if own else {}
             step = EstimatedStep(here, parsed, steps, states={}, traced={}, trains=heard)
             kept = KEPT if any(trains[: here.stage + 1] if own else trains) else 0
-            given = 1 if keeps else 0
             cost = PassBytes(
-                kept=kept, forward=FORWARD, backward=BACKWARD, given=given, rows=4 * TOKENS
+                kept=kept,
+                forward=FORWARD,
+                backward=BACKWARD,
+                rows=4 * TOKENS,
+                keeps_given=keeps,
             )
             step._stand_ins = {
                 name: replace(each, blank=PassBytes(), largest=cost)
