@@ -4,7 +4,7 @@ Everything is counted by Megatron's own plan of its buffers, from parameters on 
 """
 
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -87,14 +87,13 @@ def rank_state(
         config.overlap_grad_reduce,
         sum(each.numel() for chunk in chunks for each in chunk.parameters()),
     )
-    frozen: dict[str, int] = {}
+    frozen: Counter[str] = Counter()
     buffers: defaultdict[str, list[_Buffer]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for part in chunk.parallel_parts():
             modules = nn.ModuleList(part.modules.values())
             tensors = [*modules.parameters(), *modules.buffers()]
-            unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
-            frozen[part.name] = frozen.get(part.name, 0) + unchanged
+            frozen[part.name] += sum(each.nbytes for each in tensors if not each.requires_grad)
             if part.state is not None:
                 single = number > 0 or args.overlap_param_gather_with_optimizer_step
                 with part.state.entered():

@@ -103,11 +103,8 @@ class Tape(TorchDispatchMode):
         if key in self._known or storage.nbytes() == 0:
             return
         region, nbytes = self._region, storage.nbytes()
-
-        def gone(_: Any) -> None:
-            self._drop(key)
-
-        self._known[key] = (weakref.ref(storage, gone), region, nbytes)
+        reference = weakref.ref(storage, lambda _: self._drop(key))
+        self._known[key] = (reference, region, nbytes)
         self.add(region, nbytes)
 
     def given_back(self, storage: torch.UntypedStorage) -> None:

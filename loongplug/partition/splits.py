@@ -10,8 +10,7 @@ from typing import Any
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.estimator import run_of
-from loongplug.estimate.microbatches import segments_of
-from loongplug.estimate.own_ranks import OwnRanks, own_ranks_of
+from loongplug.estimate.microbatches import OwnRanks, own_ranks_of, segments_of
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent

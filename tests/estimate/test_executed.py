@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from loongplug.estimate.estimate import EstimatedStep
 from loongplug.estimate.estimator import parsed_for
-from loongplug.estimate.microbatches import pieces_of, step_of_size
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.microbatches import own_ranks_of, pieces_of, step_of_size
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.step import EstimatedStep
 from loongplug.estimate.tape import (
     ENCODER,
     FEATURE_GRADIENTS,
