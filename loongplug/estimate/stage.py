@@ -133,7 +133,7 @@ class TracedStage:
                 )
             found.append((tape.live[DECODER], tape.most))
             assert len(found) == len(order) + 1, "the schedule has other turns"
-            return found[1:], away.most
+            return found[1:], away.host.most
 
     def _prepare(self, platform: Platform, order: Sequence[Turn]) -> None:
         """Have tensors leave the chunks, and their passes overlap, as in the run."""

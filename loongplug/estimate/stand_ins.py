@@ -117,7 +117,7 @@ def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
 
 
 class Away(Copies):
-    """What leaves the device is none of the ``device`` tape's, and counts as the host's.
+    """What leaves the device is none of the ``device`` tape's, and counts for that of the ``host``.
 
     A platform, and its copies, which move no bytes.
     """
@@ -127,12 +127,7 @@ class Away(Copies):
 
     def __init__(self, device: Tape) -> None:
         self._device = device
-        self._host = Tape(region="host")
-
-    @property
-    def most(self) -> int:
-        """Bytes on the host at one time."""
-        return self._host.most
+        self.host = Tape(region="host")
 
     def copies(self) -> Copies:
         """See :meth:`Platform.copies`."""
@@ -146,7 +141,7 @@ class Away(Copies):
         """Counted by the host's tape alone."""
         with _disable_current_modes():
             found = torch.empty_like(tensor)
-        self._host.see(found)
+        self.host.see(found)
         return found
 
     def copy(self, target: Tensor, source: Tensor) -> None:

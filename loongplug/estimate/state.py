@@ -34,7 +34,8 @@ Stepping = Literal["fused", "all at once", "one by one"]
 class State:
     """Bytes. ``copies`` and ``work`` are there in the optimizer's step only.
 
-    All optimizers' gradients are copied before the first one steps; then one works after another.
+    All optimizers' gradients are copied before the first one steps, and stay until they are zeroed
+    for the next step; then one works after another.
     """
 
     weights: int = 0
@@ -115,7 +116,11 @@ def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping)
         optimizer=sum(
             sum(each.stepped) * _kept_by_optimizer(each.parameter, args) for each in buffers
         ),
-        copies=sum(_copies(each, args) for each in buffers),
+        copies=sum(
+            sum(each.stepped) * _WIDE
+            for each in buffers
+            if each.gradient != torch.float32 and not args.use_precision_aware_optimizer
+        ),
         work=max(
             _work([size for each in own for size in each.stepped], args, stepping=stepping)
             for own in optimizers
@@ -174,13 +179,6 @@ def _kept_by_optimizer(dtype: torch.dtype, args: Namespace) -> int:
         ):
             main = _WIDE - dtype.itemsize  # TransformerEngine's has the bits that the weights lack
     return main + moments
-
-
-def _copies(buffer: _Buffer, args: Namespace) -> int:
-    """Gradients as the optimizer takes them, until they are zeroed for the next step."""
-    if buffer.gradient == torch.float32 or args.use_precision_aware_optimizer:
-        return 0
-    return sum(buffer.stepped) * _WIDE
 
 
 def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:

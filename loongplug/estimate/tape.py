@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -129,11 +130,8 @@ class Tape(TorchDispatchMode):
                 self.add(region, storage.nbytes() - before)
             return result
 
-        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", resized):
             yield
-        finally:
-            delattr(torch.UntypedStorage, "resize_")
 
     def _drop(self, key: int) -> None:
         _, region, nbytes = self._known.pop(key)

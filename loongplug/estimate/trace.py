@@ -7,7 +7,7 @@ recompute, adapters, sequence parallelism and deepstack streams are those of the
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -187,17 +187,13 @@ def tracing(args: Namespace, *chunks: MultimodalModel, region: str) -> Iterator[
         region=region,
         answers=answers(experts_per_token=args.moe_router_topk, experts=args.num_experts or 1),
     )
-    with ExitStack() as entered:
-        for chunk in chunks:
-            spread_tokens_evenly(chunk)
-            for each in chunk.parameters():
-                if each.requires_grad:
-                    hook = each.register_post_accumulate_grad_hook(drop)
-                    entered.callback(hook.remove)
-        entered.enter_context(FlashAttention())
-        entered.enter_context(devices_and_buffers(tape, region=_SHARED))
-        entered.enter_context(tape.resizes())
-        yield entered.enter_context(tape)
+    for chunk in chunks:
+        spread_tokens_evenly(chunk)
+        for each in chunk.parameters():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(drop)
+    with FlashAttention(), devices_and_buffers(tape, region=_SHARED), tape.resizes(), tape:
+        yield tape
 
 
 def drop(tensor: Tensor) -> None:
