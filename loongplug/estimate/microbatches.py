@@ -181,13 +181,6 @@ def _of_samples(unit: Unit, samples: range, *, tokens: Callable[[Grid], int]) ->
     )
 
 
-def segments_of(microbatch: Microbatch) -> tuple[int, ...] | None:
-    """The lengths of a pack's samples, and of the padding behind them; None of other rows."""
-    if microbatch.segments is None:
-        return None
-    return (*microbatch.segments, microbatch.split.length - microbatch.tokens)
-
-
 def media_rows(microbatch: Microbatch) -> int:
     """Patches and frames of all its media."""
     return sum(unit.rows for unit in microbatch.units.values())

@@ -18,12 +18,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.estimate.stand_ins import Away, spread_places
+from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER
 from loongplug.estimate.trace import PassBytes, drop, tracing
 from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
-from loongplug.models.features import Features
+from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
@@ -39,8 +39,8 @@ _META = torch.device("meta")
 class TracedStage:
     """The chunks of one rank, which has to be Megatron's current one, and what tapes see of them.
 
-    All microbatches are ``like`` one. Features come from feature sources, with a gradient where
-    the encoder is among ``features_train``.
+    All microbatches are ``like`` one. Features are there before, with a gradient where the encoder
+    is among ``features_train``.
     """
 
     def __init__(
@@ -55,19 +55,32 @@ class TracedStage:
         self._args = args
         self._chunks = chunks
         self._like = like
-        # Parts of the sequence, over which tokens of media are spread evenly.
+        # Tokens of media are spread evenly over the parts of the sequence.
         parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
-        for chunk in chunks:
-            spread_places(chunk.text_decoder, parts=parts)
-        first: Any = chunks[0]
-        hidden = first.config.hidden_size
-        for name, unit in like.units.items() if first.pre_process else ():
-            shape = -(-unit.tokens // parts), (1 + len(model.encoder(name).taps())) * hidden
-            payload = torch.empty(shape, dtype=first.config.params_dtype, device=_META)
+        self._hidden, dtype = chunks[0].config.hidden_size, chunks[0].config.params_dtype
+        self._payloads: list[tuple[Tensor, int]] = []  # of features, and tokens of the sequence
+        for name, unit in like.units.items():
+            shape = -(-unit.tokens // parts), (1 + len(model.encoder(name).taps())) * self._hidden
+            payload = torch.empty(shape, dtype=dtype, device=_META)
             if name in features_train:
                 payload.requires_grad_().register_post_accumulate_grad_hook(drop)
-            features = partial(Features.unpacked, payload, hidden=hidden)
-            first.feature_sources[name] = SimpleNamespace(features=lambda _, of=features: of())
+            self._payloads.append((payload, unit.tokens))
+        if chunks[0].pre_process:
+            chunks[0].placed = self._placed  # type: ignore[method-assign]
+
+    def _placed(self, *_: Any, **__: Any) -> list[PlacedFeatures]:
+        """See :meth:`MultimodalModel.placed`; where the places lie is of no account."""
+        found = []
+        for payload, count in self._payloads:
+            places = torch.empty(3, len(payload), dtype=torch.int64, device=_META)
+            rows, sample, position = places.unbind()
+            found.append(
+                PlacedFeatures(
+                    features=Features.unpacked(payload, hidden=self._hidden),
+                    places=TokenPlaces(rows=rows, sample=sample, position=position, count=count),
+                )
+            )
+        return found
 
     def alone(self, chunk: MultimodalModel) -> PassBytes:
         """A forward and a backward of a chunk that have nothing to do with others."""
@@ -210,15 +223,15 @@ class TracedStage:
         if chunk.pre_process:
             return None
         first = chunk.text_decoder.decoder.layers[0].layer_number
-        return self._hidden(chunk, layers=first - 1).requires_grad_()
+        return self._states(chunk, layers=first - 1).requires_grad_()
 
     def _sent(self, chunk: MultimodalModel) -> Tensor | None:
         """What the chunk sends to the stage behind, or a gradient of it."""
         if chunk.post_process:
             return None
-        return self._hidden(chunk, layers=chunk.text_decoder.decoder.layers[-1].layer_number)
+        return self._states(chunk, layers=chunk.text_decoder.decoder.layers[-1].layer_number)
 
-    def _hidden(self, chunk: MultimodalModel, *, layers: int) -> Tensor:
+    def _states(self, chunk: MultimodalModel, *, layers: int) -> Tensor:
         """Hidden states behind so many of all layers, with the deepstack streams that are left."""
         config = chunk.text_decoder.config
         streams = 1 + features_behind(layer=layers, deepstack=config.deepstack_features)

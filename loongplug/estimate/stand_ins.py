@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.tape import Answer, Tape
-from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import Places, TokenPlaces
-from loongplug.models.layers.context.row import ContextRow
 from loongplug.platform.copies import Copies
 
 _META = torch.device("meta")
@@ -31,23 +28,6 @@ def answers(*, experts_per_token: int, experts: int) -> dict[Any, Answer]:
         return values.new_empty(mask.numel() * experts_per_token // experts)
 
     return {_aten.masked_select.default: masked_select}
-
-
-def spread_places(decoder: TextDecoder, *, parts: int) -> None:
-    """Have ``decoder`` take it that places are spread evenly over the sequence's ``parts``.
-
-    Where they lie is of no account.
-    """
-
-    def token_places(
-        places: Places, input_ids: Tensor, *, row: ContextRow | None = None
-    ) -> TokenPlaces:
-        count = sum(map(len, places))
-        found = torch.empty(3, -(-count // parts), dtype=torch.int64, device=input_ids.device)
-        rows, sample, position = found.unbind()
-        return TokenPlaces(rows=rows, sample=sample, position=position, count=count)
-
-    decoder.token_places = token_places  # type: ignore[method-assign]
 
 
 def spread_tokens_evenly(module: nn.Module) -> None:

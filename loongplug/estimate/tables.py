@@ -11,7 +11,6 @@ from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import GB, USABLE, fits_in
 from loongplug.training.arguments import ParsedArguments
 
-_MB = 10**6
 _OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, on their hardware
 
 
@@ -49,9 +48,9 @@ def print_stages(run: EstimatedLayout) -> None:
     """A table of what the fullest rank of each stage holds."""
     found, fullest = run.stages, run.fullest
     names = list(dict.fromkeys(name for each in found for name in each.parts))
-    unit = _unit(fullest.total)
+    unit, name_of_unit = _unit(fullest.total)
     table = Table(
-        _UNITS[unit],
+        name_of_unit,
         title=f"{run.title}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches and"
         " frames",
         caption="* the fullest",
@@ -78,9 +77,9 @@ def print_stages(run: EstimatedLayout) -> None:
 def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
     """A table with a row for each, then why some are refused."""
     runs = [each for each in layouts if not each.refused]
-    unit = _unit(max(run.fullest.total for run in runs))
+    unit, name_of_unit = _unit(max(run.fullest.total for run in runs))
     table = Table("", "layout", "fullest", "at its fullest in", title=runs[0].title)
-    table.add_column(_UNITS[unit], justify="right")
+    table.add_column(name_of_unit, justify="right")
     table.add_column("optimizer's step", justify="right")
     if device_memory is not None:
         table.add_column(f"of {USABLE * device_memory:.4g} GB")
@@ -113,11 +112,8 @@ def as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, A
     return {"layouts": found} if several else {"stages": found[0]["stages"]}
 
 
-_UNITS = {GB: "GB", _MB: "MB"}
-
-
-def _unit(nbytes: int) -> int:
-    return GB if nbytes >= GB else _MB
+def _unit(nbytes: int) -> tuple[int, str]:
+    return (GB, "GB") if nbytes >= GB else (10**6, "MB")
 
 
 def _shown(nbytes: int, unit: int) -> str:
