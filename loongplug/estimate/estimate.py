@@ -80,8 +80,8 @@ def estimate(
     for each in own:
         pieces = pieces_of(each, step_of, encoder=model.encoder(each.name), packed=args.packing)
         steps += [(each.rank(stage), pieces) for stage in range(each.layout.pp)]
-    count = len(steps)
-    steps += [(stage * args.world_size // stages, step_of(0)) for stage in range(stages)]
+    count, microbatches = len(steps), step_of(0)
+    steps += [(stage * args.world_size // stages, microbatches) for stage in range(stages)]
     trains = {each.name: [False] * each.layout.pp for each in own}
     traced: dict[Any, PassBytes] = {}  # all stages that encode have the same encoders
     counted = {} if args.target_device == "cpu" else communicators_of(args, model)

@@ -10,6 +10,7 @@ from loongplug.consoles import table_console
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import GB, USABLE, fits_in
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.config import shown_name
 
 _OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, on their hardware
 
@@ -27,7 +28,7 @@ class EstimatedLayout:
     parsed: ParsedArguments | None = None
     rows: tuple[int, ...] = ()
     stages: Sequence[RankMemory] = ()
-    refused: str = ""
+    refused: str | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -37,8 +38,6 @@ class EstimatedLayout:
     @property
     def title(self) -> str:
         """The model and the ranks."""
-        from loongplug.training.config import shown_name
-
         assert self.parsed is not None
         args = self.parsed.args
         return f"{shown_name(args)}, {args.ranks} rank(s)"
@@ -76,7 +75,7 @@ def print_stages(run: EstimatedLayout) -> None:
 
 def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
     """A table with a row for each, then why some are refused."""
-    runs = [each for each in layouts if not each.refused]
+    runs = [each for each in layouts if each.refused is None]
     unit, name_of_unit = _unit(max(run.fullest.total for run in runs))
     table = Table("", "layout", "fullest", "at its fullest in", title=runs[0].title)
     table.add_column(name_of_unit, justify="right")
@@ -85,7 +84,7 @@ def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | 
         table.add_column(f"of {USABLE * device_memory:.4g} GB")
     for each in layouts:
         cells = ["refused"]
-        if not each.refused:
+        if each.refused is None:
             most = each.fullest
             cells = [most.place, most.when, _shown(most.total, unit)]
             cells.append(_shown(max(stage.step for stage in each.stages), unit))
@@ -95,7 +94,7 @@ def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | 
         table.add_row(each.name, each.flags, *cells)
     table_console().print(table)
     for each in layouts:
-        if each.refused:
+        if each.refused is not None:
             print(f"{each.name} is refused: {each.refused}")
 
 
@@ -104,7 +103,7 @@ def as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, A
     found = [
         {
             "flags": each.flags,
-            "refused": each.refused or None,
+            "refused": each.refused,
             "stages": [{**asdict(stage), "total": stage.total} for stage in each.stages],
         }
         for each in layouts

@@ -17,7 +17,7 @@ ASKS = {
     ("turns", "get_schedule_table"): "the order itself, as Megatron has it",
     ("events", "turns"): "the one walk through a rank's step, with the moments of its plans",
     ("stage_acts", "calls"): "programs of the clock, by what Megatron's schedule was seen to do",
-    ("EstimatedStep", "turns"): "chunks are traced in this order; it counts no step",
+    ("EstimatedStep", "turns"): "chunks are traced in this order, which says what each turn holds",
     ("decoder_passes", "turns"): "what drafts of streamed plans go through, until they go",
 }
 TESTS_ASK = {
