@@ -8,7 +8,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.data.positions import Grid
 from loongplug.estimate.executed import EncoderReplay, one_rank
 from loongplug.estimate.microbatches import StepOf, media_rows, own_ranks_of, pieces_of
 from loongplug.estimate.ranks import EstimatedRank, as_rank
@@ -175,7 +174,7 @@ class EstimatedStep:
         )
         if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
             traced, self._host = stage.step([*turns(pipeline, enough(pipeline, count))])
-            before = 0
+            before = 0  # of the turn before, which is like another one
             for number, _ in enumerate(turns(pipeline, count)):
                 behind, most = traced[stands_for(pipeline, count, number=number)]
                 self._turns.append((behind - before, most - before))
@@ -185,17 +184,16 @@ class EstimatedStep:
         passes = [stage.alone(chunk) for chunk in self._rank.chunks]
         for turn in turns(pipeline, count):
             if turn.forward is not None:
-                each = passes[turn.forward.chunk]
-                self._turns.append((each.kept, each.forward))
+                self._turns.append(passes[turn.forward.chunk][0])
             if turn.backward is not None:
-                each = passes[turn.backward.chunk]
-                self._turns.append((-each.kept, each.backward))
+                self._turns.append(passes[turn.backward.chunk][1])
 
     def _stand_in(self, entry: Entry, known: dict[Any, PassBytes]) -> EncoderStandIn:
         name, encoder, config = entry.name, self._model.encoder(entry.name), self._first.config
         stage = 0 if self._rank.engine.own is None else self._rank.stage  # of the encoder
-
-        def traced(grids: tuple[Grid, ...]) -> PassBytes:
+        blank = (encoder.blank_grid(),)
+        largest = self._largest[name].grids or blank
+        for grids in (blank, largest):
             if (name, stage, grids) not in known:
                 known[name, stage, grids] = trace_encoder(
                     self._args,
@@ -206,13 +204,11 @@ class EstimatedStep:
                     stage=stage,
                     trains_before=any(self._trains.get(name, ())[:stage]),
                 )
-            return known[name, stage, grids]
-
-        blank, widths = (encoder.blank_grid(),), payload_widths(encoder)
+        widths = payload_widths(encoder)
         hands_on = stage < len(widths)
         return EncoderStandIn(
-            blank=traced(blank),
-            largest=traced(self._largest[name].grids or blank),
+            blank=known[name, stage, blank],
+            largest=known[name, stage, largest],
             made=encoder.states if hands_on else encoder.tokens,
             width=widths[stage] if hands_on else (1 + len(encoder.taps())) * config.hidden_size,
             dtype=config.params_dtype,
@@ -307,8 +303,8 @@ class EstimatedStep:
         place, units = engine.place, [each.units[name] for each in self._microbatches]
         replica: int | None = None
         if place.edge is not None:
-            replicas = place.edge.replicas
-            assignment = assignment_of(self._args, encoder, replicas=len(replicas))
+            count = len(place.edge.replicas)
+            assignment = assignment_of(self._args, encoder, replicas=count)
             if engine.step_planner is not None:
                 assignment = replace(assignment, by_plan=engine.step_planner.shares)
             shares = assignment.of_step([each.grids for each in units])

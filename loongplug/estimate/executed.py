@@ -53,7 +53,6 @@ _REGIONS: dict[Cargo | Kept, str] = {
     Kept.FEATURES: FEATURES,
     Kept.GRADIENTS: FEATURE_GRADIENTS,
     Kept.ACTIVATIONS: ENCODER,
-    Kept.STATE: TRANSIENT,  # which counts where it is freed, and where it comes back
 }
 # Other operations are called by their names.
 _SAID: dict[type, str] = {Encode: "encoder's forward", Backward: "encoder's backward"}

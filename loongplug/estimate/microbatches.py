@@ -134,9 +134,8 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
         mode = mode_of(args, encoder)
         if not mode.apart:
             continue
-        decoder = decoder_layout_of(args)
         tp = encoder.tensor_model_parallel_size or mode.encoder_tp
-        placement = mode.place(decoder, entry=entry, tp=tp)
+        placement = mode.place(decoder_layout_of(args), entry=entry, tp=tp)
         slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
         samples: Counter[int] = Counter()
         for each in slot:

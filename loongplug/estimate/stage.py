@@ -20,7 +20,7 @@ from torch import Tensor
 from loongplug.data.microbatch import Microbatch
 from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER
-from loongplug.estimate.trace import PassBytes, drop, tracing
+from loongplug.estimate.trace import drop, tracing
 from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
 from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
@@ -82,8 +82,11 @@ class TracedStage:
             )
         return found
 
-    def alone(self, chunk: MultimodalModel) -> PassBytes:
-        """A forward and a backward of a chunk that have nothing to do with others."""
+    def alone(self, chunk: MultimodalModel) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A forward and a backward of a chunk that have nothing to do with others.
+
+        Of each, how many more bytes there are behind it than before, and the most within it.
+        """
         with tracing(self._args, chunk, region=DECODER) as tape:
             entering = self._received(chunk)
             tape.restart()
@@ -105,7 +108,7 @@ class TracedStage:
             gradient = self._sent(chunk)
             tape.restart()
             schedules.backward_step(entering, output, gradient, chunk.config)
-            return PassBytes(kept=kept, forward=forward, backward=tape.most - kept)
+            return (kept, forward), (-kept, tape.most - kept)
 
     def step(self, order: Sequence[Turn]) -> tuple[list[tuple[int, int]], int]:
         """The turns of ``order``, what there is behind each and the most within it.

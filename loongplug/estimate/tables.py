@@ -46,7 +46,6 @@ class EstimatedLayout:
 def print_stages(run: EstimatedLayout) -> None:
     """A table of what the fullest rank of each stage holds."""
     found, fullest = run.stages, run.fullest
-    names = list(dict.fromkeys(name for each in found for name in each.parts))
     unit, name_of_unit = _unit(fullest.total)
     table = Table(
         name_of_unit,
@@ -57,7 +56,7 @@ def print_stages(run: EstimatedLayout) -> None:
     for each in found:
         mark = " *" if each is fullest else ""
         table.add_column(f"stage {each.stage}{mark}\n{each.role}", justify="right")
-    for name in names:
+    for name in dict.fromkeys(name for each in found for name in each.parts):
         table.add_row(name, *(_shown(each.parts.get(name, 0), unit) for each in found))
     table.add_section()
     table.add_row("total", *(_shown(each.total, unit) for each in found))
