@@ -241,6 +241,15 @@ def verify(
     raise typer.Exit(code)
 
 
+def _without_a_run() -> None:
+    """Before the import of what plans a run, on GPUs too: Megatron on the CPU, and in quiet."""
+    from loongplug.platform import activate
+    from loongplug.train import quiet
+
+    quiet()
+    activate("cpu")
+
+
 @app.command("estimate", context_settings=HANDS_ON)
 def estimate(
     context: typer.Context,
@@ -264,9 +273,7 @@ def estimate(
     which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
     with user_errors(json_path, "estimate", flags=context.args):
-        from loongplug.platform import activate
-
-        activate("cpu")  # before Megatron's import, also for a run on GPUs
+        _without_a_run()
         from loongplug.estimate.command import estimate as run
 
         raise typer.Exit(
@@ -299,9 +306,7 @@ def partition(
     Takes train.py's flags. Needs no GPU and makes no weights.
     """
     with user_errors(json_path, "partition", flags=context.args):
-        from loongplug.platform import activate
-
-        activate("cpu")  # before Megatron's import, also for a run on GPUs
+        _without_a_run()
         from loongplug.partition.command import partition as run
 
         run(

@@ -41,7 +41,7 @@ class PacedChunk(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.text_decoder = SimpleNamespace(config=config)
+        self.text_decoder = SimpleNamespace(config=config, travelling=lambda *, behind: 0)
         self.encoders = tuple(each.entry for each in encoders)
         self.outside_schedule: set[str] = set()
         self.feature_sources: dict[str, FeatureSource] = {}

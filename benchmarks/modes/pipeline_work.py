@@ -11,14 +11,16 @@ from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
-from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
+from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
 from loongplug.hetero.step_costs import PassCosts, PieceCost
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import plan_time
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
 from loongplug.partition.clock import StageTime
 
+# All modes in a word, also those that no YAML names.
+IN_A_WORD: Final = {**NAMED, "own_ranks": APART, "streamed": STREAMED}
 # The modes that every case can have; those that fill bubbles want some.
 MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
@@ -208,7 +210,7 @@ def streamed_time(case: Case) -> float:
     media = media_of(case)[encoder.name]
     step, otherwise = planner.step(media), planner.separated_time(media)
     plan = streamed(step, otherwise=otherwise)
-    found = otherwise if plan is None else PlanClock(step).time(plan)
+    found = otherwise if plan is None else plan_time(step, plan)
     assert found is not None, "ranks wait for one another"
     return found * case.tick
 

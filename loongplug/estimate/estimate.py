@@ -16,7 +16,8 @@ from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, TRANSIENT, Tape
 from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
 from loongplug.hetero.operations import BEGIN, END, Event, When
-from loongplug.hetero.pass_order import Pipeline, Turn, enough, events, stands_for, turns
+from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.recorded_schedule import events, shortened, turns
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
@@ -173,10 +174,10 @@ class EstimatedStep:
             ],
         )
         if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
-            traced, self._host = stage.step([*turns(pipeline, enough(pipeline, count))])
-            before = 0  # of the turn before, which is like another one
-            for number, _ in enumerate(turns(pipeline, count)):
-                behind, most = traced[stands_for(pipeline, count, number=number)]
+            few, like = shortened(pipeline, count)
+            traced, self._host = stage.step(few)
+            before = 0
+            for behind, most in (traced[number] for number in like):
                 self._turns.append((behind - before, most - before))
                 before = behind
             return
@@ -310,7 +311,7 @@ class EstimatedStep:
             shares = assignment.of_step([each.grids for each in units])
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             replica = place.edge.replica_of(rank)
-        elif engine.here and place.before is None:
+        elif engine.here and not self._rank.stage:
             replica = 0  # all of a unit is its share
         return [
             replace(each, units={name: _loaded(unit, replica, encoder.row_values)})

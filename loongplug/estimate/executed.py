@@ -99,8 +99,6 @@ class EncoderReplay:
         own = copy(of_run)  # each rank has an executor of its own, in the same place
         if own.apart:
             own.hear(trains)
-        if own.fills_bubbles:
-            own.stream()
         executor = self._executor = own.executor()
         none = torch.empty(0, device=_META)
         state = [
@@ -108,7 +106,9 @@ class EncoderReplay:
             for region, nbytes in away.items()
         ]
         executor.host.state = cast(EncoderState, SimpleNamespace(movable=lambda: state))
-        last, first = own.place.behind is None, own.place.before is None
+        links = () if executor.carrier is None else executor.carrier.links
+        last = not any(each.source == dist.get_rank() for each in links)
+        first = not any(each.target == dist.get_rank() for each in links)
         self._made = FEATURES if last else STATES  # by a pass, forward and backward
         self._passes: dict[type, str] = {
             Encode: ENCODER,

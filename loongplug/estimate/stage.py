@@ -22,7 +22,6 @@ from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER
 from loongplug.estimate.trace import drop, tracing
 from loongplug.hetero.pass_order import Turn
-from loongplug.models.deepstack import features_behind
 from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
@@ -223,23 +222,18 @@ class TracedStage:
 
     def _received(self, chunk: MultimodalModel) -> Tensor | None:
         """What the chunk is sent by the stage before."""
-        if chunk.pre_process:
-            return None
-        first = chunk.text_decoder.decoder.layers[0].layer_number
-        return self._states(chunk, layers=first - 1).requires_grad_()
+        return None if chunk.pre_process else self._states(chunk, behind=False).requires_grad_()
 
     def _sent(self, chunk: MultimodalModel) -> Tensor | None:
         """What the chunk sends to the stage behind, or a gradient of it."""
-        if chunk.post_process:
-            return None
-        return self._states(chunk, layers=chunk.text_decoder.decoder.layers[-1].layer_number)
+        return None if chunk.post_process else self._states(chunk, behind=True)
 
-    def _states(self, chunk: MultimodalModel, *, layers: int) -> Tensor:
-        """Hidden states behind so many of all layers, with the deepstack streams that are left."""
+    def _states(self, chunk: MultimodalModel, *, behind: bool) -> Tensor:
+        """States before or ``behind`` its layers, with the deepstack streams that are left."""
         config = chunk.text_decoder.config
-        streams = 1 + features_behind(layer=layers, deepstack=config.deepstack_features)
         _, rows, length = self._like.position_ids.shape
         if config.sequence_parallel:
             length //= config.tensor_model_parallel_size
-        shape = (streams * length, rows, config.hidden_size)
+        stacked = 1 + chunk.text_decoder.travelling(behind=behind)
+        shape = (stacked * length, rows, config.hidden_size)
         return torch.empty(shape, dtype=config.params_dtype, device=_META)

@@ -6,26 +6,29 @@ ranks of its own its states and theirs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from loongplug.hetero.bubble_planner import StreamedStep
 from loongplug.hetero.crossings import Crossings
 from loongplug.hetero.dealing import Deal, Dealer
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.wire import Ends, PieceEnd, PieceMessage, Wire
+from loongplug.hetero.routes import ExchangeSpec, RowMove
+from loongplug.hetero.wire import StepMoves, Wire
 from loongplug.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
-    """The rank of a neighbouring stage that this one exchanges with.
+    """From a rank to the one of the next stage with its tensor and data parallel coordinates.
 
-    It has this rank's tensor and data parallel coordinates. ``width`` is that of a payload.
+    ``width`` is that of what is handed on.
     """
 
-    peer: int
+    source: int
+    target: int
     width: int
 
 
@@ -38,41 +41,39 @@ class StageSpec:
     dtype: torch.dtype
 
 
-def stage_links(
-    layout: Layout, rank: int, *, widths: Sequence[int]
-) -> tuple[StageLink | None, StageLink | None]:
-    """A rank's to the stages before and behind its own, where there are such.
+def stage_links(layout: Layout, rank: int, *, widths: Sequence[int]) -> tuple[StageLink, ...]:
+    """A rank's from the stage before and to the one behind its own, where there are such.
 
     ``widths`` are those of what each stage of ``layout`` but the last hands on.
     """
-    if rank not in layout.ranks:
-        return None, None
-    stage, pipeline = layout.coordinates(rank).pp, layout.group("pp", rank)
-    before = StageLink(peer=pipeline[stage - 1], width=widths[stage - 1]) if stage else None
-    if stage == layout.pp - 1:
-        return before, None
-    return before, StageLink(peer=pipeline[stage + 1], width=widths[stage])
+    pipeline = layout.group("pp", rank) if rank in layout.ranks else []
+    return tuple(
+        StageLink(source=source, target=target, width=width)
+        for (source, target), width in zip(pairwise(pipeline), widths, strict=False)
+        if rank in (source, target)
+    )
 
 
-def stage_ends(
-    what: Cargo, spec: StageSpec, *, before: StageLink | None, behind: StageLink | None
-) -> Ends:
+def state_moves(
+    what: Cargo, spec: StageSpec, links: Sequence[StageLink], *, rank: int
+) -> StepMoves:
     """What a stage gives and takes of a step's units."""
-
-    def of(link: StageLink | None) -> dict[int, PieceEnd]:
-        numbered = enumerate(zip(spec.rows, spec.microbatches, strict=True))
-        return {
-            unit: PieceEnd(
-                messages=(PieceMessage(peer=link.peer, rows=(slice(0, rows),)),),
-                microbatch=microbatch,
-            )
-            for unit, (rows, microbatch) in numbered
-            if link is not None
-        }
-
-    giver, taker = (behind, before) if what.back else (before, behind)
-    width = 0 if giver is None else giver.width
-    return Ends(given=of(taker), taken=of(giver), width=width, dtype=spec.dtype)
+    moves = {
+        unit: [
+            RowMove(unit, each.source, each.target, (slice(0, rows),), (slice(0, rows),))
+            for each in links
+        ]
+        for unit, rows in enumerate(spec.rows)
+    }
+    if what.back:
+        moves = {unit: [move.back for move in own] for unit, own in moves.items()}
+    taken = [x.width for x in links if rank == (x.source if what.back else x.target)]
+    return StepMoves(
+        moves=moves,
+        microbatches=dict(enumerate(spec.microbatches)),
+        width=sum(taken),  # of the one link, if there is one
+        dtype=spec.dtype,
+    )
 
 
 @dataclass(kw_only=True)
@@ -80,17 +81,16 @@ class Carrier:
     """One rank's, for a run.
 
     ``deals`` is of the decoder's tensor parallel group, None on ranks of no decoder; ``shares`` of
-    the encoder replica's, None on ranks that make no features. Where the encoder lies on ranks of
-    its own, ``apart`` has the crossings of a step's units, by whether it is one of training;
-    ``before`` and ``behind`` are links to its other stages.
+    the encoder replica's, None on ranks that make no features. ``crossings`` gives those of a
+    step's units, by whether it is one of training and what streams in it; None where its pieces do
+    not go from rank to rank. ``links`` are to other stages of an encoder on ranks of its own.
     """
 
     wire: Wire
     deals: Dealer | None
     shares: Dealer | None
-    apart: Callable[[ExchangeSpec, bool], Crossings] | None = None
-    before: StageLink | None = None
-    behind: StageLink | None = None
+    crossings: Callable[[ExchangeSpec, bool, StreamedStep | None], Crossings | None]
+    links: tuple[StageLink, ...] = ()
     _now: Crossings = field(init=False, repr=False)
     _deals: dict[int, Deal] = field(default_factory=dict, init=False)  # by microbatch
 
@@ -98,13 +98,13 @@ class Carrier:
         """A step begins: ``states`` go to other stages; ``trains``: gradients come back."""
         self._now = crossings
         self._deals.clear()  # those of steps without gradients
-        ends = {what: crossings.ends(what) for what in (Cargo.FEATURES, Cargo.GRADIENTS)}
+        moves = {what: crossings.of_step(what) for what in (Cargo.FEATURES, Cargo.GRADIENTS)}
         if states is not None:
-            ends |= {
-                what: stage_ends(what, states, before=self.before, behind=self.behind)
+            moves |= {
+                what: state_moves(what, states, self.links, rank=crossings.rank)
                 for what in (Cargo.STATES, Cargo.STATE_GRADIENTS)
             }
-        self.wire.begin({what: each for what, each in ends.items() if trains or not what.back})
+        self.wire.begin({what: each for what, each in moves.items() if trains or not what.back})
 
     def dealt(self, microbatch: int, came: list[Tensor]) -> Tensor:
         """What this rank's decoder needs, [rows, width], of what came of pieces, here or elsewhere.

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.routes import sequence_shards
+from loongplug.hetero.routes import ExchangeSpec, sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry

@@ -9,22 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.carrier import StageLink, stage_links
+from loongplug.hetero.bubbles import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
-    directions,
     piece_pairs,
-    reverse,
     stage_pairs,
+    there_and_back,
 )
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pass_order import warmup
-from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
@@ -54,11 +51,11 @@ class EncoderPlace:
     ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
     None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
     no such edge: there ``layout`` is the encoder's, and ``pieces`` are what a microbatch of all
-    decoder replicas is made of, in training and in evaluation. Where it has stages, ``before`` and
-    ``behind`` are this rank's links to others.
+    decoder replicas is made of, in training and in evaluation.
 
     Where a mode sends rows point to point, ``groups`` are what they go over, each None on ranks at
-    neither end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
+    neither end. ``deals`` is what the decoder's first stage deals in then: its tensor parallel
+    group, with context parallel ranks where these encode, too; None on ranks of no decoder.
     """
 
     state: ModuleState | None
@@ -67,9 +64,7 @@ class EncoderPlace:
     exchange_group: dist.ProcessGroup | None = None
     layout: Layout | None = None
     pieces: Mapping[bool, tuple[ApartPiece, ...]] | None = None  # by whether a step is of training
-    before: StageLink | None = None
-    behind: StageLink | None = None
-    groups: Mapping[Cargo, Over] = MappingProxyType({})
+    groups: Mapping[Cargo, dist.ProcessGroup | None] = MappingProxyType({})
     deals: dist.ProcessGroup | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
@@ -144,17 +139,15 @@ class PlaceOfEncoder:
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, decoder, state)
-        exchange_group = None
-        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
+        exchange_group, groups = None, dict[Cargo, dist.ProcessGroup | None]()
         if self.mode.around_schedule:
+            of_stage = "tp" if decoder.cp == 1 else "tp_cp"
             exchange_group = create_exchange_group(
                 name,
-                placement.exchange_groups(name),
+                [edge.ranks for edge in placement.edges(name)],
                 options_of="mp" if placement.on_every_stage(name) else of_stage,
-                timeout_minutes=self.timeout_minutes,
-                nccl_config_path=self.nccl_config_path,
+                **self._options,
             )
-        groups = dict[Cargo, Over]()
         if self.mode.fills_bubbles:
             edges = placement.edges(name)
             pairs = piece_pairs(edges, cp=decoder.cp)
@@ -178,7 +171,7 @@ class PlaceOfEncoder:
             replica_group=together,
             exchange_group=exchange_group,
             groups=groups,
-            deals=decoders.tp,
+            deals=decoders.tp if decoder.cp == 1 else decoders.tp_cp,
         )
 
     def pipeline_groups(self, *, virtual: bool) -> PipelineGroups:
@@ -187,13 +180,13 @@ class PlaceOfEncoder:
         ``virtual``: a rank has several chunks. Collective over all ranks; once in a run.
         """
         groups = decoder_layout().groups("pp")
-        return create_pipeline_groups(groups, virtual=virtual, **self._connected)
+        device = current_platform().device
+        return create_pipeline_groups(groups, virtual=virtual, device=device, **self._options)
 
     @property
-    def _connected(self) -> dict[str, Any]:
-        """How groups are made whose ranks send at any time."""
+    def _options(self) -> dict[str, Any]:
+        """Of all groups."""
         return {
-            "device": current_platform().device,
             "timeout_minutes": self.timeout_minutes,
             "nccl_config_path": self.nccl_config_path,
         }
@@ -207,20 +200,11 @@ class PlaceOfEncoder:
             return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
         if not is_adopted():  # the first encoder with a state of its own
             adopt_parallel_state()
-        create_parallel_state(
-            name,
-            encoder,
-            seed=self.seed,
-            timeout_minutes=self.timeout_minutes,
-            nccl_config_path=self.nccl_config_path,
-        )
+        create_parallel_state(name, encoder, seed=self.seed, **self._options)
         if dist.get_rank() not in encoder.ranks:
             return None
-        return ModuleState(
-            groups=process_groups(name),
-            state=name,
-            gradient_factor=placement.gradient_factor(name),
-        )
+        factor = placement.gradient_factor(name)
+        return ModuleState(groups=process_groups(name), state=name, gradient_factor=factor)
 
     def _apart(
         self, placement: Placement, decoder: Layout, state: ModuleState | None
@@ -238,7 +222,6 @@ class PlaceOfEncoder:
         pairs = apart_pairs(chain(*pieces.values()), cp=decoder.cp)
         groups = self._wired([ranks], pairs, _FEATURES, options_of="pp")
         groups |= self._wired([encoder.ranks], stage_pairs(encoder), _STATES, options_of="pp")
-        before, behind = stage_links(encoder, rank, widths=self.handed_on)
         deals = None
         if rank in decoder.ranks:
             deals = ProcessGroupCollection.use_mpu_process_groups().tp
@@ -247,8 +230,6 @@ class PlaceOfEncoder:
             replica_group=None if state is None else state.groups.tp,
             layout=encoder,
             pieces=pieces,
-            before=before,
-            behind=behind,
             groups=groups,
             deals=deals,
         )
@@ -260,16 +241,13 @@ class PlaceOfEncoder:
         ways: tuple[Cargo, Cargo],
         *,
         options_of: str,
-    ) -> dict[Cargo, Over]:
+    ) -> dict[Cargo, dist.ProcessGroup | None]:
         """Groups of ``ranks`` for what goes one way between ``pairs``, and for what comes back.
 
         Collective over all ranks.
         """
-        name, options = self.entry.name, {"options_of": options_of, **self._connected}
+        options = {"options_of": options_of, "device": current_platform().device, **self._options}
         return {
-            what: {
-                up: connected_group(f"{name}_{what.name}_{up}", ranks, some, **options)
-                for up, some in directions(reverse(pairs) if what.back else pairs).items()
-            }
-            for what in ways
+            what: connected_group(f"{self.entry.name}_{what.name}", ranks, some, **options)
+            for what, some in zip(ways, there_and_back(pairs), strict=True)
         }

@@ -29,7 +29,6 @@ class _Storage(Movable):
     """
 
     platform: Platform
-    nbytes: int
     versions: tuple[int, ...] | None = None
     was_away: bool = False  # so that ``host`` has what it was then
 
@@ -39,25 +38,16 @@ class _Storage(Movable):
         self.platform.release(self.device.untyped_storage())
         self.was_away = True
 
-    def keep_host_of(self, before: "_Storage | None") -> bool:
-        """Take over the host's memory from the step before, if it is of the same storage.
-
-        Frozen weights that nothing has written to since are there already. That ``before`` holds
-        the storage keeps its address from becoming another one's.
-        """
-        if before is None or before.nbytes != self.nbytes:
-            return False
-        self.host = before.host
-        self.unchanged = (
-            before.was_away and self.versions is not None and self.versions == before.versions
-        )
-        return True
-
     def allocate(self) -> Tensor:
         """Its memory is restored."""
         assert self.device is not None
-        self.platform.restore(self.device.untyped_storage(), self.nbytes)
+        self.platform.restore(self.device.untyped_storage(), self.device.nbytes)
         return self.device
+
+    def begin_step(self, versions: tuple[int, ...] | None) -> None:
+        """With ``versions`` as they are now: frozen weights as they were when away do not leave."""
+        self.unchanged = self.was_away and versions is not None and versions == self.versions
+        self.versions, self.was_away = versions, False
 
 
 class EncoderState:
@@ -76,29 +66,28 @@ class EncoderState:
         self._optimizers = optimizers
         self._platform = platform
         self._copies = platform.copies()
-        self._before: dict[int, _Storage] = {}  # of the step before, by the storage's address
+        # Of the step before, by address, which cannot become another storage's while it is here.
+        self._before: dict[int, _Storage] = {}
 
     def movable(self) -> list[Movable]:
         """All that there is now, each storage once; to be asked for again in each step."""
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
-        values = {_address(each): each for each in self._values()}
-        found = {address: self._storage(each) for address, each in values.items()}
-        for address, versions in self._frozen().items():
-            found[address].versions = versions
-        for address, storage in found.items():
-            if not storage.keep_host_of(self._before.get(address)):
+        parameters = [*self._on_device(self._part.module.parameters())]
+        trained = [*self._trained()]
+        versions = _versions_of_frozen(parameters, trained)
+        found: dict[int, _Storage] = {}
+        for address, tensor in _by_address((*parameters, *trained)).items():
+            storage = self._before.get(address)
+            if storage is None:
+                storage = self._storage(tensor)
                 assert storage.device is not None
                 storage.host = self._copies.host_like(storage.device)
+            storage.begin_step(versions.get(address))
+            found[address] = storage
         self._before = found
-        zeros = {_address(each): each for each in self._gradients()}
-        return [
-            *found.values(),
-            *(
-                self._storage(each, zeros=True)
-                for address, each in zeros.items()
-                if address not in found
-            ),
-        ]
+        gradients = _by_address(self._gradients()).items()
+        zeros = [self._storage(each, zeros=True) for at, each in gradients if at not in found]
+        return [*found.values(), *zeros]
 
     def _storage(self, tensor: Tensor, *, zeros: bool = False) -> _Storage:
         device = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -107,25 +96,8 @@ class EncoderState:
             device=device,
             where=tensor.device,
             platform=self._platform,
-            nbytes=device.nbytes,
             zeros=zeros,
         )
-
-    def _frozen(self) -> dict[int, tuple[int, ...]]:
-        """Versions of the tensors on each storage on which nothing trains, by its address."""
-        parameters = [*self._on_device(self._part.module.parameters())]
-        others = (*(each for each in parameters if each.requires_grad), *self._trained())
-        trained = addresses(others)
-        versions: dict[int, tuple[int, ...]] = {}
-        for each in parameters:
-            if (address := _address(each)) not in trained:
-                versions[address] = (*versions.get(address, ()), each._version)
-        return versions
-
-    def _values(self) -> Iterator[Tensor]:
-        """What has to come back as it was."""
-        yield from self._on_device(self._part.module.parameters())
-        yield from self._trained()
 
     def _trained(self) -> Iterator[Tensor]:
         """What holds parameters that train, beside themselves, and what an optimizer has of them.
@@ -145,8 +117,8 @@ class EncoderState:
                 yield from self._on_device(each for each in state.values())
 
     def _gradients(self) -> Iterator[Tensor]:
-        for buffer in self._buffers():
-            yield from self._on_device([buffer.grad_data, *buffer.extra_main_grads])
+        for each in self._buffers():
+            yield from self._on_device([each.grad_data, *each.extra_main_grads])
 
     def _on_device(self, values: Iterable[Any]) -> Iterator[Tensor]:
         for each in values:
@@ -157,13 +129,26 @@ class EncoderState:
         return [*self._part.buffers, *self._part.expert_parallel_buffers]
 
 
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """One tensor of each storage."""
+    return {each.untyped_storage()._cdata: each for each in tensors}
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Of their storages."""
-    return {each.untyped_storage()._cdata for each in tensors}
+    return {*_by_address(tensors)}
+
+
+def _versions_of_frozen(
+    parameters: Sequence[Tensor], trained: Sequence[Tensor]
+) -> dict[int, tuple[int, ...]]:
+    """Of the tensors on each storage on which nothing trains, by its address."""
+    trains = addresses((*(each for each in parameters if each.requires_grad), *trained))
+    versions: dict[int, tuple[int, ...]] = {}
+    for each in parameters:
+        if (address := each.untyped_storage()._cdata) not in trains:
+            versions[address] = (*versions.get(address, ()), each._version)
+    return versions
 
 
 @contextmanager

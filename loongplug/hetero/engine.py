@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep
 from loongplug.hetero.bubbles import filling
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, apart_crossings
+from loongplug.hetero.carrier import Carrier, stage_links
+from loongplug.hetero.crossings import Crossings, apart_crossings, streamed_crossings
 from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.pass_order import warmup
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -47,7 +48,6 @@ class EncoderEngine:
     ahead: int
     costs: StreamedCosts | None = None
     recorder: Recorder = field(default=NOTHING, init=False)
-    _trains_before: bool = field(default=False, init=False)  # apart: whether a stage before does
     _executor: Executor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -100,9 +100,8 @@ class EncoderEngine:
     def hear(self, trains: Sequence[bool]) -> None:
         """Which stages of an encoder on ranks of its own train."""
         stage = self._stage_of(dist.get_rank()) if self.here else self._stages
-        self._trains_before = self.here and any(trains[:stage])
         self.executor().encoder_trains = any(trains[: stage + 1])
-        self.executor().trains_before = self._trains_before
+        self.executor().trains_before = self.here and any(trains[:stage])
 
     def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
         """Of a step, as this rank does it.
@@ -113,7 +112,6 @@ class EncoderEngine:
         step = self.place.step(
             dist.get_rank(),
             training=training,
-            trains_before=training and self._trains_before,
             ahead=self.ahead,
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             on_host=self._mode.on_host,
@@ -134,6 +132,7 @@ class EncoderEngine:
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 carrier=self._carrier(),
+                streaming=self._streaming(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -154,11 +153,17 @@ class EncoderEngine:
         layout = self.place.layout
         return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
 
-    def crossings(self, units: ExchangeSpec, training: bool, *, rank: int) -> Crossings:
-        """Those of a step of an encoder apart, as ``rank`` knows them."""
-        assert self.place.pieces is not None, "the encoder lies with the decoder"
-        pieces, cp = self.place.pieces[training], decoder_layout().cp
-        return apart_crossings(pieces, units, cp=cp, rank=rank)
+    def crossings(
+        self, units: ExchangeSpec, training: bool, streamed: StreamedStep | None, *, rank: int
+    ) -> Crossings | None:
+        """Those of a step, as ``rank`` knows them; None where its units are exchanged."""
+        place, cp = self.place, decoder_layout().cp
+        if place.pieces is not None:
+            return apart_crossings(place.pieces[training], units, cp=cp, rank=rank)
+        if streamed is None:
+            return None
+        assert place.edge is not None, "an encoder that streams lies on all ranks"
+        return streamed_crossings(streamed.pieces, units, edge=place.edge, cp=cp, rank=rank)
 
     def _carrier(self) -> Carrier | None:
         place, rank = self.place, dist.get_rank()
@@ -175,9 +180,12 @@ class EncoderEngine:
             ),
             deals=self._dealer(place.deals),
             shares=self._dealer(place.replica_group if stage == self._stages - 1 else None),
-            apart=partial(self.crossings, rank=rank) if self.apart else None,
-            before=place.before,
-            behind=place.behind,
+            crossings=partial(self.crossings, rank=rank),
+            links=(
+                ()
+                if place.layout is None
+                else stage_links(place.layout, rank, widths=self.found.handed_on)
+            ),
         )
 
     def _dealer(self, group: dist.ProcessGroup | None) -> Dealer | None:
@@ -194,31 +202,22 @@ class EncoderEngine:
         return StepPlanner(self.costs, stages=stages)
 
     def bubbles(self) -> Callable[[Schedule], Schedule]:
-        """What is put around a schedule whose bubbles the executor's steps may fill from now on.
+        """What is put around a schedule whose bubbles the executor's steps may fill.
 
         Collective over all ranks.
         """
         assert self.costs is not None, "steps may stream"
-        executor, stages = self.stream(), decoder_layout().pp
+        executor, stages = self.executor(), decoder_layout().pp
         groups = self.found.pipeline_groups(virtual=len(self.costs.forward) > stages)
         return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
-    def stream(self) -> Executor:
-        """The executor, whose steps of training may stream from now on."""
-        place, rank, planner = self.place, dist.get_rank(), self.step_planner
-        assert planner is not None, "steps may stream"
-        assert place.edge is not None
-        replica = place.edge.replica_of(rank)
+    def _streaming(self) -> Streaming | None:
+        rank, planner, edge = dist.get_rank(), self.step_planner, self.place.edge
+        if planner is None or edge is None:
+            return None
+        replica = edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
-        executor = self.executor()
-        executor.streaming = Streaming(
-            planner=planner,
-            edge=place.edge,
-            cp=decoder_layout().cp,
-            replica=replica,
-            stage=decoder_layout().coordinates(rank).pp,
-        )
-        return executor
+        return Streaming(planner, replica, decoder_layout().coordinates(rank).pp)
 
     def _exchange(self) -> AllToAll | None:
         place, device = self.place, current_platform().device

@@ -1,64 +1,51 @@
 """What one step has made of an encoder's pieces on a rank, and what of that is on the host."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import MediaInput, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, streamed_crossings
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Kept, StepPlan, To
-from loongplug.hetero.placement import Edge
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 
-@dataclass(frozen=True, kw_only=True)
-class Streaming:
-    """What one rank streams an encoder's pieces by, for a run.
-
-    ``edge`` is the encoder's, to a decoder with so many context parts. ``replica`` is the encoder's
-    that this rank is of, ``stage`` the decoder's.
-    """
+class Streaming(NamedTuple):
+    """What steps of training stream by on one rank: of the encoder's ``replica``, on a decoder's
+    ``stage``."""
 
     planner: StepPlanner
-    edge: Edge
-    cp: int
     replica: int
     stage: int
 
-    def crossings(self, step: StreamedStep, units: ExchangeSpec) -> Crossings:
-        """Those of a step's pieces."""
-        return streamed_crossings(
-            step.pieces, units, edge=self.edge, cp=self.cp, rank=dist.get_rank()
-        )
 
-    def media(self, piece: Piece, unit: Unit) -> MediaInput:
-        """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
-        assert unit.media is not None, "the unit was loaded somewhere else"
-        share: Share
-        (share,) = (x for x in unit.shares if x.encoder_replica == self.replica)
-        held = range(len(unit.grids)) if share.media is None else share.media
-        first = held.index(piece.media.start)
-        behind = first + len(piece.media)
-        assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
-        sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
-        before = sum(sizes[:first])
-        return MediaInput(
-            rows=unit.media.rows[before : before + sum(sizes[first:])],
-            grids=unit.media.grids[first:behind],
-        )
+def media_of(piece: Piece, unit: Unit) -> MediaInput:
+    """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
+    assert unit.media is not None, "the unit was loaded somewhere else"
+    share: Share
+    (share,) = (x for x in unit.shares if x.encoder_replica == piece.replica)
+    held = range(len(unit.grids)) if share.media is None else share.media
+    first = held.index(piece.media.start)
+    behind = first + len(piece.media)
+    assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
+    sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
+    before = sum(sizes[:first])
+    return MediaInput(
+        rows=unit.media.rows[before : before + sum(sizes[first:])],
+        grids=unit.media.grids[first:behind],
+    )
 
 
 @dataclass(kw_only=True)
@@ -75,7 +62,6 @@ class ExecutedStep:
     units: Sequence[Unit]
     spec: ExchangeSpec  # of all that is exchanged
     pieces: Sequence[range] | None = None
-    streaming: Streaming | None = None
     streamed: StreamedStep | None = None
     carrier: Carrier | None = None  # where pieces go from rank to rank
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
@@ -91,15 +77,19 @@ class ExecutedStep:
 
     def unit(self, number: int) -> Unit:
         """The media of a piece that is encoded here."""
-        if self.streamed is None or self.streaming is None:
+        if self.streamed is None:
             return self.units[number]
         piece = self.streamed.pieces[number]
         unit = self.units[piece.microbatch]
-        return replace(unit, media=self.streaming.media(piece, unit))
+        return replace(unit, media=media_of(piece, unit))
 
     def pieces_of(self, microbatch: int) -> range:
         """Those that a microbatch consists of."""
         return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
+
+    def rows_of(self, what: Kept) -> dict[int, Tensor] | None:
+        """What there is of it by piece, where that are rows of pieces."""
+        return {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}.get(what)
 
     @cached_property
     def stays(self) -> set[int]:
@@ -135,54 +125,29 @@ class HostMoves:
             return nullcontext()
         return movable_saves(device=self._device, stays=step.stays)
 
-    def move(self, to: To, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
+    def move(self, to: To, what: Kept, pieces: Sequence[int], step: ExecutedStep) -> None:
         """What leaves is the ``step``'s, and what comes back is it again."""
+        names: list[tuple[Kept, int | None]] = [(what, piece) for piece in pieces or (None,)]
         match to:
             case To.LEAVE:
-                self.queue.leave(self._leaving(what, pieces, step))
+                self.queue.leave({name: self._leaving(*name, step) for name in names})
             case To.FREE:
-                self.queue.let_go(*_names(what, pieces))
+                self.queue.let_go(*names)
             case To.RETURN:
-                self.queue.send_for(*_names(what, pieces))
+                self.queue.send_for(*names)
             case To.HERE:
-                self._arrives(what, pieces, step)
+                taken = self.queue.take(*names)
+                if (rows := step.rows_of(what)) is not None:
+                    for piece in pieces:
+                        (found,) = taken[what, piece]
+                        assert found.device is not None
+                        rows[piece] = found.device
 
-    def features_leave(self, features: dict[int, Tensor]) -> None:
-        """They are on the host alone, by piece."""
-        lots: dict[Hashable, Sequence[Movable]] = {
-            (Kept.FEATURES, piece): [self._movable(each)] for piece, each in features.items()
-        }
-        self.queue.leave(lots)
-        features.clear()
-        self.queue.let_go(*lots)
-
-    def _leaving(
-        self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep
-    ) -> Mapping[Hashable, Sequence[Movable]]:
-        match what:
-            case Kept.STATE:
-                assert self.state is not None
-                return dict.fromkeys(_names(what, pieces), self.state.movable())
-            case Kept.ACTIVATIONS:
-                return {(what, piece): step.saved.pop(piece) for piece in pieces}
-            case Kept.GRADIENTS:
-                return {(what, each): [self._movable(step.gradients.pop(each))] for each in pieces}
-            case Kept.FEATURES:
-                raise AssertionError("they leave when they are gathered")
-
-    def _arrives(self, what: Kept, pieces: tuple[int, ...], step: ExecutedStep) -> None:
-        """Nothing here holds activations."""
-        arriving = {Kept.FEATURES: step.features, Kept.GRADIENTS: step.gradients}
-        taken = self.queue.take(*_names(what, pieces))
-        for piece in pieces if what in arriving else ():
-            (found,) = taken[what, piece]
-            assert found.device is not None
-            arriving[what][piece] = found.device
-
-    def _movable(self, tensor: Tensor) -> Movable:
-        return Movable(device=tensor, where=self._device)
-
-
-def _names(what: Kept, pieces: tuple[int, ...]) -> list[Hashable]:
-    """As the queue knows them; the encoder's state is of no piece."""
-    return [(what, piece) for piece in pieces or (None,)]
+    def _leaving(self, what: Kept, piece: int | None, step: ExecutedStep) -> Sequence[Movable]:
+        if piece is None:
+            assert self.state is not None, "the encoder's state alone is of no piece"
+            return self.state.movable()
+        rows = step.rows_of(what)
+        if rows is None:
+            return step.saved.pop(piece)
+        return [Movable(device=rows.pop(piece), where=self._device)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from loongplug.hetero.operations import (
     Encode,
     Exchange,
     Hand,
+    Kept,
     Move,
     Operation,
     Receive,
     Send,
     StepPlan,
+    To,
     Weights,
     When,
     backward,
@@ -43,6 +46,8 @@ from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
+
+_ONE_TO_A_MICROBATCH = MappingProxyType({True: 1, False: 1})
 
 
 class Executor:
@@ -62,6 +67,7 @@ class Executor:
         outside_schedule: bool,
         platform: Platform,
         carrier: Carrier | None = None,
+        streaming: Streaming | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -69,7 +75,7 @@ class Executor:
         ``exchange`` is of steps that exchange, ``carrier`` of those whose pieces go from rank to
         rank. ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
-        reduce for it, in any step and on any rank.
+        reduce for it, in any step and on any rank. With ``streaming`` steps of training may stream.
         """
         self._planned = planned
         self._exchange = exchange
@@ -79,7 +85,7 @@ class Executor:
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._recorder = recorder
-        self.streaming: Streaming | None = None  # where steps of training may stream
+        self.streaming = streaming
         self.host = HostMoves(platform)
         # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
         # a stage, whether anything in it or before it does, and whether anything before it does.
@@ -87,11 +93,14 @@ class Executor:
         self.trains_before = False
         self._step: ExecutedStep | None = None
 
-    def around(self, schedule: Schedule) -> Schedule:
+    def around(
+        self, schedule: Schedule, *, pieces: Mapping[bool, int] = _ONE_TO_A_MICROBATCH
+    ) -> Schedule:
         """``schedule`` with the plan's operations around and within it.
 
-        The step's microbatches are taken from the first chunk's iterator beforehand. What Megatron
-        does to all gradients once the schedule is through waits for the end of the plan.
+        The step's microbatches are taken from the first chunk's iterator beforehand: so many
+        ``pieces`` for each, by whether the step is one of training. What Megatron does to all
+        gradients once the schedule is through waits for the end of the plan.
         """
 
         def forward_backward(
@@ -106,8 +115,9 @@ class Executor:
             chunk = model[0] if isinstance(model, list) else model
             several = isinstance(data_iterator, list)
             first, *others = data_iterator if several else [data_iterator]
+            count = num_microbatches * pieces[not forward_only]
             with self._recorder.span("data", "the step's microbatches"):
-                microbatches: list[Microbatch] = [next(first) for _ in range(num_microbatches)]
+                microbatches: list[Microbatch] = [next(first) for _ in range(count)]
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
             config = get_model_config(chunk)
@@ -130,36 +140,24 @@ class Executor:
 
         return forward_backward
 
-    def instead(self, microbatch_pieces: Mapping[bool, int]) -> Schedule:
-        """The schedule of a rank that encodes and does not decode.
+    def instead(self, pieces: Mapping[bool, int]) -> Schedule:
+        """The schedule of a rank that encodes and does not decode; ``pieces`` as in `around`."""
 
-        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator,
-        by whether the step is one of training.
-        """
-
-        def forward_backward(
+        def no_passes(
             *,
-            data_iterator: Any,
             model: Any,
-            num_microbatches: int,
-            forward_only: bool = False,
+            forward_only: bool,
             force_all_reduce: bool | None = False,
             **_: Any,
         ) -> list[Any]:
             chunks = model if isinstance(model, list) else [model]
-            pieces = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            count = num_microbatches * microbatch_pieces[not forward_only]
-            with self._recorder.span("data", "the step's microbatches"):
-                microbatches: list[Microbatch] = [next(pieces) for _ in range(count)]
-            self.begin(chunks[0], microbatches, training=not forward_only)
-            self.end()
             finalize = get_model_config(chunks[0]).finalize_model_grads_func
             if not forward_only and finalize is not None:
                 none = torch.zeros([], dtype=torch.int, device=self._platform.device)
                 finalize(chunks, none, force_all_reduce=force_all_reduce)
             return []
 
-        return forward_backward
+        return self.around(no_passes, pieces=pieces)
 
     def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
         """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
@@ -176,20 +174,19 @@ class Executor:
         if streaming is not None and streamed is not None:
             assert encoder.trains == streamed.trains, "counted from the flags that freeze"
             stream = streamed.stream(streaming.replica)
+        crossings = None
+        if self.carrier is not None:
+            crossings = self.carrier.crossings(spec, training, streamed)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
+            trains_before=encoder.trains_before,
             rows=tuple(0 if x.media is None else len(x.media.rows) for x in units),
             stream=stream,
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        crossings = None
-        if streaming is not None and streamed is not None:
-            crossings = streaming.crossings(streamed, spec)
-        elif self.carrier is not None and self.carrier.apart is not None:
-            crossings = self.carrier.apart(spec, training)
         self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
@@ -197,14 +194,12 @@ class Executor:
             units=units,
             spec=spec,
             pieces=None if stream is None else stream.pieces,
-            streaming=streaming,
             streamed=streamed,
             carrier=None if crossings is None else self.carrier,
         )
-        if crossings is not None:
-            assert self.carrier is not None
+        if self.carrier is not None and crossings is not None:
             states = None
-            if self.carrier.before is not None or self.carrier.behind is not None:
+            if self.carrier.links:
                 states = StageSpec(
                     rows=tuple(map(encoder.states, units)),
                     microbatches=tuple(each.number for each in microbatches),
@@ -233,10 +228,10 @@ class Executor:
     @property
     def streamed_passes(self) -> tuple[DecoderPass, ...] | None:
         """Of this stage of the decoder in the step under way; None where it does not stream."""
-        step = self._now
-        if step.streamed is None or step.streaming is None:
+        streamed = self._now.streamed
+        if streamed is None or self.streaming is None:
             return None
-        return step.streamed.passes[step.streaming.stage]
+        return streamed.passes[self.streaming.stage]
 
     def before_pass(self, number: int) -> None:
         """Before a pass of the stage, where a step streams; see :mod:`~.bubbles`."""
@@ -379,12 +374,13 @@ class Executor:
                 {piece - some.start: step.payloads.pop(piece) for piece in own},
                 step.spec.part(some),
             )
-            features = {some.start + piece: arrived.pop(piece) for piece in sorted(arrived)}
-            if to_host:
-                self.host.features_leave(features)
-                continue
-            for piece in sorted(features):
-                step.features[piece] = own_storage(features.pop(piece))
+            here = [some.start + piece for piece in sorted(arrived)]
+            for piece in here:
+                rows = arrived.pop(piece - some.start)
+                step.features[piece] = rows if to_host else own_storage(rows)
+                del rows
+            for to in (To.LEAVE, To.FREE) if to_host and here else ():
+                self.host.move(to, Kept.FEATURES, here, step)
 
     def _scatter(self, pieces: range) -> None:
         step, exchange = self._now, self._all_to_all

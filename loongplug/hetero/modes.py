@@ -86,8 +86,6 @@ NAMED = {
 SCHEDULED = {"streamed": STREAMED, "separated": FULL_HETERO_DP}
 # What the schedule's flag may say; with the last, the run chooses among the others.
 SCHEDULES = (*SCHEDULED, "auto")
-# All modes in a word, also those that no YAML names.
-IN_A_WORD = {**NAMED, "own_ranks": APART, "streamed": STREAMED}
 
 
 def modes_of(args: Namespace, model: Any) -> dict[str, Mode]:

@@ -102,32 +102,23 @@ class ApartPiece:
 class Placement:
     """All entries of a model, and the edges between them.
 
-    Raises:
-        ValueError: an entry lies on some ranks of the one that it leads into, but neither on all
-            nor on those of its first stage, or has a replica on several model replicas.
+    An entry that is not apart lies on all ranks of the one that it leads into, or on those of its
+    first stage, with no replica on several model replicas (:func:`encoder_layout`).
     """
 
     entries: tuple[PlacedEntry, ...]
-
-    def __post_init__(self) -> None:
-        for entry in self.entries:
-            if entry.into is not None and not self.is_apart(entry.name):
-                _check_beside(entry, self.entry(entry.into))
 
     def entry(self, name: str) -> PlacedEntry:
         """The entry of this name, which is one of the model's."""
         (found,) = (entry for entry in self.entries if entry.name == name)
         return found
 
-    @property
-    def world_size(self) -> int:
-        """How many ranks there have to be: the entries lie on no others."""
-        return max(entry.layout.ranks.stop for entry in self.entries)
-
     def is_apart(self, name: str) -> bool:
         """Whether the entry ``name`` lies on other ranks than the one that it leads into."""
         entry = self.entry(name)
-        return entry.into is not None and _are_apart(entry, self.entry(entry.into))
+        if entry.into is None:
+            return False
+        return set(entry.layout.ranks).isdisjoint(self.entry(entry.into).layout.ranks)
 
     def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
         """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
@@ -167,10 +158,6 @@ class Placement:
         """The edge from the entry ``name`` in each model replica."""
         replicas = self._consumer_of(name).layout.groups("tp_cp_pp")
         return tuple(self._edge(name, ranks) for ranks in replicas)
-
-    def exchange_groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each process group that the output of ``name`` is exchanged in."""
-        return tuple(edge.ranks for edge in self.edges(name))
 
     def on_every_stage(self, name: str) -> bool:
         """Whether an entry lies on all ranks of the one that it leads into."""
@@ -261,9 +248,14 @@ def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> 
 def one_apart(
     decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int, pp: int = 1
 ) -> Placement:
-    """The encoder has ``tp`` x ``dp`` x ``pp`` ranks of its own, from ``rank_offset`` on."""
+    """The encoder has ``tp`` x ``dp`` x ``pp`` ranks of its own, from ``rank_offset`` on.
+
+    Raises ValueError where some are the decoder's.
+    """
     layout = Layout(tp=tp, pp=pp, dp=dp, first_rank=rank_offset)
-    return _of_two(entry, layout, decoder, same_units=False)
+    placement = _of_two(entry, layout, decoder, same_units=False)
+    _check_apart(*placement.entries)
+    return placement
 
 
 def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) -> Placement:
@@ -291,23 +283,20 @@ def _meetings(
 
     All ranks of the replica have the same, and one of them brings it: replicas take turns, by their
     ``number``, when as many have brought as it takes to come to all of a group. Rank e meets rank
-    e mod TP, so that few pairs have a communicator, all of a group get as much, and a rank of the
-    decoder's first stage meets itself in its own part.
+    e mod TP, so that few pairs have a communicator, and all of a group get as much. A rank of the
+    decoder's first stage meets itself alone, with the rows of all parts.
     """
     turn = number // max(1, len(parts[0]) // len(replica))
     brings = replica[turn % len(replica)]
+    if any(brings in ranks for ranks in parts):
+        return ((brings, brings),)
     return tuple((brings, ranks[(brings - ranks[0]) % len(ranks)]) for ranks in parts)
-
-
-def _are_apart(entry: PlacedEntry, other: PlacedEntry) -> bool:
-    """Whether they have no rank in common."""
-    return not set(entry.layout.ranks) & set(other.layout.ranks)
 
 
 def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
     """Raise ValueError where two entries have ranks in common; ``other`` may be the decoder."""
-    own, others = entry.layout.ranks, other.layout.ranks
-    both = set(own) & set(others)
+    own, others = set(entry.layout.ranks), set(other.layout.ranks)
+    both = own & others
     if own == others and entry.into == other.name:
         raise ValueError(
             f"{entry.name!r} lies on {_ranks(both)}, which are those of {other.name!r}; "
@@ -315,36 +304,16 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
         )
     if both:
         raise ValueError(
-            f"{entry.name!r} on {_ranks({*own})} and {other.name!r} on {_ranks({*others})} share "
+            f"{entry.name!r} on {_ranks(own)} and {other.name!r} on {_ranks(others)} share "
             f"{_ranks(both)}: change a rank_offset or a size, so that no rank has both."
         )
 
 
-def _check_beside(entry: PlacedEntry, consumer: PlacedEntry) -> None:
-    """Raise ValueError unless ``entry`` lies on its consumer's ranks, by whole replicas."""
-    own, everywhere = set(entry.layout.ranks), set(consumer.layout.ranks)
-    first = set(chain(*consumer.layout.stage(0)))
-    if own not in (everywhere, first):
-        raise ValueError(
-            f"{entry.name!r} lies on ranks {_named(own)}: expected all of {consumer.name!r}, "
-            f"{_named(everywhere)}, or those of its first stage, {_named(first)}."
-        )
-    model_replicas = [set(ranks) for ranks in consumer.layout.groups("tp_cp_pp")]
-    for ranks in entry.layout.groups("tp"):
-        if not any(each.issuperset(ranks) for each in model_replicas):
-            raise ValueError(
-                f"ranks {_named(set(ranks))} hold one replica of {entry.name!r} and several of "
-                f"{consumer.name!r}: expected a tensor parallel size that divides one's ranks."
-            )
-
-
 def _ranks(ranks: set[int]) -> str:
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_named(ranks)}"
-
-
-def _named(ranks: set[int]) -> str:
-    """As users read them, "0 to 3" where none is left out."""
-    ordered = sorted(ranks)
-    if len(ordered) > 1 and ordered[-1] - ordered[0] == len(ordered) - 1:
-        return f"{ordered[0]} to {ordered[-1]}"
-    return ", ".join(map(str, ordered))
+    """As users read them, "ranks 0 to 3" where none is left out."""
+    first, last = min(ranks), max(ranks)
+    if first == last:
+        return f"rank {first}"
+    if len(ranks) == last - first + 1:
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, sorted(ranks)))}"

@@ -1,94 +1,146 @@
-"""Who sends which of a unit's features to whom, and gradients back. Pure; every rank knows all.
+"""Who sends which of a piece's rows to whom, and gradients back. Pure; every rank knows all.
 
 With context parallelism, each rank of a row holds a part of it, and with sequence parallelism, rank
 t of a tensor parallel group of n holds the t-th of n equal chunks of that. So it needs only the
 features of the visual tokens that lie there.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from loongplug.context.token_split import TokenSplit
+from loongplug.data.microbatch import Share
 from loongplug.hetero.placement import Edge
 
 Rows = tuple[slice, ...]  # of a unit's features, ascending, without overlap
 
+_TOGETHER = 16  # units that go over at a time, unless more replicas have one each
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """Rows of one unit from one rank to another (or the same), by their ranks in the world.
 
-    They are of the share that ``encoder_replica`` encodes. ``shard`` numbers
-    the part of the sequence that they lie in.
+class RowMove(NamedTuple):
+    """Rows of a piece that go from one rank to another, or stay on one.
+
+    ``given`` are their places in what the source has of the piece, ``placed`` those in what the
+    target gets of it, each row of which comes in one move.
     """
 
-    unit: int
-    encoder_replica: int
+    piece: int
     source: int
     target: int
-    shard: int = 0
+    given: Rows
+    placed: Rows
+
+    @classmethod
+    def of(cls, piece: int, source: int, target: int, *, has: Rows, wants: Rows) -> "RowMove":
+        """Those that the source has and the target wants."""
+        rows = common(has, wants)
+        return cls(piece, source, target, within(rows, has), within(rows, wants))
+
+    @property
+    def back(self) -> "RowMove":
+        """The same rows on their way back."""
+        return RowMove(self.piece, self.target, self.source, self.placed, self.given)
 
 
-def feature_transfers(
-    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, parts: int = 1
-) -> list[Transfer]:
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSpec:
+    """What every rank of a model replica knows of the units that travel together.
+
+    ``tokens`` and ``shares`` by unit; a payload is [rows of the share, width] of ``dtype``.
+    ``shards`` are, by unit, the rows of each part of the sequence, of which consumers need one;
+    None where each needs all.
+    ``row_tokens`` are, by unit, the tokens of each row of its microbatch.
+    """
+
+    tokens: tuple[int, ...]
+    shares: tuple[tuple[Share, ...], ...]
+    width: int
+    dtype: torch.dtype
+    shards: tuple[tuple[Rows, ...], ...] | None = None
+    row_tokens: tuple[tuple[int, ...], ...] = ()
+
+    def part(self, units: range) -> "ExchangeSpec":
+        """Of these units alone, by their places here."""
+        some = slice(units.start, units.stop)
+        return replace(
+            self,
+            tokens=self.tokens[some],
+            shares=self.shares[some],
+            shards=None if self.shards is None else self.shards[some],
+            row_tokens=self.row_tokens[some],
+        )
+
+    def lots(self, units: range) -> Iterator[range]:
+        """These units, as many at a time as go over together; the same on every rank.
+
+        What has come is copied out of what it came in, so that it is there twice for a moment.
+        """
+        replicas = {each for own in self.encoder_replicas[units.start : units.stop] for each in own}
+        most = max(_TOGETHER, len(replicas))
+        for start in range(units.start, units.stop, most):
+            yield range(start, min(start + most, units.stop))
+
+    @property
+    def parts(self) -> int:
+        """How many there are of each sequence."""
+        return len(self.shards[0]) if self.shards else 1
+
+    @property
+    def encoder_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """By unit, those that have shares of it."""
+        return tuple(tuple(each.encoder_replica for each in shares) for shares in self.shares)
+
+    def of_parts(self, unit: int) -> tuple[Rows, ...]:
+        """The rows that each part of the sequence needs of a unit."""
+        return (self._all(unit),) if self.shards is None else self.shards[unit]
+
+    def encoded(self) -> Iterator[tuple[int, int, Rows]]:
+        """Of each share its unit, its replica, and its rows."""
+        for unit, shares in enumerate(self.shares):
+            for each in shares:
+                rows = self._all(unit) if each.rows is None else each.rows
+                yield unit, each.encoder_replica, rows
+
+    def _all(self, unit: int) -> Rows:
+        return (slice(0, self.tokens[unit]),)
+
+
+def feature_moves(edge: Edge, units: ExchangeSpec, *, rank: int) -> Iterator[RowMove]:
     """Each share of a unit to every consumer, from a rank of the replica that made it.
 
-    ``encoder_replicas`` are, by unit, those that have shares. All ranks of a replica have the whole
-    features of its share; a consumer that is of the replica keeps its own, and the others are
-    served in turn by all ranks of the replica. Of a sequence in several ``parts``, each consumer
-    gets only the rows of its own.
+    Those that ``rank`` is in. All ranks of a replica have the whole features of its share; a
+    consumer that is of the replica keeps its own, and the others are served in turn by all ranks of
+    the replica. Each consumer gets only the rows of its own part of the sequence.
     """
-    transfers = []
-    for unit, encoder_replica in _shares(encoder_replicas):
-        replica = edge.replicas[encoder_replica]
-        for index, (shard, consumer) in enumerate(
-            (shard, rank) for shard, ranks in enumerate(edge.parts(parts)) for rank in ranks
-        ):
-            transfers.append(
-                Transfer(
-                    unit=unit,
-                    encoder_replica=encoder_replica,
-                    source=consumer if consumer in replica else replica[index % len(replica)],
-                    target=consumer,
-                    shard=shard,
-                )
-            )
-    return transfers
+    consumers = [(n, each) for n, ranks in enumerate(edge.parts(units.parts)) for each in ranks]
+    for unit, encoder_replica, has in units.encoded():
+        replica, wants = edge.replicas[encoder_replica], units.of_parts(unit)
+        for index, (part, consumer) in enumerate(consumers):
+            source = consumer if consumer in replica else replica[index % len(replica)]
+            if rank in (source, consumer):
+                yield RowMove.of(unit, source, consumer, has=has, wants=wants[part])
 
 
-def gradient_transfers(
-    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, parts: int = 1
-) -> list[Transfer]:
+def gradient_moves(edge: Edge, units: ExchangeSpec, *, rank: int) -> Iterator[RowMove]:
     """Each share's gradient to every rank of the replica that made it.
 
-    All consumers have the whole gradient and one of them sends it, each in turn. Of a sequence in
-    several ``parts``, those of one have the gradient of its rows, and one of each part sends.
+    Those that ``rank`` is in. All consumers of a part of the sequence have the whole gradient of
+    its rows, and one of each part sends it, in turn.
     """
-    transfers = []
-    for unit, encoder_replica in _shares(encoder_replicas):
+    for unit, encoder_replica, wants in units.encoded():
         replica = edge.replicas[encoder_replica]
         for index, target in enumerate(replica):
             turn = encoder_replica * len(replica) + index
-            transfers += [
-                Transfer(
-                    unit=unit,
-                    encoder_replica=encoder_replica,
-                    source=target if target in ranks else ranks[turn % len(ranks)],
-                    target=target,
-                    shard=shard,
-                )
-                for shard, ranks in enumerate(edge.parts(parts))
-            ]
-    return transfers
-
-
-def _shares(encoder_replicas: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    return [(unit, each) for unit, several in enumerate(encoder_replicas) for each in several]
+            for ranks, has in zip(edge.parts(units.parts), units.of_parts(unit), strict=True):
+                source = target if target in ranks else ranks[turn % len(ranks)]
+                if rank in (source, target):
+                    yield RowMove.of(unit, source, target, has=has, wants=wants)
 
 
 def sequence_shards(

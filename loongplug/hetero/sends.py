@@ -48,10 +48,6 @@ class Sends:
         self._name = name
         self._under_way: deque[_Sent] = deque()
 
-    def __len__(self) -> int:
-        """How many messages are held."""
-        return len(self._under_way)
-
     def add(self, work: dist.Work | None, tensor: Tensor, *, microbatch: int) -> None:
         """``tensor`` has set out, of ``microbatch``; they come in order.
 

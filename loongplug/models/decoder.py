@@ -11,13 +11,20 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from loongplug.context.token_split import ContextShard
 from loongplug.models.architecture import TextArchitecture
-from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
+from loongplug.models.deepstack import (
+    DeepstackTransformerLayer,
+    features_behind,
+    stack_features,
+)
 from loongplug.models.features import (
     Features,
     PlacedFeatures,
@@ -85,6 +92,13 @@ class TextDecoder(GPTModel):
         assert config.mrope_section is not None
         assert config.kv_channels == rope.channels
         self.rotary_pos_emb = MultimodalRotary(rope, dtype=config.params_dtype)
+
+    def travelling(self, *, behind: bool) -> int:
+        """How many deepstack features come with the hidden states; ``behind``: how many leave."""
+        layer = get_transformer_layer_offset(self.config, self.vp_stage, self.pp_group.rank())
+        if behind:
+            layer += len(self.decoder.layers)
+        return features_behind(layer=layer, deepstack=self.config.deepstack_features)
 
     def token_places(
         self, places: Places, input_ids: Tensor, *, row: ContextRow | None = None

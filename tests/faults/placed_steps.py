@@ -36,7 +36,7 @@ from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.pass_order import ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.wire import Over, Wire
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
@@ -110,7 +110,6 @@ class _Place:
             training=training,
             ahead=in_front,
             trains=training and self.trains,
-            trains_before=training and self.trains_before,
             last_stage=False,
             **of_step,
         )
@@ -208,23 +207,21 @@ class _World:
         layout, ends = place.layout, [each.edge for each in place.pieces]
         last_stage = layout.ranks[-layout.stage_size :]
         ranks = sorted({*last_stage, *(rank for each in ends for rank in each.decoder_ranks)})
-        there: dict[Cargo, Over] = {
-            Cargo.FEATURES: {False: groups.of("there", ranks)},
-            Cargo.GRADIENTS: {True: groups.of("back", ranks)},
+        there = {
+            Cargo.FEATURES: groups.of("there", ranks),
+            Cargo.GRADIENTS: groups.of("back", ranks),
         }
         if layout.pp > 1:
-            there[Cargo.STATES] = {True: groups.of("states", layout.ranks)}
-            there[Cargo.STATE_GRADIENTS] = {False: groups.of("of states", layout.ranks)}
+            there[Cargo.STATES] = groups.of("states", layout.ranks)
+            there[Cargo.STATE_GRADIENTS] = groups.of("of states", layout.ranks)
         deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
         shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
-        before, behind = stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1))
         return Carrier(
             wire=Wire(there, most=most, device=current_platform().device),
             deals=_dealer(deals),
             shares=_dealer(shares),
-            apart=lambda units, _: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
-            before=before,
-            behind=behind,
+            crossings=lambda units, *_: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
+            links=stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1)),
         )
 
     def _chunk(self, **options: bool) -> Any:
@@ -248,6 +245,7 @@ class _World:
                 for piece in place.made
             ]
             schedule(
+                forward_step_func=None,  # it decodes nothing
                 data_iterator=iter(data),
                 model=[chunk],
                 num_microbatches=self.draw.microbatches,

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loongplug.hetero.dealing import Deal
-from loongplug.hetero.routes import Rows
-from loongplug.hetero.wire import Ends
+from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.wire import StepMoves
 
 Row = Any  # what tells it from others
 
 
 def delivered(
-    ends: Mapping[int, Ends], rows: Callable[[int, int], Sequence[Row]]
+    moves: Mapping[int, StepMoves], rows: Callable[[int, int], Sequence[Row]]
 ) -> dict[tuple[int, int], list[Row]]:
     """By rank and piece, what it takes where each rank gives its ``rows`` of a piece.
 
@@ -20,29 +20,30 @@ def delivered(
     every row of what is taken comes once; an AssertionError names ranks and pieces.
     """
     queues: defaultdict[tuple[int, int], deque[tuple[int, list[Row]]]] = defaultdict(deque)
-    for rank, own in ends.items():
-        for piece, end in own.given.items():
-            for message in end.messages:
+    for rank, own in moves.items():
+        for piece, several in own.moves.items():
+            given = [each for each in several if each.source == rank]
+            for move in given:
                 whole = rows(rank, piece)
-                assert len(whole) == end.rows, (rank, piece)
-                sent = [whole[place] for place in places_of(message.rows)]
+                assert len(whole) == sum(size(each.given) for each in given), (rank, piece)
+                sent = [whole[place] for place in places_of(move.given)]
                 if sent:
-                    queues[rank, message.peer].append((piece, sent))
+                    queues[rank, move.target].append((piece, sent))
     found = {}
-    for rank, own in ends.items():
-        for piece, end in own.taken.items():
+    for rank, own in moves.items():
+        for piece, several in own.moves.items():
             came: list[tuple[int, Row]] = []
-            for message in end.messages:
-                if places := places_of(message.rows):
-                    queue = queues[message.peer, rank]
+            for move in several:
+                if move.target == rank and (places := places_of(move.placed)):
+                    queue = queues[move.source, rank]
                     said = f"rank {rank} takes {len(places)} rows of piece {piece}"
-                    assert queue, f"{said}, which rank {message.peer} does not send"
+                    assert queue, f"{said}, which rank {move.source} does not send"
                     number, sent = queue.popleft()
-                    others = f"rank {message.peer} sends {len(sent)} rows of piece {number}"
+                    others = f"rank {move.source} sends {len(sent)} rows of piece {number}"
                     assert len(sent) == len(places), f"{said}, and {others}"
                     came += zip(places, sent, strict=True)
             if came:
-                assert sorted(place for place, _ in came) == [*range(end.rows)], (rank, piece)
+                assert sorted(place for place, _ in came) == [*range(len(came))], (rank, piece)
                 found[rank, piece] = [row for _, row in sorted(came)]
     for (source, target), left in queues.items():
         pieces = [piece for piece, _ in left]

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import ApartEdge, PlacedEntry, Placement, all_apart
+from loongplug.hetero.placement import ApartEdge, PlacedEntry, Placement, all_apart, one_apart
+from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -55,7 +56,7 @@ def worlds(draw: st.DrawFn) -> Placement:
 @given(worlds())
 def test_every_rank_has_one_entry(placement):
     ranks = [rank for entry in placement.entries for rank in entry.layout.ranks]
-    assert sorted(ranks) == list(range(placement.world_size))
+    assert sorted(ranks) == list(range(len(ranks)))
     assert [entry.into for entry in placement.entries[:-1]] == ["text"] * (
         len(placement.entries) - 1
     )
@@ -101,7 +102,6 @@ def test_gradients_of_replicas_are_added_as_they_are(placement):
 
 def test_figure_9_of_the_mimo_paper():
     placement = images("2/2/1", "1/1/4")
-    assert placement.world_size == 8
     edges = edges_of(placement, "images", micro_batch_size=4)
     assert [(edge.encoder_ranks, edge.decoder_ranks) for edge in edges] == [
         ((4,), (0, 1)),
@@ -151,9 +151,7 @@ TABLE_A8 = [  # at two samples a microbatch
 
 @pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A7)
 def test_table_a7_of_the_mimo_paper(decoder, vision, met):
-    placement = images(decoder, vision)
-    assert placement.world_size == 8
-    assert pairs(placement, micro_batch_size=1) == met
+    assert pairs(images(decoder, vision), micro_batch_size=1) == met
 
 
 @pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A8)
@@ -226,13 +224,20 @@ def test_what_cannot_be_apart_is_one_sentence(decoder, encoders, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rank_offset", [0, 1, 3])
+def test_one_encoder_s_own_ranks_are_none_of_the_decoder_s(rank_offset: int) -> None:
+    encoder = Entry(name="images", role=Role.ENCODER, into="text")
+    with pytest.raises(ValueError, match=r"'images'.* ranks 0 to 3"):
+        one_apart(Layout(tp=4), entry=encoder, tp=2, dp=2, rank_offset=rank_offset)
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=2, max_size=4))
 def test_ranges_that_part_the_world_and_no_others(spans):
     decoder, *others = [Layout(dp=dp, first_rank=first_rank) for first_rank, dp in spans]
     encoders = {f"e{number}": each for number, each in enumerate(others)}
     ranks = sorted(rank for each in (decoder, *others) for rank in each.ranks)
     if ranks == list(range(len(ranks))):
-        assert all_apart(decoder, encoders, into="text").world_size == len(ranks)
+        all_apart(decoder, encoders, into="text")
     else:
         with pytest.raises(ValueError, match="rank_offset"):
             all_apart(decoder, encoders, into="text")
@@ -243,7 +248,7 @@ def test_edges_of_one_kind_are_not_asked_for_the_other():
     with pytest.raises(AssertionError, match="see pieces"):
         placement.edge("images", rank=0)
     with pytest.raises(AssertionError, match="see pieces"):
-        placement.exchange_groups("images")
+        placement.edges("images")
     colocated = Placement(
         entries=(
             PlacedEntry(name="images", layout=Layout(dp=4), into="text"),
@@ -251,6 +256,5 @@ def test_edges_of_one_kind_are_not_asked_for_the_other():
         )
     )
     assert not colocated.is_apart("images")
-    assert colocated.world_size == 4
     with pytest.raises(AssertionError, match="see edges"):
         colocated.pieces("images", micro_batch_size=1)

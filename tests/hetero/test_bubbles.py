@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +21,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from loongplug.hetero.bubbles import BubbleCommunicator
+from loongplug.hetero.bubbles import BubbleCommunicator, PipelineGroups, create_pipeline_groups
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.step_costs import DecoderPass, decoder_passes
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
@@ -39,7 +39,7 @@ class Case:
     group: int = 0  # of microbatches, of a chunk; 0 for as many as stages
     microbatches: int = 6
     overlap: bool = False
-    announced: bool = False  # shapes, of which every microbatch has one of its own
+    features: int = 0  # that travel with the hidden states, one less behind each place
     frees: bool = False  # deallocate_pipeline_outputs
     forward_only: bool = False
 
@@ -54,18 +54,27 @@ class Case:
             return found
         return tuple(each for each in found if each.forward)
 
-    def length(self, microbatch: int) -> int:
-        return LENGTH + microbatch % 3 if self.announced else LENGTH
+    def stacked(self, place: int) -> int:
+        """Hidden states and features that come to a place of the pipeline."""
+        return 1 + max(0, self.features - place)
+
+    def inputs(self, stage: int) -> list[tuple[bool, int]]:
+        """Of each pass whether it is a forward, and what is stacked in its input."""
+        last, found = self.stages * self.chunks - 1, []
+        for forward, place, _ in self.passes(stage):
+            comes = place != (0 if forward else last)
+            found.append((forward, comes * self.stacked(place if forward else place + 1)))
+        return found
 
 
 FOUR = {
     "pp2": Case(stages=2),
     "pp4": Case(stages=4, frees=True),
     "pp4-few": Case(stages=4, microbatches=2),
-    "pp4-announced": Case(stages=4, announced=True),
+    "pp4-features": Case(stages=4, features=3),
     "pp4-evaluates": Case(stages=4, forward_only=True),
     "vpp2": Case(stages=2, chunks=2, overlap=True, frees=True),
-    "vpp2-announced": Case(stages=2, chunks=2, group=3, overlap=True, announced=True),
+    "vpp2-features": Case(stages=2, chunks=2, group=3, overlap=True, features=2),
     "vpp2-evaluates": Case(stages=2, chunks=2, overlap=True, forward_only=True),
     "vpp2-all-ahead": Case(stages=4, chunks=2, microbatches=4, overlap=True),
     "vpp3-large-groups": Case(stages=2, chunks=3, group=4, microbatches=10, overlap=True),
@@ -79,9 +88,11 @@ class Chunk(nn.Module):
 
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, config: ModelParallelConfig, *, place: int, noted: "Noted") -> None:
+    def __init__(
+        self, config: ModelParallelConfig, case: Case, *, place: int, noted: "Noted"
+    ) -> None:
         super().__init__()
-        self.config, self.place, self._noted = config, place, noted
+        self.config, self.place, self._noted, self._case = config, place, noted, case
         torch.manual_seed(place)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.input: Tensor | None = None
@@ -89,14 +100,18 @@ class Chunk(nn.Module):
     def set_input_tensor(self, tensors: Any) -> None:
         self.input = tensors[0] if isinstance(tensors, list) else tensors
 
-    def forward(self, microbatch: int, length: int) -> Tensor:
+    def forward(self, microbatch: int) -> Tensor:
         self._noted(f"pass {DecoderPass(True, self.place, microbatch)}")
         hidden = self.input
         if self.place == 0:
             chance = torch.Generator().manual_seed(microbatch)
-            hidden = torch.randn(length, SAMPLES, WIDTH, generator=chance)
+            shape = LENGTH * self._case.stacked(0), SAMPLES, WIDTH
+            hidden = torch.randn(shape, generator=chance)
         assert hidden is not None
-        output: Tensor = self.layer(hidden).tanh()
+        assert len(hidden) == LENGTH * self._case.stacked(self.place)
+        made: Tensor = self.layer(hidden).tanh()
+        left = LENGTH * self._case.stacked(self.place + 1)
+        output = made[:left] + made[-left:]
         if output.requires_grad:
             last = DecoderPass(False, self.place, microbatch)
             output.register_hook(lambda _: self._noted(f"pass {last}"))
@@ -162,7 +177,7 @@ def config_of(case: Case) -> ModelParallelConfig:
         overlap_p2p_comm=case.overlap,
         batch_p2p_comm=not case.overlap,
         batch_p2p_sync=False,
-        variable_seq_lengths=case.announced,
+        variable_seq_lengths=case.features > 0,  # so that stock stages announce their shapes
         deallocate_pipeline_outputs=case.frees,
     )
     config.hidden_size = WIDTH
@@ -174,32 +189,28 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
     config, noted, stage = config_of(case), Noted(), pipeline.rank()
     communicator = P2PCommunicator(pipeline, config)
     if groups is not None:
-        forwards = [each.forward for each in case.passes(stage)]
         recorder = TraceRecorder(noted.spans.extend)
         communicator = BubbleCommunicator(
             pipeline,
             config,
             groups=groups,
-            forwards=forwards,
-            work=noted.before_pass,
+            inputs=case.inputs(stage),
             recorder=recorder,
         )
         noted.groups = {group: name for name, group in groups.items()}
     chunks = [
-        Chunk(config, place=number * case.stages + stage, noted=noted)
+        Chunk(config, case, place=number * case.stages + stage, noted=noted)
         for number in range(case.chunks)
     ]
-    last = case.stages * case.chunks - 1
 
     def forward_step(data: Iterator[int], chunk: Chunk) -> tuple[Tensor, Any]:
         number = next(data)
-        output = chunk(number, case.length(number))
+        output = chunk(number)
 
         def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             found = (output * (number + 1)).square().mean()
             return found, {"loss": found.detach()}
 
-        assert chunk.place == last or output.shape[0] == case.length(number)
         return output, loss
 
     collection = ProcessGroupCollection()
@@ -209,8 +220,10 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
     schedule: Any = forward_backward_pipelining_without_interleaving
     if several:
         schedule = forward_backward_pipelining_with_interleaving
-    with pytest.MonkeyPatch.context() as patch:
-        if groups is not None:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as entered:
+        if isinstance(communicator, BubbleCommunicator):
+            entered.callback(recorder.close)
+            entered.enter_context(communicator.working(noted.before_pass))
             for name in ("isend", "irecv"):
                 noting = partial(getattr(noted, name), getattr(dist, name))
                 patch.setattr(dist, name, noting)
@@ -225,9 +238,6 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
             p2p_communicator=communicator,
             pg_collection=collection,
         )
-        if isinstance(communicator, BubbleCommunicator):
-            communicator.finish()
-            recorder.close()
     values = [each["loss"] for each in losses]
     for chunk in chunks:
         values += [torch.zeros(1) if p.grad is None else p.grad for p in chunk.parameters()]
@@ -305,16 +315,11 @@ def test_receives_are_posted_before_the_work_and_waited_for_behind_it(
         ]
         taken: defaultdict[str, int] = defaultdict(int)
         for number, group in inputs(case, did.stage).items():
-            message = f"{group} {taken[group] * (2 if case.announced else 1)}"  # shapes come first
+            message = f"{group} {taken[group]}"
             taken[group] += 1
             posted, work = events.index(f"post {message}"), events.index(f"work {number}")
             waited, done = events.index(f"wait {message}"), events.index(f"pass {passes[number]}")
-            # With larger groups, inputs come long before they are used, and a shape is asked for
-            # behind the input before it.
-            larger = case.group > case.stages
-            assert posted < work or (larger and case.announced)
-            assert work < waited or larger
-            assert waited < done
+            assert posted < work < waited < done
 
 
 @pytest.mark.parametrize("name", FOUR)

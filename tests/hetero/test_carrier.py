@@ -21,10 +21,9 @@ from loongplug.data.microbatch import Share
 from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.crossings import Crossings, apart_crossings
 from loongplug.hetero.dealing import Deal, Dealer
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece, one_apart
-from loongplug.hetero.routes import Rows, sequence_shards
+from loongplug.hetero.routes import ExchangeSpec, Rows, sequence_shards
 from loongplug.parallel.layout import Layout
 
 
@@ -154,17 +153,17 @@ def test_both_ends_list_the_same_messages(name: str) -> None:
     def rows(rank: int, unit: int) -> list[float]:
         return rows_of(case, rank, units_of(case, rank)[unit])[:, 0].tolist()
 
-    ends = {rank: each.ends(Cargo.FEATURES) for rank, each in known.items()}
-    for rank, own in ends.items():
-        for unit, end in own.given.items():
-            assert end.microbatch == units_of(case, rank)[unit][1]
-    came = delivered(ends, rows)
+    features = {rank: each.of_step(Cargo.FEATURES) for rank, each in known.items()}
+    for rank, own in features.items():
+        assert own.microbatches == {n: units_of(case, rank)[n][1] for n in own.microbatches}
+        assert own.microbatches.keys() >= own.moves.keys()
+    came = delivered(features, rows)
     for rank in case.decoder.ranks:
         for unit in range(MICROBATCHES):
             deal = known[rank].deal(unit)
             held = {each: came.get((each, unit), []) for each in deal.ranks}
             assert dealt(deal, held)[rank] == rows(rank, unit)
-    gradients = {rank: each.ends(Cargo.GRADIENTS) for rank, each in known.items()}
+    gradients = {rank: each.of_step(Cargo.GRADIENTS) for rank, each in known.items()}
     back = delivered(gradients, lambda rank, unit: came.get((rank, unit), []))
     brings = {meeting[0] for each in pieces_of(case) for meeting in each.edge.meetings(cp=1)}
     expected = {
@@ -245,7 +244,7 @@ def test_nothing_goes_back_where_nothing_trains() -> None:
 
 def count_each_copy_of_a_gradient(rank: int) -> None:
     def summed(original: Any, self: Dealer, came: torch.Tensor, deal: Deal) -> torch.Tensor:
-        return original(self, came, deal) * (1 if deal.chunked else len(deal.ranks))
+        return original(self, came, deal) * (deal.copies or 1)
 
     around("loongplug.hetero.dealing:Dealer.gradients", summed)
 

@@ -1,7 +1,9 @@
 """Pieces from an encoder to the decoder and back, by lists alone: every row once, in its place."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,10 @@ from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.communicators import count, piece_pairs, there_and_back
 from loongplug.hetero.crossings import Crossings, streamed_crossings
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import Rows, common, feature_transfers, gradient_transfers, size
-from loongplug.hetero.wire import Ends
+from loongplug.hetero.routes import ExchangeSpec, RowMove, Rows, feature_moves, gradient_moves, size
+from loongplug.hetero.wire import StepMoves
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -52,8 +53,8 @@ class Step:
     def crossings(self, rank: int) -> Crossings:
         return streamed_crossings(self.pieces, self.spec, edge=self.edge, cp=self.cp, rank=rank)
 
-    def ends(self, what: Cargo) -> dict[int, Ends]:
-        return {rank: self.crossings(rank).ends(what) for rank in self.edge.ranks}
+    def moves(self, what: Cargo) -> dict[int, StepMoves]:
+        return {rank: self.crossings(rank).of_step(what) for rank in self.edge.ranks}
 
     def of_unit(self, unit: int) -> list[int]:
         """The numbers of a unit's pieces."""
@@ -63,8 +64,11 @@ class Step:
         """What a consumer takes of a piece: rows of its context part, if it meets who has it."""
         piece, part = self.pieces[number], part_of(self.edge, rank, parts=self.cp)
         meetings = self.edge.meetings(piece.replica, cp=self.cp)
-        rows = places_of((piece.rows,)) if meetings[part][1] == rank else []
-        unit = piece.microbatch
+        unit, rows = piece.microbatch, places_of((piece.rows,))
+        if meetings == ((rank, rank),):  # it has made it itself
+            return [(unit, row) for row in rows]
+        if len(meetings) == 1 < self.cp or meetings[part][1] != rank:
+            return []
         return [(unit, row) for row in rows if self.units[unit][row] // self.chunks == part]
 
     def needed(self, rank: int, unit: int) -> list[tuple[int, int]]:
@@ -97,6 +101,22 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(edge, decoder.cp, chunks, tuple(units), tuple(pieces))
 
 
+def moved_by(
+    moves: Callable[[int], Iterable[RowMove]], has: dict[int, Any], wants: dict[int, Any]
+) -> dict[int, list[Any]]:
+    """What ranks get by lists that all of them know alike; each row comes once."""
+    for rank in has:
+        others = {move for each in has for move in moves(each) if rank in move[1:3]}
+        assert {*moves(rank)} == others
+    found: dict[int, list[Any]] = {rank: [None] * len(rows) for rank, rows in wants.items()}
+    for rank in has:
+        for move in (each for each in moves(rank) if each.target == rank):
+            for given_, placed in zip(*map(places_of, move[3:]), strict=True):
+                assert found[rank][placed] is None
+                found[rank][placed] = has[move.source][given_]
+    return found
+
+
 @given(steps())
 @settings(max_examples=60, deadline=None)
 def test_every_row_goes_there_and_back(step: Step) -> None:
@@ -105,35 +125,26 @@ def test_every_row_goes_there_and_back(step: Step) -> None:
     made = {
         n: [(x.microbatch, row) for row in places_of((x.rows,))] for n, x in enumerate(step.pieces)
     }
-    came = delivered(step.ends(Cargo.FEATURES), lambda _, piece: made[piece])
+    came = delivered(step.moves(Cargo.FEATURES), lambda _, piece: made[piece])
     expected = {(rank, n): step.held(rank, n) for rank in consumers for n in numbers}
     assert came == {key: rows for key, rows in expected.items() if rows}
     back: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for unit in range(len(step.units)):
         pieces = step.of_unit(unit)
-        for ranks in edge.parts(step.cp):
-            held = {r: [row for n in pieces for row in came.get((r, n), ())] for r in ranks}
-            deals = {rank: step.crossings(rank).deal(unit) for rank in ranks}
-            deal = deals[ranks[0]]
-            assert {*map(str, deals.values())} == {str(deal)}, "all ranks know the same"
-            found = dealt(deal, held)
-            assert deal.chunked or step.chunks == 1
-            if step.chunks > 1 or not deal.rows:
-                assert found == {rank: step.needed(rank, unit) for rank in ranks}
-                returned = dealt(deal.back, found)
-            else:  # each rank has a gradient of all
-                whole = sorted({*chain(*held.values())})
-                assert found == dict.fromkeys(ranks, whole)
-                returned = {
-                    rank: [whole[place] for place in places_of(rows)]
-                    for rank, rows in zip(ranks, deal.holds, strict=True)
-                }
-            assert returned == held
-            for rank, rows in returned.items():
-                for n in pieces:
-                    some = len(came.get((rank, n), ()))
-                    back[rank, n], rows = rows[:some], rows[some:]
-    gradients = delivered(step.ends(Cargo.GRADIENTS), lambda rank, piece: back[rank, piece])
+        held = {r: [row for n in pieces for row in came.get((r, n), ())] for r in consumers}
+        deals = [step.crossings(rank).deal(unit) for rank in consumers]
+        deal = deals[0]
+        assert {*map(str, deals)} == {str(deal)}, "all ranks know the same"
+        assert deal.copies == (len(consumers) // (step.cp * step.chunks) if deal.rows else 0)
+        found = dealt(deal, held)
+        assert found == {rank: step.needed(rank, unit) for rank in consumers}
+        assert moved_by(deal.there, held, found) == found
+        for rank, rows in moved_by(deal.back, found, held).items() if deal.rows else ():
+            assert rows == held[rank]
+            for n in pieces:
+                some = len(came.get((rank, n), ()))
+                back[rank, n], rows = rows[:some], rows[some:]
+    gradients = delivered(step.moves(Cargo.GRADIENTS), lambda rank, n: back.get((rank, n), []))
     assert gradients == {
         (edge.meetings(x.replica, cp=step.cp)[0][0], n): made[n]
         for n, x in enumerate(step.pieces)
@@ -141,50 +152,44 @@ def test_every_row_goes_there_and_back(step: Step) -> None:
     }
 
 
-def crossed(step: Step, what: Cargo) -> int:
-    """Rows between ranks, by the lists."""
-    return sum(
-        size(message.rows)
-        for rank, own in step.ends(what).items()
-        for end in own.given.values()
-        for message in end.messages
-        if message.peer != rank
-    )
+def crossing(step: Step, what: Cargo) -> list[RowMove]:
+    """What goes from one rank to another, by the lists of those that send."""
+    return [
+        move
+        for rank, own in step.moves(what).items()
+        for move in chain(*own.moves.values())
+        if move.source == rank != move.target
+    ]
 
 
 @given(steps())
 @settings(max_examples=60, deadline=None)
 def test_as_few_rows_cross_as_can_and_no_more_than_in_an_exchange(step: Step) -> None:
     """Of what the first stage has not made itself, each once; dealing is apart from that."""
-    parts = step.cp * step.chunks
     first = {*step.edge.consumers}
     away = [x for x in step.pieces if not first & {*step.edge.replicas[x.replica]}]
     least = sum(size((x.rows,)) for x in away)
-    for what, transfers in (
-        (Cargo.FEATURES, feature_transfers),
-        (Cargo.GRADIENTS, gradient_transfers),
-    ):
-        exact = sum(
-            size(common((each.rows,), step.spec.of_parts(each.microbatch)[x.shard]))
-            for each in away
-            for x in transfers(step.edge, [(each.replica,)], parts=parts)
-            if x.source != x.target
+    shares = [[] for _ in step.units]
+    for each in away:
+        share = Share(encoder_replica=each.replica, rows=(each.rows,))
+        shares[each.microbatch].append(share)
+    units = replace(step.spec, shares=tuple(map(tuple, shares)))
+    for what, exact in ((Cargo.FEATURES, feature_moves), (Cargo.GRADIENTS, gradient_moves)):
+        exchanged = sum(
+            size(move.given)
+            for rank in step.edge.ranks
+            for move in exact(step.edge, units, rank=rank)
+            if move.source == rank != move.target
         )
-        assert least == crossed(replace(step, pieces=tuple(away)), what) <= exact
+        crossed = crossing(replace(step, pieces=tuple(away)), what)
+        assert least == sum(size(move.given) for move in crossed) <= exchanged
     pairs = {*piece_pairs([step.edge], cp=step.cp)}
-    ends = step.ends(Cargo.FEATURES)
-    assert pairs >= {
-        (rank, message.peer)
-        for rank, own in ends.items()
-        for end in own.given.values()
-        for message in end.messages
-        if message.peer != rank
-    }
+    assert pairs >= {(move.source, move.target) for move in crossing(step, Cargo.FEATURES)}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [2, 4, 8])
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2, 4])
 def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int, cp: int) -> None:
     """Of features and gradients, whatever the tensor parallel sizes are."""
     layout = Layout(tp=tp, pp=pp, cp=cp, dp=2)
@@ -193,9 +198,8 @@ def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int,
         pairs = piece_pairs(edges, cp=cp)
         found = count(there_and_back(pairs))
         assert max(found.values()) <= 2 * pp * cp
-        if encoder == 1:
-            others = pp * cp - 1 + (cp - 1)  # as a consumer, and as who encodes for other parts
-            assert {found[rank] for rank in edges[0].consumers} == {2 * others}
+        if encoder == 1:  # of each later stage, those that come to this rank
+            assert {found[rank] for rank in edges[0].consumers} == {2 * (pp - 1) * cp}
 
 
 TWO = Step(
@@ -214,12 +218,12 @@ def test_lists_that_do_not_agree_name_ranks_and_pieces() -> None:
     def rows(_: int, piece: int) -> list[int]:
         return [piece] * 2
 
-    ends = TWO.ends(Cargo.FEATURES)
-    assert delivered(ends, rows) == {(0, 0): [0, 0], (1, 1): [1, 1]}
-    unsent = {**ends, 3: replace(ends[3], given={})}
+    found = TWO.moves(Cargo.FEATURES)
+    assert delivered(found, rows) == {(0, 0): [0, 0], (1, 1): [1, 1]}
+    unsent = {**found, 3: replace(found[3], moves={})}
     with pytest.raises(AssertionError, match="rank 1 takes 2 rows of piece 1, which rank 3 does"):
         delivered(unsent, rows)
-    twice = {**ends, 2: replace(ends[2], given={**ends[2].given, 9: ends[2].given[0]})}
+    twice = {**found, 2: replace(found[2], moves={**found[2].moves, 9: found[2].moves[0]})}
     with pytest.raises(AssertionError, match=r"rank 2 sends pieces \[9\] to rank 0, who"):
         delivered(twice, rows)
     deal = TWO.crossings(0).deal(0)

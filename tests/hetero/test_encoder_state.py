@@ -116,7 +116,7 @@ def away_and_back(state: EncoderState, device: Device) -> int:
     queue.let_go("state")
     queue.send_for("state")
     queue.take("state")
-    return sum(each.nbytes for each in movable if not (each.zeros or each.unchanged))
+    return sum(each.device.nbytes for each in movable if not (each.zeros or each.unchanged))
 
 
 @pytest.mark.parametrize("platform", [Device, Freeing])

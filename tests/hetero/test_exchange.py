@@ -11,9 +11,9 @@ from ranks import RankError, run_ranks
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import exchange as exchange_module
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.routes import Rows
+from loongplug.hetero.routes import ExchangeSpec, Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
@@ -97,7 +97,7 @@ def there_and_back(
     placement = place(decoder, entry=ENCODER, tp=tp)
     edge = placement.edge(ENCODER.name, rank=rank)
     group = create_exchange_group(
-        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+        ENCODER.name, [each.ranks for each in placement.edges(ENCODER.name)], options_of="tp"
     )
     assert (group is None) == (rank not in edge.ranks)
     exchange = AllToAll(edge, group, device=torch.device("cpu"), recorder=recorder)
@@ -217,7 +217,7 @@ def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
     placement = all_ranks_dp(decoder, entry=ENCODER, tp=1)
     edge = placement.edge(ENCODER.name, rank=rank)
     group = create_exchange_group(
-        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+        ENCODER.name, [each.ranks for each in placement.edges(ENCODER.name)], options_of="tp"
     )
     exchange = AllToAll(edge, group, device=torch.device("cpu"))
     spec = ExchangeSpec(
@@ -280,9 +280,9 @@ def test_faults_of_parts_are_seen(fault):
 
 def with_units_swapped(rank: int, **case) -> None:
     """What arrives of one rank is taken for the units in another order."""
-    original = exchange_module.feature_transfers
-    exchange_module.feature_transfers = lambda *args, **options: (
-        original(*args, **options)[::-1] if rank else original(*args, **options)
+    original = exchange_module.feature_moves
+    exchange_module.feature_moves = lambda *args, **options: (
+        [*original(*args, **options)][::-1] if rank else original(*args, **options)
     )
     there_and_back(rank, **case)
 

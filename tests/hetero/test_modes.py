@@ -21,7 +21,7 @@ PLACES = {each.place.__name__ for each in MODES.values()}
 ASKED = {*MODES, *POLICIES, *PLACES}
 TABLES = {"NAMED", "SCHEDULED", "IN_A_WORD"}
 # What a mode is called: by itself, by an encoder's YAML, by the schedule's flag.
-WORDS = {mode.name for mode in MODES.values()} | {*modes.IN_A_WORD, *modes.SCHEDULED}
+WORDS = {mode.name for mode in MODES.values()} | {*modes.NAMED, *modes.SCHEDULED, "own_ranks"}
 OURS = {f"loongplug.hetero.{name}" for name in ("modes", "policies", "placement")}
 # The flags that ask for a mode.
 FLAGS = {"enable_encoder_hetero_dp", "enable_full_hetero_dp", "full_hetero_dp_schedule"}

@@ -23,7 +23,6 @@ from loongplug.hetero.crossings import apart_crossings
 from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.encoder_steps import EncoderStep
-from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
     BEGIN,
     Backward,
@@ -36,6 +35,7 @@ from loongplug.hetero.pass_order import Pass, Pipeline, Turn, ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
+from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
@@ -190,17 +190,16 @@ class Ranks:
         """Of a rank of the encoder, or of the decoder's first stage."""
         layout, decoder = encoder.layout, self._decoder
         here = rank in layout.ranks
-        groups: Any = {
-            what: dict.fromkeys((True, False), f"{what.name} {encoder.number}") for what in Cargo
-        }
-        before, behind = stage_links(layout, rank, widths=[1] * (layout.pp - 1))
+        groups: Any = {what: f"{what.name} {encoder.number}" for what in Cargo}
+        links = stage_links(layout, rank, widths=[1] * (layout.pp - 1))
+        last = not any(each.source == rank for each in links)
         tp_group: Any = tuple((layout if here else decoder).group("tp", rank))
         carrier = Carrier(
             wire=Wire(groups, most=self._in_flight(encoder, rank), device=HOST),
             deals=None if here else Dealer(tp_group),
-            shares=Dealer(tp_group) if here and behind is None else None,
-            before=before,
-            behind=behind,
+            shares=Dealer(tp_group) if here and last else None,
+            crossings=lambda *_: None,
+            links=links,
         )
         for what in carrier.wire.windows:
             carrier.wire.windows[what] += 0 if what.back else self._more

@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, placements
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero.placement import all_ranks_dp
-from loongplug.hetero.routes import feature_transfers, gradient_transfers
+from loongplug.hetero.routes import ExchangeSpec, feature_moves, gradient_moves
 
 pytestmark = pytest.mark.quick
 FEW = settings(max_examples=30, deadline=None)
@@ -24,6 +26,28 @@ def routed(draw):
     return edge, tuple(draw(st.lists(several, max_size=9)))
 
 
+def moves(make, edge, encoder_replicas, parts=1):
+    """Of all ranks; each share of a unit has a row in each part of the sequence."""
+    rows = [range(len(several) * parts) for several in encoder_replicas]
+    units = ExchangeSpec(
+        tokens=tuple(map(len, rows)),
+        shares=tuple(
+            tuple(
+                Share(encoder_replica=each, rows=(slice(n * parts, (n + 1) * parts),))
+                for n, each in enumerate(several)
+            )
+            for several in encoder_replicas
+        ),
+        width=1,
+        dtype=torch.float32,
+        shards=tuple(
+            tuple(tuple(slice(row, row + 1) for row in own[part::parts]) for part in range(parts))
+            for own in rows
+        ),
+    )
+    return dict.fromkeys(each for rank in edge.ranks for each in make(edge, units, rank=rank))
+
+
 def shares(encoder_replicas):
     return [(unit, each) for unit, several in enumerate(encoder_replicas) for each in several]
 
@@ -31,12 +55,11 @@ def shares(encoder_replicas):
 @FEW
 @given(routed())
 def test_a_rank_that_has_it_sends_to_itself(made):
-    edge, encoder_replicas = made
-    for each in feature_transfers(edge, encoder_replicas):
-        has = each.target in edge.replicas[each.encoder_replica]
+    for each in moves(feature_moves, *made):
+        has = made[0].replica_of(each.source) == made[0].replica_of(each.target)
         assert (each.source == each.target) == has
-    for each in gradient_transfers(edge, encoder_replicas):
-        assert (each.source == each.target) == (each.target in edge.consumers)
+    for each in moves(gradient_moves, *made):
+        assert (each.source == each.target) == (each.target in made[0].consumers)
 
 
 @FEW
@@ -44,14 +67,12 @@ def test_a_rank_that_has_it_sends_to_itself(made):
 def test_the_ranks_of_a_group_share_the_sending(made):
     """Of one unit, no rank of the owning group serves more than one other rank above another."""
     edge, encoder_replicas = made
-    transfers = feature_transfers(edge, encoder_replicas)
-    for share in shares(encoder_replicas):
-        replica = edge.replicas[share[1]]
+    found = moves(feature_moves, *made)
+    for unit, encoder_replica in shares(encoder_replicas):
+        replica = edge.replicas[encoder_replica]
         if set(replica) & set(edge.consumers):
             continue
-        sent = Counter(
-            each.source for each in transfers if (each.unit, each.encoder_replica) == share
-        )
+        sent = Counter(each.source for each in found if each.piece == unit)
         counts = [sent[rank] for rank in replica]
         assert max(counts) - min(counts) <= 1
 
@@ -64,11 +85,8 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     placement, decoder, rank = made
     edge = placement.edge(ENCODER.name, rank=rank)
     encoder_replicas = [(each,) for each in range(len(edge.replicas))] * rounds
-    sent = Counter(
-        each.source
-        for each in gradient_transfers(edge, encoder_replicas)
-        if each.source != each.target
-    )
+    found = moves(gradient_moves, edge, encoder_replicas)
+    sent = Counter(each.source for each in found if each.source != each.target)
     counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= rounds
     assert sum(counts) == rounds * decoder.tp * decoder.cp * (decoder.pp - 1)
@@ -85,23 +103,28 @@ def test_split_sequences_take_each_parts_rows_there_and_back(made, data):
         return
     parts = data.draw(st.sampled_from(sizes))
     part_of = {rank: n * parts // consumers for n, rank in enumerate(edge.consumers)}
-    there = feature_transfers(edge, encoder_replicas, parts=parts)
-    assert all(part_of[each.target] == each.shard for each in there)
+
+    def part(places):  # of a share's rows
+        (one,) = places
+        assert one.stop == one.start + 1
+        return one.start
+
+    there = moves(feature_moves, edge, encoder_replicas, parts)
+    assert all(part_of[each.target] == part(each.given) for each in there)
     expected = [(*share, rank) for share in shares(encoder_replicas) for rank in edge.consumers]
-    found = [(each.unit, each.encoder_replica, each.target) for each in there]
+    found = [(each.piece, edge.replica_of(each.source), each.target) for each in there]
     assert sorted(found) == sorted(expected)
-    back = gradient_transfers(edge, encoder_replicas, parts=parts)
-    assert all(part_of[each.source] == each.shard for each in back)
+    back = moves(gradient_moves, edge, encoder_replicas, parts)
+    assert all(part_of[each.source] == part(each.placed) for each in back)
     expected = [
-        (unit, encoder_replica, rank, shard)
+        (unit, rank, shard)
         for unit, encoder_replica in shares(encoder_replicas)
         for rank in edge.replicas[encoder_replica]
         for shard in range(parts)
     ]
-    found = [(each.unit, each.encoder_replica, each.target, each.shard) for each in back]
-    assert sorted(found) == sorted(expected)
+    assert sorted((each.piece, each.target, part(each.placed)) for each in back) == sorted(expected)
     for each in back:  # what is here already is not sent
-        if part_of.get(each.target) == each.shard:
+        if part_of.get(each.target) == part(each.placed):
             assert each.source == each.target
 
 
@@ -116,7 +139,8 @@ def test_consumers_share_the_encoder_s_ranks(made):
         for number, replica in enumerate(edge.replicas)
         if not set(replica) & set(edge.consumers)
     )
-    pairs = {(each.source, each.target) for each in gradient_transfers(edge, (later,) * 3)}
+    found = moves(gradient_moves, edge, (later,) * 3)
+    pairs = {(each.source, each.target) for each in found}
     assert len(pairs) == sum(len(edge.replicas[number]) for number in later)
     counts = [sum(source == consumer for source, _ in pairs) for consumer in edge.consumers]
     assert max(counts) - min(counts) <= 1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.hetero.carrier import StageLink, StageSpec, stage_ends
+from loongplug.hetero.carrier import StageLink, StageSpec, state_moves
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.sends import Sends
 from loongplug.hetero.wire import Wire
@@ -55,15 +55,15 @@ def sent(backend: str, microbatches: list[int]) -> tuple[Sends, list[Any]]:
 def test_the_host_waits_for_the_oldest_microbatch_when_too_many_are_under_way(backend: str) -> None:
     """Two messages of each, which wait for all of the one that is ``MOST`` before."""
     sends, works = sent(backend, [0, 0, 1, 1, 2, 2])
-    assert len(sends) == 6
+    assert len(sends._under_way) == 6
     assert not any(each.waited for each in works)
     last: Any = Work(backend=backend)
     sends.add(last, torch.zeros(1), microbatch=3)
     assert [each.gone for each in works] == [True, True, False, False, False, False]
-    assert len(sends) == 5
+    assert len(sends._under_way) == 5
     sends.drain()
     assert all(each.waited for each in [*works, last])
-    assert not len(sends)
+    assert not len(sends._under_way)
 
 
 @pytest.mark.quick
@@ -72,7 +72,7 @@ def test_what_has_gone_by_itself_is_let_go_of_and_nobody_waits() -> None:
     works[0].gone = works[1].gone = True
     more: Any = Work(backend="nccl")
     sends.add(more, torch.zeros(1), microbatch=2)
-    assert len(sends) == 2
+    assert len(sends._under_way) == 2
     assert works[0].waited == works[1].waited == 1  # which says if it has failed
     assert not works[2].waited
 
@@ -81,7 +81,7 @@ def test_what_has_gone_by_itself_is_let_go_of_and_nobody_waits() -> None:
 def test_microbatches_without_messages_count() -> None:
     sends, works = sent("gloo", [0, 4, 6])
     assert [each.gone for each in works] == [True, False, False]
-    assert len(sends) == 2
+    assert len(sends._under_way) == 2
 
 
 @contextmanager
@@ -103,14 +103,13 @@ def alive() -> Iterator[list[int]]:
 
 def states_to_a_slow_stage(rank: int) -> list[int]:
     """From an encoder's first stage to the second; how many messages there were at each send."""
-    link = StageLink(peer=1 - rank, width=WIDTH)
+    link = StageLink(source=0, target=1, width=WIDTH)
     wire = Wire({Cargo.STATES: {True: dist.new_group([0, 1])}}, most=MOST, device=CPU)
     time.sleep(LATE * rank)
     spec = StageSpec(
         rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
     )
-    before, behind = (link, None) if rank else (None, link)
-    wire.begin({Cargo.STATES: stage_ends(Cargo.STATES, spec, before=before, behind=behind)})
+    wire.begin({Cargo.STATES: state_moves(Cargo.STATES, spec, [link], rank=rank)})
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from delivered import delivered
 
-from loongplug.hetero.carrier import StageSpec, stage_ends, stage_links
+from loongplug.hetero.carrier import StageSpec, stage_links, state_moves
 from loongplug.hetero.communicators import stage_pairs
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
@@ -21,11 +21,8 @@ def test_both_ends_list_the_same_messages(what: Cargo) -> None:
     spec = StageSpec(rows=tuple(ROWS), microbatches=(0, 0, 1, 1, 2), dtype=torch.float32)
     layout = Layout(pp=3)
     around = {rank: stage_links(layout, rank, widths=[10, 11]) for rank in layout.ranks}
-    ends = {
-        rank: stage_ends(what, spec, before=before, behind=behind)
-        for rank, (before, behind) in around.items()
-    }
-    found = delivered(ends, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
+    moves = {rank: state_moves(what, spec, links, rank=rank) for rank, links in around.items()}
+    found = delivered(moves, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
     from_where = 1 if what.back else -1
     assert found == {
         (rank, unit): [(rank + from_where, row) for row in range(rows)]
@@ -34,7 +31,7 @@ def test_both_ends_list_the_same_messages(what: Cargo) -> None:
         for unit, rows in enumerate(ROWS)
         if rows
     }
-    assert [ends[1].width, ends[1].given[3].microbatch] == [11 if what.back else 10, 1]
+    assert [moves[1].width, moves[1].microbatches[3]] == [11 if what.back else 10, 1]
 
 
 @pytest.mark.quick
@@ -42,12 +39,11 @@ def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
     layout = Layout(tp=2, pp=3, first_rank=4)
     assert stage_pairs(layout) == [(4, 6), (6, 8), (5, 7), (7, 9)]
     for rank in layout.ranks:
-        before, behind = stage_links(layout, rank, widths=[1, 2])
-        assert {each.peer for each in (before, behind) if each is not None} == {
-            *(source for source, target in stage_pairs(layout) if target == rank),
-            *(target for source, target in stage_pairs(layout) if source == rank),
+        links = stage_links(layout, rank, widths=[1, 2])
+        assert {(each.source, each.target) for each in links} == {
+            pair for pair in stage_pairs(layout) if rank in pair
         }
-    assert stage_links(layout, 3, widths=[1, 2]) == (None, None)
+    assert stage_links(layout, 3, widths=[1, 2]) == ()
     assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
 
 

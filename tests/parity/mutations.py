@@ -67,7 +67,7 @@ def swap_two_microbatches_gradients(rank: int) -> None:
     def swapped(original: Any, self: Any, pieces: Any, *, more: bool) -> None:
         step = self._now
         planned, found = step.streamed, step.own_gradients
-        work = [x.pieces for x in planned.work[step.streaming.replica] if not x.forward]
+        work = [x.pieces for x in planned.work[self.streaming.replica] if not x.forward]
         waits.append(pieces)
         here, later = pairs(planned, sorted(found)), work[work.index(pieces) + 1 :]
         if not here and pairs(planned, [*found, *chain(*later)]):

@@ -180,7 +180,7 @@ def trained(rank: int, *, flags: list[str], late: bool = False) -> dict[str, Any
         "numbers": (found, digest.hexdigest()),
         "steps": counter.steps,
         "away": counter.away,
-        "state": sum(each.nbytes for each in state.movable()),
+        "state": sum(each.device.nbytes for each in state.movable()),
     }
 
 

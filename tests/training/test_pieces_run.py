@@ -15,9 +15,9 @@ from PIL import Image
 from sweeps import sweep
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.exchange import AllToAll, ExchangeSpec
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.routes import size
+from loongplug.hetero.routes import ExchangeSpec, size
 
 pytestmark = pytest.mark.slow
 

@@ -97,7 +97,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         original(self)
         if passes is None:
             return
-        work = step.streamed.work[step.streaming.replica]
+        work = step.streamed.work[self.streaming.replica]
         within = sum(0 < each.before < len(passes) for each in work)
         planned = step.streamed.pieces
         together = [{planned[n].microbatch for n in each.pieces} for each in work]

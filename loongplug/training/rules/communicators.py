@@ -74,9 +74,11 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
             messages += there_and_back(apart_pairs(pieces, cp=decoder.cp))
             messages += there_and_back(stage_pairs(layout))
         elif mode.around_schedule:
-            exchanges.update(chain(*placement.exchange_groups(name)))
+            exchanges.update(chain(*(each.ranks for each in placement.edges(name))))
         if mode.fills_bubbles and decoder.pp > 1:
             messages += there_and_back(piece_pairs(placement.edges(name), cp=decoder.cp))
+            if decoder.cp > 1:  # in one more of Megatron's groups the first stage deals
+                of_megatron.update(chain(*decoder.stage(0)))
             pipelines = decoder.groups("pp")
             pairs = [pipeline_pairs(each, virtual=wants_virtual(args)) for each in pipelines]
             messages += chain(*(each.values() for each in pairs))
