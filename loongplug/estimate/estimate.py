@@ -11,7 +11,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.executed import EncoderReplay, one_rank
 from loongplug.estimate.microbatches import StepOf, media_rows, own_ranks_of, pieces_of
 from loongplug.estimate.ranks import EstimatedRank, as_rank
-from loongplug.estimate.stage import TracedStage
+from loongplug.estimate.stage import TracedStage, TurnBytes
 from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, TRANSIENT, Tape
 from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
@@ -139,8 +139,7 @@ class EstimatedStep:
         self._first = rank.chunks[0]
         self._pipeline: Pipeline | None = None  # the decoder's
         self._host = self._buffers = 0
-        # Of each turn of the decoder, how many more bytes there are behind it, and the most within.
-        self._turns: list[tuple[int, int]] = []
+        self._turns: list[TurnBytes] = []  # the decoder's
         self._largest = {
             name: max((each.units[name] for each in microbatches), key=lambda unit: unit.rows)
             for name in microbatches[0].units
@@ -174,12 +173,7 @@ class EstimatedStep:
             ],
         )
         if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
-            few, like = shortened(pipeline, count)
-            traced, self._host = stage.step(few)
-            before = 0
-            for behind, most in (traced[number] for number in like):
-                self._turns.append((behind - before, most - before))
-                before = behind
+            self._turns, self._host = stage.step(*shortened(pipeline, count))
             return
         self._buffers = stage.buffers
         passes = [stage.alone(chunk) for chunk in self._rank.chunks]
@@ -265,8 +259,8 @@ class EstimatedStep:
             traced = iter(self._turns)
             for event in walk:
                 if isinstance(event, Turn):
-                    tape.doing, (more, most) = event.name, next(traced)
-                    tape.turn(DECODER, more=more, most=most)
+                    tape.doing, each = event.name, next(traced)
+                    tape.turn(DECODER, more=each.more, most=each.most)
                     continue
                 if event.event is Event.PASS:
                     tape.sample()

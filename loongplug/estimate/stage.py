@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -33,6 +33,13 @@ from loongplug.training.forward_step import ForwardStep
 from loongplug.training.provider import tensor_offload_of
 
 _META = torch.device("meta")
+
+
+class TurnBytes(NamedTuple):
+    """Bytes of a turn of work: how many ``more`` are there behind it, and the ``most`` within it."""
+
+    more: int
+    most: int
 
 
 class TracedStage:
@@ -81,11 +88,8 @@ class TracedStage:
             )
         return found
 
-    def alone(self, chunk: MultimodalModel) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A forward and a backward of a chunk that have nothing to do with others.
-
-        Of each, how many more bytes there are behind it than before, and the most within it.
-        """
+    def alone(self, chunk: MultimodalModel) -> tuple[TurnBytes, TurnBytes]:
+        """A forward and a backward of a chunk that have nothing to do with others."""
         with tracing(self._args, chunk, region=DECODER) as tape:
             entering = self._received(chunk)
             tape.restart()
@@ -107,19 +111,19 @@ class TracedStage:
             gradient = self._sent(chunk)
             tape.restart()
             schedules.backward_step(entering, output, gradient, chunk.config)
-            return (kept, forward), (-kept, tape.most - kept)
+            return TurnBytes(kept, forward), TurnBytes(-kept, tape.most - kept)
 
-    def step(self, order: Sequence[Turn]) -> tuple[list[tuple[int, int]], int]:
-        """The turns of ``order``, what there is behind each and the most within it.
+    def step(self, order: Sequence[Turn], like: Sequence[int]) -> tuple[list[TurnBytes], int]:
+        """The turns of a step, and the most bytes that tensors have on the host.
 
-        And the most bytes that tensors have on the host.
+        Of a shorter step's ``order`` each is ``like`` the turn of that number.
 
         For passes that depend on each other: with the overlap a forward runs together with another
         microbatch's backward; tensors that leave the device come back by the order of the passes.
         Chunks are changed as the run changes them.
         """
         model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
-        found: list[tuple[int, int]] = []  # before the first turn, and of each
+        found: list[tuple[int, int]] = []  # held behind each turn and before all, and the most
 
         def noted(work: Callable[..., Any]) -> Callable[..., Any]:
             def turn(*args: Any, **kwargs: Any) -> Any:
@@ -147,8 +151,12 @@ class TracedStage:
                     micro_batch_size=self._args.micro_batch_size,
                 )
             found.append((tape.live[DECODER], tape.most))
-            assert len(found) == len(order) + 1, "the schedule has other turns"
-            return found[1:], away.host.most
+        assert len(found) == len(order) + 1, "the schedule has other turns"
+        turns, before = [], 0
+        for behind, most in (found[1 + number] for number in like):
+            turns.append(TurnBytes(more=behind - before, most=most - before))
+            before = behind
+        return turns, away.host.most
 
     def _prepare(self, platform: Platform, order: Sequence[Turn]) -> None:
         """Have tensors leave the chunks, and their passes overlap, as in the run."""
