@@ -1,7 +1,6 @@
 """The microbatches of a first step, and who encodes them on ranks of their own."""
 
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,18 +136,17 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
         tp = encoder.tensor_model_parallel_size or mode.encoder_tp
         placement = mode.place(decoder_layout_of(args), entry=entry, tp=tp)
         slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
-        samples: Counter[int] = Counter()
-        for each in slot:
-            samples[each.edge.encoder] += len(each.samples)
-        ((replica, _),) = samples.most_common(1)  # of equal ones that which came first
-        found.append(
+        layout = placement.entry(entry.name).layout
+        replicas = [
             OwnRanks(
                 name=entry.name,
-                layout=placement.entry(entry.name).layout,
+                layout=layout,
                 replica=replica,
                 made=tuple(each for each in slot if each.edge.encoder == replica),
             )
-        )
+            for replica in range(layout.dp)
+        ]
+        found.append(max(replicas, key=lambda each: each.samples))
     return tuple(found)
 
 

@@ -36,7 +36,7 @@ _META = torch.device("meta")
 
 
 class TurnBytes(NamedTuple):
-    """Bytes of a turn of work: how many ``more`` are there behind it, and the ``most`` within it."""
+    """Bytes of a turn of work: how many ``more`` there are behind it, and the ``most`` in it."""
 
     more: int
     most: int
