@@ -3,7 +3,8 @@
 Models are built on the meta device, where tensors have sizes and no memory. What they hold between
 steps is counted by Megatron's own rules (``state.py``); what a microbatch leaves behind is found by
 running the model's own code on such tensors (``tape.py``, ``trace.py``, ``stage.py``); which
-microbatches are there at one time is followed through a step (``step.py``), in which the run's own
-executor does the plans of encoders (``executed.py``), with stand-ins for their passes. It stands
-above training, whose flags, checks and model building it uses; ``partition`` alone imports it.
+microbatches are there at one time is followed through a step (``estimate.py``), in which the run's
+own executor does the plans of encoders (``executed.py``), with stand-ins for their passes. It
+stands above training, whose flags, checks and model building it uses; ``partition`` alone imports
+it.
 """

@@ -17,6 +17,9 @@ _FULL_RECOMPUTE = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
+_RECOMPUTE = frozenset(
+    f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,23 +120,19 @@ def changed(flags: Sequence[str], changes: Sequence[Change]) -> list[str]:
     return [*without_flags(flags, drops), *(flag for each in changes for flag in each.flags)]
 
 
-def changes_of(parsed: ParsedArguments) -> list[Change]:
+def changes_of(parsed: ParsedArguments) -> Iterator[Change]:
     """What this run does not do yet, the one that costs it least time first.
 
     Whether a start would take one, and what it is good for, is not known here.
     """
-    return [*_free(parsed), *_copies(parsed), *_recompute(parsed), *_layouts(parsed)]
-
-
-def _free(parsed: ParsedArguments) -> Iterator[Change]:
-    """Those that only change where things lie, and smaller microbatches."""
-    args = parsed.args
+    args, model = parsed.args, parsed.model
+    encoders = {name: model.encoder(name) for name in model.encoders}
+    modes = [mode_of(args, encoder) for encoder in encoders.values()]
+    # Where things lie, and smaller microbatches.
     if not args.use_distributed_optimizer:
         yield _switch("--use-distributed-optimizer")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         yield _switch("--sequence-parallel", kind=_TP)
-    encoders = [parsed.model.encoder(name) for name in parsed.model.encoders]
-    modes = [mode_of(args, each) for each in encoders]
     if not any(mode.around_schedule for mode in modes):
         if args.pipeline_model_parallel_size > 1:
             yield _switch("--enable-full-hetero-dp")
@@ -144,46 +143,28 @@ def _free(parsed: ParsedArguments) -> Iterator[Change]:
         flags = ("--micro-batch-size", str(size))
         yield Change(kind="microbatch", flags=flags, drops=frozenset(("micro_batch_size",)))
         size //= 2
-
-
-def _copies(parsed: ParsedArguments) -> Iterator[Change]:
-    """Offloads of full separation, which travel beside the computation."""
-    args = parsed.args
-    encoders = [parsed.model.encoder(name) for name in parsed.model.encoders]
-    if not any(mode_of(args, each).on_every_stage for each in encoders):
-        return
-    for name in (
-        "full_hetero_dp_cpu_offload",
-        "offload_encoder_state",
-        "offload_encoder_activations",
-    ):
-        if not getattr(args, name):
-            yield _switch(f"--{name.replace('_', '-')}")
-
-
-def _recompute(parsed: ParsedArguments) -> Iterator[Change]:
-    """Forwards that are computed twice: of the encoder, of the decoder, of both."""
-    model = parsed.model
-    encoder = tuple(
+    # Offloads of full separation, which travel beside the computation.
+    if any(mode.on_every_stage for mode in modes):
+        for name in (
+            "full_hetero_dp_cpu_offload",
+            "offload_encoder_state",
+            "offload_encoder_activations",
+        ):
+            if not getattr(args, name):
+                yield _switch(f"--{name.replace('_', '-')}")
+    # Forwards that are computed twice: of the encoder, of the decoder, of both.
+    twice = tuple(
         f"model.{model.keys[name]}.recompute=true"
-        for name in model.encoders
-        if not model.encoder(name).recompute
+        for name, encoder in encoders.items()
+        if not encoder.recompute
     )
-    decoder = () if parsed.args.recompute_granularity == "full" else _FULL_RECOMPUTE
-    drops = frozenset(
-        f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
-    )
-    if encoder:
-        yield Change(kind="recompute", flags=encoder)
-    if decoder:
-        yield Change(kind="recompute", flags=decoder, drops=drops)
-    if encoder and decoder:
-        yield Change(kind="recompute", flags=(*decoder, *encoder), drops=drops)
-
-
-def _layouts(parsed: ParsedArguments) -> Iterator[Change]:
-    """More ranks to each replica."""
-    args = parsed.args
+    if twice:
+        yield Change(kind="recompute", flags=twice)
+    if args.recompute_granularity != "full":
+        yield Change(kind="recompute", flags=_FULL_RECOMPUTE, drops=_RECOMPUTE)
+        if twice:
+            yield Change(kind="recompute", flags=(*_FULL_RECOMPUTE, *twice), drops=_RECOMPUTE)
+    # More ranks to each replica.
     split = () if args.sequence_parallel else ("--sequence-parallel",)
     for kind, most, more in ((_TP, _ONE_NODE, split), (_PP, args.world_size, ())):
         name = kind.removeprefix("--").replace("-", "_")

@@ -70,9 +70,9 @@ def estimate(
                 layout(own, name=f"layout {number}" if layouts else "it")
                 for number, own in enumerate(layouts or [""], 1)
             ]
-        possible = [each for each in found if not each.refused]
+        possible = [each for each in found if each.refused is None]
         if not possible:
-            raise ValueError("\n".join(dict.fromkeys(each.refused for each in found)))
+            raise ValueError("\n".join(dict.fromkeys(str(each.refused) for each in found)))
         smallest = min(possible, key=lambda each: each.fullest.total)
         if layouts:
             print_layouts(found, device_memory=device_memory)
@@ -93,12 +93,12 @@ def estimate(
 
         def with_changes(changes: Sequence[Change]) -> int | None:
             tried = layout(smallest.flags, *changes, name=" ".join(map(str, changes)))
-            return None if tried.refused else tried.fullest.total
+            return tried.fullest.total if tried.refused is None else None
 
         assert smallest.parsed is not None
         with shown:
             ways = ways_to_fit(
-                changes_of(smallest.parsed), needs=needs, estimate=with_changes, fits=fits
+                [*changes_of(smallest.parsed)], needs=needs, estimate=with_changes, fits=fits
             )
     _print_what_to_change(ways, name=smallest.name)
     return TOO_LARGE

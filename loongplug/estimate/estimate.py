@@ -1,19 +1,30 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.estimate.microbatches import StepOf, pieces_of
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.estimate.executed import EncoderReplay, one_rank
+from loongplug.estimate.microbatches import StepOf, media_rows, own_ranks_of, pieces_of
 from loongplug.estimate.ranks import EstimatedRank, as_rank
+from loongplug.estimate.stage import TracedStage, TurnBytes
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import ROLES, EncoderBytes, EstimatedStep
-from loongplug.estimate.tape import TRANSIENT, Tape
+from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, TRANSIENT, Tape
+from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
+from loongplug.hetero.operations import BEGIN, END, Event, When
+from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.recorded_schedule import events, shortened, turns
+from loongplug.models.encoder_stages import payload_widths
+from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.decoder_data import assignment_of
 from loongplug.training.rules.communicators import communicators_of
+
+ROLES = ("decoder", "encoder + decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,65 +75,249 @@ def estimate(
     """
     args, model = parsed.args, parsed.model
     own, stages = own_ranks_of(args, model), args.pipeline_model_parallel_size
-    ranks = [stage * args.world_size // stages for stage in range(stages)]
-    steps = [step_of(0)] * stages
-    for each in own:
-        ranks += [each.rank(stage) for stage in range(each.layout.pp)]
-        encoder = model.encoder(each.name)
-        steps += [pieces_of(each, step_of, encoder=encoder, packed=args.packing)] * each.layout.pp
-    trains = {each.name: [False] * each.layout.pp for each in own}
-    traced: EncoderBytes = {}  # all stages that encode have the same encoders
-    found: dict[int, RankMemory] = {}
     # Encoders first, stage by stage: those behind hear whether they train.
-    for number in (*range(stages, len(ranks)), *range(stages)):
-        on_stage(number, len(ranks))
-        with as_rank(parsed, ranks[number]) as rank:
+    steps: list[tuple[int, Sequence[Microbatch]]] = []
+    for each in own:
+        pieces = pieces_of(each, step_of, encoder=model.encoder(each.name), packed=args.packing)
+        steps += [(each.rank(stage), pieces) for stage in range(each.layout.pp)]
+    count, microbatches = len(steps), step_of(0)
+    steps += [(stage * args.world_size // stages, microbatches) for stage in range(stages)]
+    trains = {each.name: [False] * each.layout.pp for each in own}
+    traced: dict[Any, PassBytes] = {}  # all stages that encode have the same encoders
+    counted = {} if args.target_device == "cpu" else communicators_of(args, model)
+    found = []
+    for number, (first, microbatches) in enumerate(steps):
+        on_stage(number, len(steps))
+        with as_rank(parsed, first) as rank:
             if rank.engine.own is not None:
                 (entry,) = rank.chunks[0].encoders
                 trains[entry.name][rank.stage] = rank.chunks[0].trains(entry)
-            states = rank_state(rank.chunks, args, stepping=stepping)
             step = EstimatedStep(
                 rank,
                 parsed,
-                steps[number],
-                states=states,
+                microbatches,
+                states=rank_state(rank.chunks, args, stepping=stepping),
                 traced=traced,
                 trains=trains,
             )
-            found[number] = _fullest(rank, step, states=states)
-    in_order = [found[number] for number in range(len(ranks))]
-    if args.target_device == "cpu":
-        return in_order
-    counted = communicators_of(args, model)
-    return [replace(each, communicators=counted[each.rank].total) for each in in_order]
+            # They differ in the units that they encode.
+            members = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+            fullest = max(map(step.memory, members), key=lambda each: each.total)
+        communicators = counted[fullest.rank].total if counted else 0
+        found.append(replace(fullest, communicators=communicators))
+    return [*found[count:], *found[:count]]
 
 
-def _fullest(
-    rank: EstimatedRank, step: EstimatedStep, *, states: Mapping[str, State]
-) -> RankMemory:
-    """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
-    state = sum(states.values(), State())
-    kept = state.by_name()
-    found = []
-    for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
-        tape = Tape(region=TRANSIENT)
+class EstimatedStep:
+    """A step of a rank: its chunks traced once, then followed for any rank like it.
+
+    Its encoders' plans are executed, its decoder's passes are as they were traced.
+    """
+
+    def __init__(
+        self,
+        rank: EstimatedRank,
+        parsed: ParsedArguments,
+        microbatches: Sequence[Microbatch],
+        *,
+        states: Mapping[str, State],
+        traced: dict[Any, PassBytes],
+        trains: Mapping[str, Sequence[bool]],
+    ) -> None:
+        """``microbatches``: on ranks of an encoder's own, the pieces that they encode.
+
+        ``states`` are those of the entries. ``traced`` has units that were traced before, by the
+        encoder's name, its stage and their grids. ``trains``: which stages of encoders on ranks of
+        their own do.
+        """
+        self._rank = rank
+        self._args = parsed.args
+        self._model: Any = parsed.model
+        self._microbatches = microbatches
+        self._states = states
+        self._trains = trains
+        self._first = rank.chunks[0]
+        self._pipeline: Pipeline | None = None  # the decoder's
+        self._host = self._buffers = 0
+        self._turns: list[TurnBytes] = []  # the decoder's
+        self._largest = {
+            name: max((each.units[name] for each in microbatches), key=lambda unit: unit.rows)
+            for name in microbatches[0].units
+        }
+        if rank.engine.own is None:
+            self._trace_decoder()
+        self._stand_ins = {
+            entry.name: self._stand_in(entry, traced) for entry in self._first.encoders
+        }
+
+    def _trace_decoder(self) -> None:
+        """All microbatches have as long rows, and as many media, as the largest."""
+        args, first, count = self._args, self._first, len(self._microbatches)
+        pipeline = self._pipeline = Pipeline(
+            stages=args.pipeline_model_parallel_size,
+            stage=self._rank.stage,
+            chunks=len(self._rank.chunks),
+            group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
+            overlaps=args.overlap_moe_expert_parallel_comm,
+        )
+        largest = max(self._microbatches, key=lambda each: (each.split.length, media_rows(each)))
+        stage = TracedStage(
+            args,
+            self._model,
+            self._rank.chunks,
+            like=replace(largest, units=self._largest),
+            features_train=[
+                entry.name
+                for entry in first.entries
+                if first.trains(entry) or any(self._trains.get(entry.name, ()))
+            ],
+        )
+        if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
+            self._turns, self._host = stage.step(*shortened(pipeline, count))
+            return
+        self._buffers = stage.buffers
+        passes = [stage.alone(chunk) for chunk in self._rank.chunks]
+        for turn in turns(pipeline, count):
+            if turn.forward is not None:
+                self._turns.append(passes[turn.forward.chunk][0])
+            if turn.backward is not None:
+                self._turns.append(passes[turn.backward.chunk][1])
+
+    def _stand_in(self, entry: Entry, known: dict[Any, PassBytes]) -> EncoderStandIn:
+        name, encoder, config = entry.name, self._model.encoder(entry.name), self._first.config
+        stage = 0 if self._rank.engine.own is None else self._rank.stage  # of the encoder
+        blank = (encoder.blank_grid(),)
+        largest = self._largest[name].grids or blank
+        for grids in (blank, largest):
+            if (name, stage, grids) not in known:
+                known[name, stage, grids] = trace_encoder(
+                    self._args,
+                    self._first,
+                    entry,
+                    encoder,
+                    grids,
+                    stage=stage,
+                    trains_before=any(self._trains.get(name, ())[:stage]),
+                )
+        widths = payload_widths(encoder)
+        hands_on = stage < len(widths)
+        return EncoderStandIn(
+            blank=known[name, stage, blank],
+            largest=known[name, stage, largest],
+            made=encoder.states if hands_on else encoder.tokens,
+            width=widths[stage] if hands_on else (1 + len(encoder.taps())) * config.hidden_size,
+            dtype=config.params_dtype,
+            region=STATES if hands_on else FEATURES,
+        )
+
+    def memory(self, rank: int) -> RankMemory:
+        """Of a rank that has the same chunks as this process's."""
+        state, own = sum(self._states.values(), State()), self._rank.engine.own
+        kept, tape = state.by_name(), Tape(region=TRANSIENT)
         for name, nbytes in kept.items():
             tape.add(name, nbytes)
         tape.sample()
-        step.follow(tape, rank=member)
+        self.follow(tape, rank=rank)
         assert tape.total == sum(kept.values()), f"nobody let go of {tape.live}"
         tape.doing = "optimizer step"
         tape.work(state.step)
-        found.append(
-            RankMemory(
-                stage=rank.stage,
-                rank=member,
-                role=step.role,
-                parts={name: nbytes for name, nbytes in tape.peak.items() if nbytes},
-                when=tape.when,
-                most={name: nbytes for name, nbytes in tape.highest.items() if nbytes},
-                step=tape.total + state.step,
-                host=step.host,
-            )
+        return RankMemory(
+            stage=self._rank.stage,
+            rank=rank,
+            role=ROLES[self._first.encodes] if own is None else self._model.keys[own],
+            parts={name: nbytes for name, nbytes in tape.peak.items() if nbytes},
+            when=tape.when,
+            most={name: nbytes for name, nbytes in tape.highest.items() if nbytes},
+            step=tape.total + state.step,
+            host=self._host,
         )
-    return max(found, key=lambda each: each.total)
+
+    def follow(self, tape: Tape, *, rank: int) -> None:
+        """Have ``tape`` see a step of such a rank."""
+        given = {
+            name: self._given(name, rank)
+            for name, each in self._rank.engine.encoders.items()
+            if each.steps and self._rank.engine.own in (None, name)
+        }
+        self._first.payload = (  # type: ignore[method-assign]
+            lambda entry, unit: self._stand_ins[entry.name].payload(unit, tape)
+        )
+        count = len(self._microbatches)
+        walk = (BEGIN, END) if self._pipeline is None else events(self._pipeline, count)
+        with one_rank(rank, tape):
+            replays = [
+                EncoderReplay(
+                    self._rank.engine.encoders[name],
+                    self._first,
+                    microbatches,
+                    trains=self._trains.get(name, ()),
+                    away=self._states.get(name, State()).by_name(),
+                    tape=tape,
+                )
+                for name, microbatches in given.items()
+            ]
+            traced = iter(self._turns)
+            for event in walk:
+                if isinstance(event, Turn):
+                    tape.doing, each = event.name, next(traced)
+                    tape.turn(DECODER, more=each.more, most=each.most)
+                    continue
+                if event.event is Event.PASS:
+                    tape.sample()
+                if event == END:
+                    tape.take(PIPELINE, self._buffers)
+                    tape.take(DECODER, tape.live[DECODER])  # reports of losses
+                for replay in replays:
+                    replay.at(event)
+                self._inline(tape, event)
+                if event == BEGIN:
+                    tape.add(PIPELINE, self._buffers)
+        del self._first.payload
+
+    def _inline(self, tape: Tape, when: When) -> None:
+        """Encoders that work within the first chunk's forward, on media that come with it."""
+        if when.event not in (Event.FORWARD, Event.GRADIENT):
+            return
+        for entry in self._first.encoders:
+            if self._rank.engine.encoders[entry.name].steps:
+                continue
+            assert when.microbatch is not None
+            unit = self._microbatches[when.microbatch].units[entry.name]
+            each = self._stand_ins[entry.name].of(unit.rows)
+            stays = each.kept + each.given * each.keeps_given
+            if when.event is Event.FORWARD:
+                tape.doing = "forward"
+                tape.turn(ENCODER, more=stays, most=each.given + each.forward)
+            else:
+                tape.doing = "backward"
+                tape.turn(ENCODER, more=-stays, most=each.backward)
+
+    def _given(self, name: str, rank: int) -> list[Microbatch]:
+        """The microbatches, with what ``rank`` encodes of them around the decoder's schedule."""
+        engine, encoder = self._rank.engine.encoders[name], self._model.encoder(name)
+        place, units = engine.place, [each.units[name] for each in self._microbatches]
+        replica: int | None = None
+        if place.edge is not None:
+            count = len(place.edge.replicas)
+            assignment = assignment_of(self._args, encoder, replicas=count)
+            if engine.step_planner is not None:
+                assignment = replace(assignment, by_plan=engine.step_planner.shares)
+            shares = assignment.of_step([each.grids for each in units])
+            units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
+            replica = place.edge.replica_of(rank)
+        elif engine.here and not self._rank.stage:
+            replica = 0  # all of a unit is its share
+        return [
+            replace(each, units={name: _loaded(unit, replica, encoder.row_values)})
+            for each, unit in zip(self._microbatches, units, strict=True)
+        ]
+
+
+def _loaded(unit: Unit, replica: int | None, row_values: int) -> Unit:
+    """With the media of a replica's share, where it has one."""
+    for share in unit.shares:
+        if share.encoder_replica == replica:
+            numbers = range(len(unit.grids)) if share.media is None else share.media
+            media = media_of([unit.grids[each] for each in numbers], row_values=row_values)
+            return replace(unit, media=media)
+    return unit

@@ -1,9 +1,9 @@
 """The run's own executor of an encoder's plan, on tensors without memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,7 +41,6 @@ from loongplug.hetero.operations import (
     When,
 )
 from loongplug.hetero.sends import Sends
-from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -54,19 +53,9 @@ _REGIONS: dict[Cargo | Kept, str] = {
     Kept.FEATURES: FEATURES,
     Kept.GRADIENTS: FEATURE_GRADIENTS,
     Kept.ACTIVATIONS: ENCODER,
-    Kept.STATE: TRANSIENT,  # which counts where it is freed, and where it comes back
 }
 # Other operations are called by their names.
 _SAID: dict[type, str] = {Encode: "encoder's forward", Backward: "encoder's backward"}
-
-
-@dataclass
-class _Chunk:
-    """A rank's first chunk, as far as an executor looks at what Megatron wraps around it."""
-
-    module: MultimodalModel
-    parts: Mapping[str, Any]
-    outside_schedule: set[str] = field(default_factory=set)
 
 
 class EncoderReplay:
@@ -102,9 +91,11 @@ class EncoderReplay:
             no_sync=nullcontext,
             ddp_config=SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False),
         )
-        self._chunk = _Chunk(module=chunk, parts={of_run.found.entry.name: part})
-        self._rows: dict[int, int] = {}  # of features, by microbatch
-        self._edges: dict[int, GradientEdge] = {}  # by microbatch, in the decoder's graph
+        # As far as an executor looks at what Megatron wraps around a chunk.
+        parts = {of_run.found.entry.name: part}
+        self._chunk = SimpleNamespace(module=chunk, parts=parts, outside_schedule=set())
+        # By microbatch, in the decoder's graph, and how many features there are.
+        self._taken: dict[int, tuple[GradientEdge, int]] = {}
         own = copy(of_run)  # each rank has an executor of its own, in the same place
         if own.apart:
             own.hear(trains)
@@ -127,7 +118,13 @@ class EncoderReplay:
         self._sends: dict[Cargo, _Sends] = {}
         if executor.carrier is not None:
             wire = executor.carrier.wire
-            wire._post = self._in_region(wire._post)  # type: ignore[method-assign, assignment]
+            post = wire._post
+
+            def posted(what: Cargo) -> None:
+                with tape.region(_REGIONS[what]):
+                    post(what)
+
+            wire._post = posted  # type: ignore[method-assign]
             self._sends = {what: _Sends(most=each._most) for what, each in wire.sends.items()}
             wire.sends = {**self._sends}
 
@@ -139,26 +136,19 @@ class EncoderReplay:
         elif when == END:
             self._microbatches.clear()
             self._executor.end()
-        elif when.event is Event.GRADIENT and when.microbatch in self._edges:
-            self._decoder_gives_back(when.microbatch)
+        elif when.event is Event.GRADIENT and when.microbatch in self._taken:
+            edge, rows = self._taken.pop(when.microbatch)
+            spec = self._executor._now.spec
+            with self._tape.region(FEATURE_GRADIENTS):  # held as long as the decoder's node works
+                came = torch.empty(rows, spec.width, dtype=spec.dtype, device=_META)
+            torch.autograd.backward(edge, came)
         else:
             self._executor.do(when)
         if when.event is Event.FORWARD and when.microbatch in self._executor._now.taken:
-            self._decoder_takes(when.microbatch)
-
-    def _decoder_takes(self, microbatch: int) -> None:
-        """They are used up before the forward has all that it leaves."""
-        features = self._executor.taken(microbatch)
-        self._rows[microbatch] = len(features)
-        if features.requires_grad:
-            self._edges[microbatch] = get_gradient_edge(features)
-
-    def _decoder_gives_back(self, microbatch: int) -> None:
-        """The decoder's backward holds it as long as its node works."""
-        spec = self._executor._now.spec
-        with self._tape.region(FEATURE_GRADIENTS):
-            came = torch.empty(self._rows[microbatch], spec.width, dtype=spec.dtype, device=_META)
-        torch.autograd.backward(self._edges.pop(microbatch), came)
+            # They are used up before the decoder's forward has all that it leaves.
+            features = self._executor.taken(when.microbatch)
+            if features.requires_grad:
+                self._taken[when.microbatch] = get_gradient_edge(features), len(features)
 
     def _counted(self, operation: Operation) -> None:
         what = getattr(operation, "what", None)
@@ -175,48 +165,6 @@ class EncoderReplay:
             self._tape.belongs(made, self._made, of=ENCODER)
         self._tape.sample()
 
-    def _in_region(self, post: Callable[[Cargo], None]) -> Callable[[Cargo], None]:
-        def posted(what: Cargo) -> None:
-            with self._tape.region(_REGIONS[what]):
-                post(what)
-
-        return posted
-
-
-class InlineReplay:
-    """An encoder that works within the forward and the backward of the rank's first chunk.
-
-    Its media come with a microbatch, and count as its own.
-    """
-
-    def __init__(
-        self, entry: Entry, chunk: MultimodalModel, microbatches: list[Microbatch], *, tape: Tape
-    ) -> None:
-        """``chunk`` makes payloads by a stand-in; ``microbatches`` have all of their media."""
-        self._entry = entry
-        self._chunk = chunk
-        self._tape = tape
-        media = (each.units[entry.name].media for each in microbatches)
-        self._media = dict(enumerate(filter(None, media)))
-        microbatches.clear()
-        self._payloads: dict[int, Tensor] = {}  # that have a gradient
-
-    def at(self, when: When) -> None:
-        """Encode, or go backward."""
-        if when.event is Event.FORWARD and when.microbatch in self._media:
-            self._tape.doing = "forward"
-            media, trains = self._media.pop(when.microbatch), self._chunk.trains(self._entry)
-            with self._tape.region(ENCODER), torch.set_grad_enabled(trains):
-                self._tape.see(media.rows)
-                payload = self._chunk.payload(self._entry, media)
-            # The decoder's forward uses it up before it has all that it leaves.
-            self._tape.given_back(payload.untyped_storage())
-            if trains:
-                self._payloads[when.microbatch] = payload
-        elif when.event is Event.GRADIENT and when.microbatch in self._payloads:
-            payload = self._payloads.pop(when.microbatch)
-            payload.backward(payload.detach())  # any gradient
-
 
 class _Sends(Sends):
     """Messages that count as held until they are waited for, or are known to have arrived.
@@ -232,21 +180,15 @@ class _Sends(Sends):
 
     def add(self, work: Any, tensor: Tensor, *, microbatch: int) -> None:
         """See :meth:`Sends.add`; on tensors without memory, ``work`` is nothing."""
-        if self._most < inf:
-            number, self._given = self._given, self._given + 1
-            message = cast(dist.Work, _Message(lambda: number < self._known))
-            super().add(message, tensor, microbatch=microbatch)
+        if self._most == inf:
+            return
+        self._given = number = self._given + 1
 
+        def wait() -> None:
+            self._known = max(self._known, number)
 
-@dataclass
-class _Message:
-    """Stands in for a ``dist.Work``."""
-
-    is_completed: Callable[[], bool]
-
-    def wait(self) -> None:
-        """It has gone."""
-        self.is_completed = lambda: True
+        message = SimpleNamespace(is_completed=lambda: number <= self._known, wait=wait)
+        super().add(cast(dist.Work, message), tensor, microbatch=microbatch)
 
 
 @dataclass(kw_only=True, eq=False)

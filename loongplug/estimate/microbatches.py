@@ -1,8 +1,8 @@
-"""The microbatches of a replica's first step, as a loader gives them, but for what media hold."""
+"""The microbatches of a first step, and who encodes them on ranks of their own."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,11 @@ from loongplug.data.positions import Grid
 from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.units import token_ids
-from loongplug.estimate.own_ranks import OwnRanks
+from loongplug.hetero.modes import mode_of
+from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import encoders
+from loongplug.parallel.layout import Layout
+from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 from loongplug.training.step_rows import row_lengths_of
@@ -99,6 +102,54 @@ def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
     return lambda replica: step
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnRanks:
+    """An encoder on ranks of its own, seen at the replica that has the most samples.
+
+    ``made`` are the samples of a microbatch of all decoder replicas that this ``replica`` encodes,
+    decoder replica by decoder replica; of replicas that have equally many it is the first.
+    """
+
+    name: str
+    layout: Layout
+    replica: int
+    made: tuple[ApartPiece, ...]
+
+    @property
+    def samples(self) -> int:
+        """Of a microbatch of all decoder replicas, those of ``made``."""
+        return sum(len(each.samples) for each in self.made)
+
+    def rank(self, stage: int) -> int:
+        """The replica's first rank on a pipeline stage, in the world."""
+        return self.layout.stage(stage)[self.replica][0]
+
+
+def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
+    """Of each encoder that lies apart, in the order of the model's entries, by checked ``args``."""
+    found = []
+    for entry in encoders(model.entries()):
+        encoder = model.encoder(entry.name)
+        mode = mode_of(args, encoder)
+        if not mode.apart:
+            continue
+        tp = encoder.tensor_model_parallel_size or mode.encoder_tp
+        placement = mode.place(decoder_layout_of(args), entry=entry, tp=tp)
+        slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
+        layout = placement.entry(entry.name).layout
+        replicas = [
+            OwnRanks(
+                name=entry.name,
+                layout=layout,
+                replica=replica,
+                made=tuple(each for each in slot if each.edge.encoder == replica),
+            )
+            for replica in range(layout.dp)
+        ]
+        found.append(max(replicas, key=lambda each: each.samples))
+    return tuple(found)
+
+
 def pieces_of(one: OwnRanks, step_of: StepOf, *, encoder: Any, packed: bool) -> list[Microbatch]:
     """What the busiest replica of an ``encoder`` on ranks of its own encodes, in its order."""
     steps = {each: step_of(each) for each in {piece.edge.decoder for piece in one.made}}
@@ -125,13 +176,6 @@ def _of_samples(unit: Unit, samples: range, *, tokens: Callable[[Grid], int]) ->
             grid for grid, at in zip(unit.grids, starts, strict=True) if first <= at < behind
         ),
     )
-
-
-def segments_of(microbatch: Microbatch) -> tuple[int, ...] | None:
-    """The lengths of a pack's samples, and of the padding behind them; None of other rows."""
-    if microbatch.segments is None:
-        return None
-    return (*microbatch.segments, microbatch.split.length - microbatch.tokens)
 
 
 def media_rows(microbatch: Microbatch) -> int:

@@ -4,7 +4,7 @@ Layers are those without TransformerEngine, attention keeps what flash kernels k
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.estimate.stand_ins import Away, spread_places
+from loongplug.estimate.stand_ins import Away
 from loongplug.estimate.tape import DECODER
-from loongplug.estimate.trace import PassBytes, drop, tracing
+from loongplug.estimate.trace import drop, tracing
 from loongplug.hetero.pass_order import Turn
-from loongplug.models.features import Features
+from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
@@ -36,17 +36,17 @@ _META = torch.device("meta")
 
 
 class TurnBytes(NamedTuple):
-    """Bytes that are ``held`` behind a turn of work, and the ``most`` within it."""
+    """Bytes of a turn of work: how many ``more`` there are behind it, and the ``most`` in it."""
 
-    held: int
+    more: int
     most: int
 
 
 class TracedStage:
     """The chunks of one rank, which has to be Megatron's current one, and what tapes see of them.
 
-    All microbatches are ``like`` one, with media for each encoder. All features come from feature
-    sources, with a gradient of those that ``features_train`` says so of, by encoder.
+    All microbatches are ``like`` one. Features are there before, with a gradient where the encoder
+    is among ``features_train``.
     """
 
     def __init__(
@@ -56,26 +56,39 @@ class TracedStage:
         chunks: Sequence[MultimodalModel],
         *,
         like: Microbatch,
-        features_train: Mapping[str, bool],
+        features_train: Collection[str],
     ) -> None:
         self._args = args
         self._chunks = chunks
         self._like = like
-        # Parts of the sequence, over which tokens of media are spread evenly.
+        # Tokens of media are spread evenly over the parts of the sequence.
         parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
-        for chunk in chunks:
-            spread_places(chunk.text_decoder, parts=parts)
-        hidden, dtype = chunks[0].config.hidden_size, chunks[0].config.params_dtype
-        for name, trains in features_train.items() if chunks[0].pre_process else ():
-            width = (1 + len(model.encoder(name).taps())) * hidden
-            payload = torch.empty(
-                -(-like.units[name].tokens // parts), width, dtype=dtype, device=_META
-            )
-            if trains:
+        self._hidden, dtype = chunks[0].config.hidden_size, chunks[0].config.params_dtype
+        self._payloads: list[tuple[Tensor, int]] = []  # of features, and tokens of the sequence
+        for name, unit in like.units.items():
+            shape = -(-unit.tokens // parts), (1 + len(model.encoder(name).taps())) * self._hidden
+            payload = torch.empty(shape, dtype=dtype, device=_META)
+            if name in features_train:
                 payload.requires_grad_().register_post_accumulate_grad_hook(drop)
-            chunks[0].feature_sources[name] = _SameFeatures(payload, hidden)
+            self._payloads.append((payload, unit.tokens))
+        if chunks[0].pre_process:
+            chunks[0].placed = self._placed  # type: ignore[method-assign]
 
-    def alone(self, chunk: MultimodalModel) -> PassBytes:
+    def _placed(self, *_: Any, **__: Any) -> list[PlacedFeatures]:
+        """See :meth:`MultimodalModel.placed`; where the places lie is of no account."""
+        found = []
+        for payload, count in self._payloads:
+            places = torch.empty(3, len(payload), dtype=torch.int64, device=_META)
+            rows, sample, position = places.unbind()
+            found.append(
+                PlacedFeatures(
+                    features=Features.unpacked(payload, hidden=self._hidden),
+                    places=TokenPlaces(rows=rows, sample=sample, position=position, count=count),
+                )
+            )
+        return found
+
+    def alone(self, chunk: MultimodalModel) -> tuple[TurnBytes, TurnBytes]:
         """A forward and a backward of a chunk that have nothing to do with others."""
         with tracing(self._args, chunk, region=DECODER) as tape:
             entering = self._received(chunk)
@@ -98,21 +111,23 @@ class TracedStage:
             gradient = self._sent(chunk)
             tape.restart()
             schedules.backward_step(entering, output, gradient, chunk.config)
-            return PassBytes(kept=kept, forward=forward, backward=tape.most - kept)
+            return TurnBytes(kept, forward), TurnBytes(-kept, tape.most - kept)
 
-    def step(self, order: Sequence[Turn]) -> tuple[list[TurnBytes], int]:
-        """The turns of ``order`` in turn, and the most bytes that tensors have on the host.
+    def step(self, order: Sequence[Turn], like: Sequence[int]) -> tuple[list[TurnBytes], int]:
+        """The turns of a step, and the most bytes that tensors have on the host.
+
+        Of a shorter step's ``order`` each is ``like`` the turn of that number.
 
         For passes that depend on each other: with the overlap a forward runs together with another
         microbatch's backward; tensors that leave the device come back by the order of the passes.
         Chunks are changed as the run changes them.
         """
         model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
-        found: list[TurnBytes] = []  # behind each turn, and before the first one
+        found: list[tuple[int, int]] = []  # held behind each turn and before all, and the most
 
         def noted(work: Callable[..., Any]) -> Callable[..., Any]:
             def turn(*args: Any, **kwargs: Any) -> Any:
-                found.append(TurnBytes(tape.live[DECODER], tape.most))
+                found.append((tape.live[DECODER], tape.most))
                 tape.restart()
                 return work(*args, **kwargs)
 
@@ -135,9 +150,13 @@ class TracedStage:
                     seq_length=self._like.split.length,
                     micro_batch_size=self._args.micro_batch_size,
                 )
-            found.append(TurnBytes(tape.live[DECODER], tape.most))
-            assert len(found) == len(order) + 1, "the schedule has other turns"
-            return found[1:], away.most
+            found.append((tape.live[DECODER], tape.most))
+        assert len(found) == len(order) + 1, "the schedule has other turns"
+        turns, before = [], 0
+        for behind, most in (found[1 + number] for number in like):
+            turns.append(TurnBytes(more=behind - before, most=most - before))
+            before = behind
+        return turns, away.host.most
 
     def _prepare(self, platform: Platform, order: Sequence[Turn]) -> None:
         """Have tensors leave the chunks, and their passes overlap, as in the run."""
@@ -211,13 +230,13 @@ class TracedStage:
 
     def _received(self, chunk: MultimodalModel) -> Tensor | None:
         """What the chunk is sent by the stage before."""
-        return None if chunk.pre_process else self._hidden(chunk, behind=False).requires_grad_()
+        return None if chunk.pre_process else self._states(chunk, behind=False).requires_grad_()
 
     def _sent(self, chunk: MultimodalModel) -> Tensor | None:
         """What the chunk sends to the stage behind, or a gradient of it."""
-        return None if chunk.post_process else self._hidden(chunk, behind=True)
+        return None if chunk.post_process else self._states(chunk, behind=True)
 
-    def _hidden(self, chunk: MultimodalModel, *, behind: bool) -> Tensor:
+    def _states(self, chunk: MultimodalModel, *, behind: bool) -> Tensor:
         """States before or ``behind`` its layers, with the deepstack streams that are left."""
         config = chunk.text_decoder.config
         _, rows, length = self._like.position_ids.shape
@@ -226,14 +245,3 @@ class TracedStage:
         stacked = 1 + chunk.text_decoder.travelling(behind=behind)
         shape = (stacked * length, rows, config.hidden_size)
         return torch.empty(shape, dtype=config.params_dtype, device=_META)
-
-
-class _SameFeatures(NamedTuple):
-    """A feature source that gives the same features for every microbatch."""
-
-    payload: Tensor
-    hidden: int
-
-    def features(self, number: int) -> Features:
-        """Of any."""
-        return Features.unpacked(self.payload, hidden=self.hidden)

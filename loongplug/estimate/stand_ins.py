@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.tape import Answer, Tape
-from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import Places, TokenPlaces
-from loongplug.models.layers.context.row import ContextRow
 from loongplug.platform.copies import Copies
 
 _META = torch.device("meta")
@@ -31,23 +28,6 @@ def answers(*, experts_per_token: int, experts: int) -> dict[Any, Answer]:
         return values.new_empty(mask.numel() * experts_per_token // experts)
 
     return {_aten.masked_select.default: masked_select}
-
-
-def spread_places(decoder: TextDecoder, *, parts: int) -> None:
-    """Have ``decoder`` take it that places are spread evenly over the sequence's ``parts``.
-
-    Where they lie is of no account.
-    """
-
-    def token_places(
-        places: Places, input_ids: Tensor, *, row: ContextRow | None = None
-    ) -> TokenPlaces:
-        count = sum(map(len, places))
-        found = torch.empty(3, -(-count // parts), dtype=torch.int64, device=input_ids.device)
-        rows, sample, position = found.unbind()
-        return TokenPlaces(rows=rows, sample=sample, position=position, count=count)
-
-    decoder.token_places = token_places  # type: ignore[method-assign]
 
 
 def spread_tokens_evenly(module: nn.Module) -> None:
@@ -116,41 +96,32 @@ def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
         yield
 
 
-class Away:
-    """What leaves the device is none of the ``device`` tape's, and counts as the host's."""
+class Away(Copies):
+    """What leaves the device is none of the ``device`` tape's, and counts for that of the ``host``.
+
+    A platform, and its copies, which move no bytes.
+    """
 
     name = "cpu"
     device = _META
 
     def __init__(self, device: Tape) -> None:
         self._device = device
-        self._host = Tape(region="host")
+        self.host = Tape(region="host")
 
-    @property
-    def most(self) -> int:
-        """Bytes on the host at one time."""
-        return self._host.most
-
-    def copies(self) -> "MetaCopies":
-        """Such that move no bytes."""
-        return MetaCopies(self._host)
+    def copies(self) -> Copies:
+        """See :meth:`Platform.copies`."""
+        return self
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Its memory is given back, though tensors on it live on."""
         self._device.given_back(storage)
 
-
-class MetaCopies(Copies):
-    """Copies between tensors without memory."""
-
-    def __init__(self, host: Tape) -> None:
-        self._host = host
-
     def host_like(self, tensor: Tensor) -> Tensor:
         """Counted by the host's tape alone."""
         with _disable_current_modes():
             found = torch.empty_like(tensor)
-        self._host.see(found)
+        self.host.see(found)
         return found
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -4,7 +4,7 @@ Everything is counted by Megatron's own plan of its buffers, from parameters on 
 """
 
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +34,8 @@ Stepping = Literal["fused", "all at once", "one by one"]
 class State:
     """Bytes. ``copies`` and ``work`` are there in the optimizer's step only.
 
-    All optimizers' gradients are copied before the first one steps; then one works after another.
+    All optimizers' gradients are copied before the first one steps, and stay until they are zeroed
+    for the next step; then one works after another.
     """
 
     weights: int = 0
@@ -87,14 +88,13 @@ def rank_state(
         config.overlap_grad_reduce,
         sum(each.numel() for chunk in chunks for each in chunk.parameters()),
     )
-    frozen: dict[str, int] = {}
+    frozen: Counter[str] = Counter()
     buffers: defaultdict[str, list[_Buffer]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for part in chunk.parallel_parts():
             modules = nn.ModuleList(part.modules.values())
             tensors = [*modules.parameters(), *modules.buffers()]
-            unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
-            frozen[part.name] = frozen.get(part.name, 0) + unchanged
+            frozen[part.name] += sum(each.nbytes for each in tensors if not each.requires_grad)
             if part.state is not None:
                 single = number > 0 or args.overlap_param_gather_with_optimizer_step
                 with part.state.entered():
@@ -116,7 +116,11 @@ def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping)
         optimizer=sum(
             sum(each.stepped) * _kept_by_optimizer(each.parameter, args) for each in buffers
         ),
-        copies=sum(_copies(each, args) for each in buffers),
+        copies=sum(
+            sum(each.stepped) * _WIDE
+            for each in buffers
+            if each.gradient != torch.float32 and not args.use_precision_aware_optimizer
+        ),
         work=max(
             _work([size for each in own for size in each.stepped], args, stepping=stepping)
             for own in optimizers
@@ -175,13 +179,6 @@ def _kept_by_optimizer(dtype: torch.dtype, args: Namespace) -> int:
         ):
             main = _WIDE - dtype.itemsize  # TransformerEngine's has the bits that the weights lack
     return main + moments
-
-
-def _copies(buffer: _Buffer, args: Namespace) -> int:
-    """Gradients as the optimizer takes them, until they are zeroed for the next step."""
-    if buffer.gradient == torch.float32 or args.use_precision_aware_optimizer:
-        return 0
-    return sum(buffer.stepped) * _WIDE
 
 
 def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:

@@ -10,8 +10,8 @@ from loongplug.consoles import table_console
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import GB, USABLE, fits_in
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.config import shown_name
 
-_MB = 10**6
 _OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, on their hardware
 
 
@@ -28,7 +28,7 @@ class EstimatedLayout:
     parsed: ParsedArguments | None = None
     rows: tuple[int, ...] = ()
     stages: Sequence[RankMemory] = ()
-    refused: str = ""
+    refused: str | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -38,8 +38,6 @@ class EstimatedLayout:
     @property
     def title(self) -> str:
         """The model and the ranks."""
-        from loongplug.training.config import shown_name
-
         assert self.parsed is not None
         args = self.parsed.args
         return f"{shown_name(args)}, {args.ranks} rank(s)"
@@ -48,10 +46,9 @@ class EstimatedLayout:
 def print_stages(run: EstimatedLayout) -> None:
     """A table of what the fullest rank of each stage holds."""
     found, fullest = run.stages, run.fullest
-    names = list(dict.fromkeys(name for each in found for name in each.parts))
-    unit = _unit(fullest.total)
+    unit, name_of_unit = _unit(fullest.total)
     table = Table(
-        _UNITS[unit],
+        name_of_unit,
         title=f"{run.title}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches and"
         " frames",
         caption="* the fullest",
@@ -59,7 +56,7 @@ def print_stages(run: EstimatedLayout) -> None:
     for each in found:
         mark = " *" if each is fullest else ""
         table.add_column(f"stage {each.stage}{mark}\n{each.role}", justify="right")
-    for name in names:
+    for name in dict.fromkeys(name for each in found for name in each.parts):
         table.add_row(name, *(_shown(each.parts.get(name, 0), unit) for each in found))
     table.add_section()
     table.add_row("total", *(_shown(each.total, unit) for each in found))
@@ -77,16 +74,16 @@ def print_stages(run: EstimatedLayout) -> None:
 
 def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
     """A table with a row for each, then why some are refused."""
-    runs = [each for each in layouts if not each.refused]
-    unit = _unit(max(run.fullest.total for run in runs))
+    runs = [each for each in layouts if each.refused is None]
+    unit, name_of_unit = _unit(max(run.fullest.total for run in runs))
     table = Table("", "layout", "fullest", "at its fullest in", title=runs[0].title)
-    table.add_column(_UNITS[unit], justify="right")
+    table.add_column(name_of_unit, justify="right")
     table.add_column("optimizer's step", justify="right")
     if device_memory is not None:
         table.add_column(f"of {USABLE * device_memory:.4g} GB")
     for each in layouts:
         cells = ["refused"]
-        if not each.refused:
+        if each.refused is None:
             most = each.fullest
             cells = [most.place, most.when, _shown(most.total, unit)]
             cells.append(_shown(max(stage.step for stage in each.stages), unit))
@@ -96,7 +93,7 @@ def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | 
         table.add_row(each.name, each.flags, *cells)
     table_console().print(table)
     for each in layouts:
-        if each.refused:
+        if each.refused is not None:
             print(f"{each.name} is refused: {each.refused}")
 
 
@@ -105,7 +102,7 @@ def as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, A
     found = [
         {
             "flags": each.flags,
-            "refused": each.refused or None,
+            "refused": each.refused,
             "stages": [{**asdict(stage), "total": stage.total} for stage in each.stages],
         }
         for each in layouts
@@ -113,11 +110,8 @@ def as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, A
     return {"layouts": found} if several else {"stages": found[0]["stages"]}
 
 
-_UNITS = {GB: "GB", _MB: "MB"}
-
-
-def _unit(nbytes: int) -> int:
-    return GB if nbytes >= GB else _MB
+def _unit(nbytes: int) -> tuple[int, str]:
+    return (GB, "GB") if nbytes >= GB else (10**6, "MB")
 
 
 def _shown(nbytes: int, unit: int) -> str:

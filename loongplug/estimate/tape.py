@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +104,8 @@ class Tape(TorchDispatchMode):
         if key in self._known or storage.nbytes() == 0:
             return
         region, nbytes = self._region, storage.nbytes()
-
-        def gone(_: Any) -> None:
-            self._drop(key)
-
-        self._known[key] = (weakref.ref(storage, gone), region, nbytes)
+        reference = weakref.ref(storage, lambda _: self._drop(key))
+        self._known[key] = (reference, region, nbytes)
         self.add(region, nbytes)
 
     def given_back(self, storage: torch.UntypedStorage) -> None:
@@ -132,11 +130,8 @@ class Tape(TorchDispatchMode):
                 self.add(region, storage.nbytes() - before)
             return result
 
-        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", resized):
             yield
-        finally:
-            delattr(torch.UntypedStorage, "resize_")
 
     def _drop(self, key: int) -> None:
         _, region, nbytes = self._known.pop(key)
@@ -145,16 +140,22 @@ class Tape(TorchDispatchMode):
     def add(self, region: str, nbytes: int) -> None:
         """So much more is there from now on."""
         self.live[region] += nbytes
-        self.look()
+        if self.total > self.most:
+            self.peak, self.when = dict(self.live), self.doing
 
     def take(self, region: str, nbytes: int) -> None:
         """So much is gone."""
         self.live[region] -= nbytes
         assert self.live[region] >= 0, (region, self.live)
 
-    def clear(self, region: str) -> None:
-        """All of it is gone."""
-        self.live[region] = 0
+    def turn(self, region: str, *, more: int, most: int) -> None:
+        """Work behind which there is so much ``more`` than before, and ``most`` within it.
+
+        What stays is entered before the work, what goes is there until it is done.
+        """
+        self.add(region, max(0, more))
+        self.work(most - max(0, more))
+        self.take(region, max(0, -more))
 
     def work(self, nbytes: int) -> None:
         """So much is there for a moment, beside all else."""
@@ -164,11 +165,6 @@ class Tape(TorchDispatchMode):
     def sample(self) -> None:
         """Take note of what there is between two operations."""
         self.highest |= self.live
-
-    def look(self) -> None:
-        """Take note of the peak, where this is one."""
-        if self.total > self.most:
-            self.peak, self.when = dict(self.live), self.doing
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:

@@ -6,10 +6,11 @@ recompute, adapters, sequence parallelism and deepstack streams are those of the
 
 import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_to
 from loongplug.estimate.tape import ENCODER, FlashAttention, Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.models.architecture import EncoderArchitecture
-from loongplug.models.encoder_stages import payload_widths
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, payload_widths
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -34,8 +35,8 @@ class PassBytes:
 
     ``kept`` stays between them; ``forward`` is the most that the forward holds at one time,
     ``backward`` the most that the backward holds besides what stayed. None of these has what an
-    encoder is given, media or what the stage before has made; ``given`` is that where it stays,
-    too. The encoder's input has so many ``rows``.
+    encoder is ``given``, media of so many ``rows`` or what the stage before has made of them;
+    ``keeps_given``: it stays, too.
     """
 
     kept: int = 0
@@ -43,6 +44,89 @@ class PassBytes:
     backward: int = 0
     given: int = 0
     rows: int = 0
+    keeps_given: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderStandIn:
+    """In the place of an encoder's passes, with as many bytes on a tape.
+
+    ``blank`` are those of the smallest unit, which stands in for no media, ``largest`` those of
+    the largest; what lies between grows with the rows. Of each medium a pass makes as many rows as
+    ``made`` says of its grid, [rows, width] of ``dtype``, which count for ``region``.
+    """
+
+    blank: PassBytes
+    largest: PassBytes
+    made: Callable[[Grid], int]
+    width: int
+    dtype: torch.dtype
+    region: str
+
+    def payload(self, given: EncoderInput | None, tape: Tape) -> Tensor:
+        """What a pass makes; its graph holds what the encoder's would."""
+        taken, rows, made = None, 0, 0
+        if given is not None:
+            taken = given.states if isinstance(given, HandedOn) else given.rows
+            rows = int(given.grids.prod(dim=-1).sum())
+            made = sum(self.made((time, high, wide)) for time, high, wide in given.grids.tolist())
+        start = torch.empty(0, requires_grad=True)
+        found: Tensor = _Pass.apply(start, taken, self.of(rows), self, made, tape)
+        return found
+
+    def of(self, rows: int) -> PassBytes:
+        """Of a pass with so many rows of input; of 0, with what it keeps of its own."""
+        low, high = self.blank, self.largest
+        part = (max(rows, low.rows) - low.rows) / max(1, high.rows - low.rows)
+
+        def at(low: int, high: int) -> int:
+            return round(low + (high - low) * part)
+
+        own = low.given if not rows and low.keeps_given else 0
+        return PassBytes(
+            kept=at(low.kept, high.kept) + own,
+            forward=at(low.forward, high.forward) + own,
+            backward=at(low.backward, high.backward),
+            given=at(low.given, high.given) if rows else 0,
+            rows=rows,
+            keeps_given=high.keeps_given,
+        )
+
+
+class _Pass(torch.autograd.Function):
+    """Holds bytes, and makes as many for a moment, where an encoder would compute."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        start: Tensor,
+        taken: Tensor | None,
+        cost: PassBytes,
+        encoder: EncoderStandIn,
+        rows: int,
+        tape: Tape,
+    ) -> Tensor:
+        """``taken`` [rows, width] are media, or what the stage before has made; None without."""
+        with tape.region(ENCODER):
+            kept = torch.empty(cost.kept, dtype=torch.uint8, device=_META)
+        tape.work(cost.forward - cost.kept)
+        ctx.save_for_backward(kept, taken if cost.keeps_given else None)
+        ctx.work = cost.backward, tape
+        ctx.given = None if taken is None else (taken.shape, taken.dtype)
+        with tape.region(encoder.region):
+            return torch.empty(rows, encoder.width, dtype=encoder.dtype, device=_META)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """A gradient of what was taken, where it needs one; of no media there is none."""
+        held, (nbytes, tape) = ctx.saved_tensors, ctx.work
+        tape.work(nbytes)
+        came = None
+        if ctx.needs_input_grad[1]:
+            shape, dtype = ctx.given
+            came = torch.empty(shape, dtype=dtype, device=_META)
+        del held
+        return None, came, None, None, None, None
 
 
 def media_of(grids: Sequence[Grid], *, row_values: int) -> MediaInput:
@@ -82,12 +166,18 @@ def trace_encoder(
         del media, unit, states, given  # nothing else holds them
         forward, kept = tape.most, tape.live[ENCODER] - payload.nbytes
         if not payload.requires_grad:
-            return PassBytes(forward=forward, rows=rows)
-        stays = nbytes if held() is not None else 0
+            return PassBytes(forward=forward, given=nbytes, rows=rows)
+        keeps = held() is not None
         tape.restart()
         payload.backward(torch.empty_like(payload))
-        backward = max(0, tape.most - kept)
-    return PassBytes(kept=kept, forward=forward, backward=backward, given=stays, rows=rows)
+    return PassBytes(
+        kept=kept,
+        forward=forward,
+        backward=max(0, tape.most - kept),
+        given=nbytes,
+        rows=rows,
+        keeps_given=keeps,
+    )
 
 
 @contextmanager
@@ -97,17 +187,13 @@ def tracing(args: Namespace, *chunks: MultimodalModel, region: str) -> Iterator[
         region=region,
         answers=answers(experts_per_token=args.moe_router_topk, experts=args.num_experts or 1),
     )
-    with ExitStack() as entered:
-        for chunk in chunks:
-            spread_tokens_evenly(chunk)
-            for each in chunk.parameters():
-                if each.requires_grad:
-                    hook = each.register_post_accumulate_grad_hook(drop)
-                    entered.callback(hook.remove)
-        entered.enter_context(FlashAttention())
-        entered.enter_context(devices_and_buffers(tape, region=_SHARED))
-        entered.enter_context(tape.resizes())
-        yield entered.enter_context(tape)
+    for chunk in chunks:
+        spread_tokens_evenly(chunk)
+        for each in chunk.parameters():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(drop)
+    with FlashAttention(), devices_and_buffers(tape, region=_SHARED), tape.resizes(), tape:
+        yield tape
 
 
 def drop(tensor: Tensor) -> None:

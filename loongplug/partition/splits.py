@@ -10,8 +10,7 @@ from typing import Any
 
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.estimator import run_of
-from loongplug.estimate.microbatches import segments_of
-from loongplug.estimate.own_ranks import OwnRanks, own_ranks_of
+from loongplug.estimate.microbatches import OwnRanks, own_ranks_of
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
@@ -184,8 +183,11 @@ def costs_of(
             part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
         units = [each.units[entry.name] for each in microbatches]
         found[entry.name] = _of_encoder(amounts, entry.name, units, part=part)
-    rows = [
-        segments_of(each) or (each.split.length,) * args.micro_batch_size for each in microbatches
+    rows = [  # a pack's samples, and the padding behind them
+        (each.split.length,) * args.micro_batch_size
+        if each.segments is None
+        else (*each.segments, each.split.length - each.tokens)
+        for each in microbatches
     ]
     found[only_decoder(entries).name] = decoder_costs(args, amounts.decoder, rows)
     return found

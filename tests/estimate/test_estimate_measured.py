@@ -11,10 +11,9 @@ from measured import measure
 from ranks import run_ranks
 from sweeps import sweep
 
-from loongplug.estimate.estimate import estimate
+from loongplug.estimate.estimate import ROLES, estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
 from loongplug.estimate.microbatches import step_of_data
-from loongplug.estimate.step import ROLES
 from loongplug.estimate.tape import (
     DECODER,
     ENCODER,

@@ -92,6 +92,10 @@ def test_the_tape_keeps_the_fullest_moment():
     assert tape.when == "forward"
     assert tape.peak == {"weights": 10, "activations": 5, TRANSIENT: 1}
     assert tape.highest == {"weights": 10, "activations": 5}
+    tape.turn("activations", more=4, most=7)
+    assert (tape.total, tape.most) == (14, 17)
+    tape.turn("activations", more=-3, most=2)
+    assert (tape.live["activations"], tape.most) == (1, 17)
 
 
 def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():

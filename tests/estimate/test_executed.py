@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from loongplug.estimate.estimate import EstimatedStep
 from loongplug.estimate.estimator import parsed_for
-from loongplug.estimate.microbatches import pieces_of, step_of_size
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.microbatches import own_ranks_of, pieces_of, step_of_size
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.step import EstimatedStep
 from loongplug.estimate.tape import (
     ENCODER,
     FEATURE_GRADIENTS,
@@ -68,9 +67,12 @@ class Followed:
             heard = {NAME: trains} if own else {}
             step = EstimatedStep(here, parsed, steps, states={}, traced={}, trains=heard)
             kept = KEPT if any(trains[: here.stage + 1] if own else trains) else 0
-            given = 1 if keeps else 0
             cost = PassBytes(
-                kept=kept, forward=FORWARD, backward=BACKWARD, given=given, rows=4 * TOKENS
+                kept=kept,
+                forward=FORWARD,
+                backward=BACKWARD,
+                rows=4 * TOKENS,
+                keeps_given=keeps,
             )
             step._stand_ins = {
                 name: replace(each, blank=PassBytes(), largest=cost)

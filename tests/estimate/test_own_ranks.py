@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.estimate.estimator import parsed_for
-from loongplug.estimate.microbatches import pieces_of, step_of_data
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.microbatches import own_ranks_of, pieces_of, step_of_data
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.tape import ENCODER, INPUT, STATES
 

@@ -19,6 +19,7 @@ ASKS = {
     ("events", "turns"): "the one walk through a rank's step, with the moments of its plans",
     ("stage_acts", "calls"): "programs of the clock, by what Megatron's schedule was seen to do",
     ("EstimatedStep", "shortened"): "chunks are traced in this order; it counts no step",
+    ("EstimatedStep", "turns"): "the bytes of each turn, where passes are traced one by one",
     ("decoder_passes", "turns"): "what drafts of streamed plans go through, until they go",
 }
 TESTS_ASK = {
