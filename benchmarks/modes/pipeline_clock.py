@@ -22,8 +22,9 @@ from loongplug.hetero.operations import (
     When,
     forward,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn, ahead, around
+from loongplug.hetero.pass_order import Pipeline, Turn, ahead
 from loongplug.hetero.placement import ApartPiece, Edge
+from loongplug.hetero.recorded_schedule import around
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.partition.clock import StageTime
 from loongplug.simulate.clock import step_time

@@ -13,7 +13,7 @@ from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
 from loongplug.hetero.step_costs import PassCosts, PieceCost
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import plan_time
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -210,7 +210,7 @@ def streamed_time(case: Case) -> float:
     media = media_of(case)[encoder.name]
     step, otherwise = planner.step(media), planner.separated_time(media)
     plan = streamed(step, otherwise=otherwise)
-    found = otherwise if plan is None else PlanClock(step).time(plan)
+    found = otherwise if plan is None else plan_time(step, plan)
     assert found is not None, "ranks wait for one another"
     return found * case.tick
 

@@ -9,7 +9,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from loongplug.estimate.changes import SECONDS, Change, Found, changed, changes_of, ways_to_fit
-from loongplug.estimate.estimator import GB, USABLE, Estimator, fits_in
+from loongplug.estimate.estimate import estimate as estimate_run
+from loongplug.estimate.estimator import GB, USABLE, fits_in, quiet, run_of, stepping_of
+from loongplug.estimate.microbatches import media_rows
 from loongplug.estimate.tables import EstimatedLayout, as_json, print_layouts, print_stages
 from loongplug.output_files import write_figures
 
@@ -41,26 +43,45 @@ def estimate(
         raise ValueError(f"--device-memory is {device_memory}: expected GB, above 0")
     with TemporaryDirectory(prefix="loongplug-estimate-") as folder:
         shown = Console(stderr=True).status("")  # what is at work, on a terminal
-        estimator = Estimator(
-            ranks=ranks, visual_tokens=visual_tokens, folder=Path(folder), says=shown.update
-        )
+
+        def layout(own: str, *changes: Change, name: str) -> EstimatedLayout:
+            run = changed([*flags, *shlex.split(own)], changes)
+            shown.update(f"{name}: flags and data")
+            try:
+                parsed, step_of = run_of(
+                    run, ranks=ranks, visual_tokens=visual_tokens, folder=Path(folder)
+                )
+                with quiet():
+                    stages = estimate_run(
+                        parsed,
+                        step_of,
+                        stepping=stepping_of(run),
+                        on_stage=lambda stage, stages: shown.update(
+                            f"{name}: stage {stage} of {stages}"
+                        ),
+                    )
+            except ValueError as error:
+                return EstimatedLayout(name=name, flags=own, refused=str(error))
+            rows = tuple(map(media_rows, step_of(0)))
+            return EstimatedLayout(name=name, flags=own, parsed=parsed, rows=rows, stages=stages)
+
         with shown:
             found = [
-                _layout(flags, own, estimator, name=f"layout {number}" if layouts else "it")
+                layout(own, name=f"layout {number}" if layouts else "it")
                 for number, own in enumerate(layouts or [""], 1)
             ]
-        possible = [(each.run, each) for each in found if each.run is not None]
+        possible = [each for each in found if not each.refused]
         if not possible:
-            raise ValueError("\n".join(dict.fromkeys(each.refused or "" for each in found)))
-        run, smallest = min(possible, key=lambda each: each[0].fullest.total)
+            raise ValueError("\n".join(dict.fromkeys(each.refused for each in found)))
+        smallest = min(possible, key=lambda each: each.fullest.total)
         if layouts:
             print_layouts(found, device_memory=device_memory)
         else:
-            print_stages(run)
-        write_figures(json_path, as_json(found if layouts else run), "estimate")
+            print_stages(smallest)
+        write_figures(json_path, as_json(found, several=bool(layouts)), "estimate")
         if device_memory is None:
             return FITS
-        needs, fits = run.fullest.total, partial(fits_in, device_memory=device_memory)
+        needs, fits = smallest.fullest.total, partial(fits_in, device_memory=device_memory)
         print(
             f"{f'{smallest.name} ' if layouts else ''}"
             f"{'fits' if fits(needs) else 'does not fit'}: the fullest rank needs {needs / GB:.4g} "
@@ -71,25 +92,16 @@ def estimate(
             return FITS
 
         def with_changes(changes: Sequence[Change]) -> int | None:
-            named = " ".join(map(str, changes))
-            own = [*flags, *shlex.split(smallest.flags)]
-            tried = _layout(changed(own, changes), "", estimator, name=named).run
-            return None if tried is None else tried.fullest.total
+            tried = layout(smallest.flags, *changes, name=" ".join(map(str, changes)))
+            return None if tried.refused else tried.fullest.total
 
+        assert smallest.parsed is not None
         with shown:
             ways = ways_to_fit(
-                changes_of(run.parsed), needs=needs, estimate=with_changes, fits=fits
+                changes_of(smallest.parsed), needs=needs, estimate=with_changes, fits=fits
             )
     _print_what_to_change(ways, name=smallest.name)
     return TOO_LARGE
-
-
-def _layout(flags: Sequence[str], own: str, estimator: Estimator, *, name: str) -> EstimatedLayout:
-    try:
-        run = estimator.of([*flags, *shlex.split(own)], name=name)
-    except ValueError as error:
-        return EstimatedLayout(name=name, flags=own, run=None, refused=str(error))
-    return EstimatedLayout(name=name, flags=own, run=run)
 
 
 def _print_what_to_change(found: Found, *, name: str) -> None:

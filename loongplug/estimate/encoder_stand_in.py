@@ -9,69 +9,54 @@ from torch import Tensor
 
 from loongplug.data.positions import Grid
 from loongplug.estimate.tape import ENCODER, Tape
-from loongplug.estimate.trace import UnitBytes
+from loongplug.estimate.trace import PassBytes
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCosts:
-    """What units of any size cost: what lies between two traced ones grows with the rows.
-
-    ``blank`` is the cost of the smallest, of so many ``blank_rows``, which stands in for no media;
-    its own input has ``blank_input`` bytes.
-    """
-
-    blank: UnitBytes
-    blank_rows: int
-    blank_input: int
-    largest: UnitBytes
-    largest_rows: int
-
-    def of(self, rows: int) -> UnitBytes:
-        """Of a pass with so many rows of input; of 0, with what it keeps of its own."""
-        more = max(rows, self.blank_rows) - self.blank_rows
-        part = more / max(1, self.largest_rows - self.blank_rows)
-
-        def at(low: int, high: int) -> int:
-            return round(low + (high - low) * part)
-
-        low, high = self.blank, self.largest
-        own = self.blank_input if not rows and low.keeps_input else 0
-        return UnitBytes(
-            kept=at(low.kept, high.kept) + own,
-            forward=at(low.forward, high.forward) + own,
-            backward=at(low.backward, high.backward),
-            keeps_input=high.keeps_input,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EncoderStandIn:
-    """In the place of an encoder's passes, with as many bytes on a ``tape``.
+    """In the place of an encoder's passes, with as many bytes on a tape.
 
-    Of each medium it makes as many rows as ``made`` says of its grid, [rows, width] of ``dtype``,
-    which count for ``region``.
+    ``blank`` are those of the smallest unit, which stands in for no media, ``largest`` those of
+    the largest; what lies between grows with the rows. Of each medium a pass makes as many rows as
+    ``made`` says of its grid, [rows, width] of ``dtype``, which count for ``region``.
     """
 
-    costs: UnitCosts
+    blank: PassBytes
+    largest: PassBytes
     made: Callable[[Grid], int]
     width: int
     dtype: torch.dtype
     region: str
-    tape: Tape
 
-    def payload(self, given: EncoderInput | None) -> Tensor:
+    def payload(self, given: EncoderInput | None, tape: Tape) -> Tensor:
         """What a pass makes; its graph holds what the encoder's would."""
-        taken, rows = None, 0
+        taken, rows, made = None, 0, 0
         if given is not None:
             taken = given.states if isinstance(given, HandedOn) else given.rows
-            rows = sum(self.made((time, high, wide)) for time, high, wide in given.grids.tolist())
-        cost = self.costs.of(0 if given is None else int(given.grids.prod(dim=-1).sum()))
+            rows = int(given.grids.prod(dim=-1).sum())
+            made = sum(self.made((time, high, wide)) for time, high, wide in given.grids.tolist())
         start = torch.empty(0, requires_grad=True)
-        found: Tensor = _Pass.apply(start, taken, cost, self, rows)
+        found: Tensor = _Pass.apply(start, taken, self._bytes(rows), self, made, tape)
         return found
+
+    def _bytes(self, rows: int) -> PassBytes:
+        """Of a pass with so many rows of input; of 0, with what it keeps of its own."""
+        low, high = self.blank, self.largest
+        part = (max(rows, low.rows) - low.rows) / max(1, high.rows - low.rows)
+
+        def at(low: int, high: int) -> int:
+            return round(low + (high - low) * part)
+
+        own = 0 if rows else low.given
+        return PassBytes(
+            kept=at(low.kept, high.kept) + own,
+            forward=at(low.forward, high.forward) + own,
+            backward=at(low.backward, high.backward),
+            given=high.given,
+        )
 
 
 class _Pass(torch.autograd.Function):
@@ -82,18 +67,19 @@ class _Pass(torch.autograd.Function):
         ctx: Any,
         start: Tensor,
         taken: Tensor | None,
-        cost: UnitBytes,
+        cost: PassBytes,
         encoder: EncoderStandIn,
         rows: int,
+        tape: Tape,
     ) -> Tensor:
         """``taken`` [rows, width] are media, or what the stage before has made; None without."""
-        with encoder.tape.region(ENCODER):
+        with tape.region(ENCODER):
             kept = torch.empty(cost.kept, dtype=torch.uint8, device=_META)
-        encoder.tape.work(cost.forward - cost.kept)
-        ctx.save_for_backward(kept, taken if cost.keeps_input else None)
-        ctx.work = cost.backward, encoder.tape
+        tape.work(cost.forward - cost.kept)
+        ctx.save_for_backward(kept, taken if cost.given else None)
+        ctx.work = cost.backward, tape
         ctx.given = None if taken is None else (taken.shape, taken.dtype)
-        with encoder.tape.region(encoder.region):
+        with tape.region(encoder.region):
             return torch.empty(rows, encoder.width, dtype=encoder.dtype, device=_META)
 
     @staticmethod
@@ -106,4 +92,4 @@ class _Pass(torch.autograd.Function):
             shape, dtype = ctx.given
             came = torch.empty(shape, dtype=dtype, device=_META)
         del held
-        return None, came, None, None, None
+        return None, came, None, None, None, None

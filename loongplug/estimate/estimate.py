@@ -10,7 +10,7 @@ from loongplug.estimate.microbatches import StepOf, pieces_of
 from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import ROLES, EncoderCosts, EstimatedStep
+from loongplug.estimate.step import ROLES, EncoderBytes, EstimatedStep
 from loongplug.estimate.tape import TRANSIENT, Tape
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.rules.communicators import communicators_of
@@ -71,7 +71,7 @@ def estimate(
         encoder = model.encoder(each.name)
         steps += [pieces_of(each, step_of, encoder=encoder, packed=args.packing)] * each.layout.pp
     trains = {each.name: [False] * each.layout.pp for each in own}
-    encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
+    traced: EncoderBytes = {}  # all stages that encode have the same encoders
     found: dict[int, RankMemory] = {}
     # Encoders first, stage by stage: those behind hear whether they train.
     for number in (*range(stages, len(ranks)), *range(stages)):
@@ -86,7 +86,7 @@ def estimate(
                 parsed,
                 steps[number],
                 states=states,
-                encoder_costs=encoder_costs,
+                traced=traced,
                 trains=trains,
             )
             found[number] = _fullest(rank, step, states=states)

@@ -1,18 +1,15 @@
-"""From the flags of a run to what the ranks of each of its stages hold."""
+"""From the flags of a run to its checked arguments, its microbatches, its optimizer."""
 
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from loongplug.estimate.estimate import RankMemory
-from loongplug.estimate.estimate import estimate as estimate_run
-from loongplug.estimate.microbatches import StepOf, media_rows, step_of_data, step_of_size
+from loongplug.estimate.microbatches import StepOf, step_of_data, step_of_size
 from loongplug.estimate.state import Stepping
 from loongplug.models.registry import Family
 from loongplug.platform import requested_device
@@ -31,56 +28,6 @@ _OF_THE_MACHINE = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimated:
-    """A run's memory. ``rows`` are those that encoders take of each microbatch of a step."""
-
-    parsed: ParsedArguments
-    rows: tuple[int, ...]
-    stages: tuple[RankMemory, ...]
-
-    @property
-    def fullest(self) -> RankMemory:
-        """The rank that needs most."""
-        return max(self.stages, key=lambda each: each.total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimator:
-    """Estimates runs of so many ``ranks``.
-
-    ``visual_tokens`` of each sample stand in for the images of the data; the flags need name
-    neither data nor tokenizer then, for which there will be others in ``folder``. ``says`` is told
-    what is at work.
-    """
-
-    ranks: int
-    visual_tokens: int | None
-    folder: Path
-    says: Callable[[str], None]
-
-    def of(self, flags: Sequence[str], *, name: str) -> Estimated:
-        """The run of these flags, ``name`` to who watches.
-
-        Raises:
-            ValueError: the flags or ``visual_tokens`` cannot be used.
-        """
-        self.says(f"{name}: flags and data")
-        parsed, step_of = run_of(
-            flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
-        )
-        with quiet():
-            found = estimate_run(
-                parsed,
-                step_of,
-                stepping=stepping_of(flags),
-                on_stage=lambda stage, stages: self.says(f"{name}: stage {stage} of {stages}"),
-            )
-        return Estimated(
-            parsed=parsed, rows=tuple(map(media_rows, step_of(0))), stages=tuple(found)
-        )
-
-
 def fits_in(nbytes: int, *, device_memory: float) -> bool:
     """Whether a rank's bytes fit in the usable part of a device of so many GB."""
     return nbytes <= USABLE * device_memory * GB
@@ -91,7 +38,8 @@ def run_of(
 ) -> tuple[ParsedArguments, StepOf]:
     """The checked arguments of a run, and the microbatches of its first step by replica.
 
-    ``visual_tokens`` and ``folder`` are as :class:`Estimator` has them.
+    ``visual_tokens`` of each sample stand in for the images of the data; the flags need name
+    neither data nor tokenizer then, for which there will be others in ``folder``.
 
     Raises:
         ValueError: the flags or ``visual_tokens`` cannot be used.

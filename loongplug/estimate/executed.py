@@ -41,6 +41,7 @@ from loongplug.hetero.operations import (
     When,
 )
 from loongplug.hetero.sends import Sends
+from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -180,6 +181,41 @@ class EncoderReplay:
                 post(what)
 
         return posted
+
+
+class InlineReplay:
+    """An encoder that works within the forward and the backward of the rank's first chunk.
+
+    Its media come with a microbatch, and count as its own.
+    """
+
+    def __init__(
+        self, entry: Entry, chunk: MultimodalModel, microbatches: list[Microbatch], *, tape: Tape
+    ) -> None:
+        """``chunk`` makes payloads by a stand-in; ``microbatches`` have all of their media."""
+        self._entry = entry
+        self._chunk = chunk
+        self._tape = tape
+        media = (each.units[entry.name].media for each in microbatches)
+        self._media = dict(enumerate(filter(None, media)))
+        microbatches.clear()
+        self._payloads: dict[int, Tensor] = {}  # that have a gradient
+
+    def at(self, when: When) -> None:
+        """Encode, or go backward."""
+        if when.event is Event.FORWARD and when.microbatch in self._media:
+            self._tape.doing = "forward"
+            media, trains = self._media.pop(when.microbatch), self._chunk.trains(self._entry)
+            with self._tape.region(ENCODER), torch.set_grad_enabled(trains):
+                self._tape.see(media.rows)
+                payload = self._chunk.payload(self._entry, media)
+            # The decoder's forward uses it up before it has all that it leaves.
+            self._tape.given_back(payload.untyped_storage())
+            if trains:
+                self._payloads[when.microbatch] = payload
+        elif when.event is Event.GRADIENT and when.microbatch in self._payloads:
+            payload = self._payloads.pop(when.microbatch)
+            payload.backward(payload.detach())  # any gradient
 
 
 class _Sends(Sends):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.loader import collate
+from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.data.positions import Grid
 from loongplug.data.source import EncoderUnits, LocalSource
@@ -36,7 +36,6 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
     provider = DatasetProvider(args, model, engine=engine_of(args, model))
     dataset, entries = provider.train, encoders(model.entries())
     processor = dataset.processor
-    ids = {entry.name: token_ids(processor, entry.media) for entry in entries}
 
     def of_replica(replica: int) -> list[Microbatch]:
         source = LocalSource(
@@ -46,30 +45,21 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
             dp_rank=replica,
             dp_size=args.data_parallel_size,
             seed=args.seed,
-            encoders={entry.name: EncoderUnits(kinds=entry.media, loads=()) for entry in entries},
+            encoders={each.name: EncoderUnits(kinds=each.media, loads=()) for each in entries},
             consumed_samples=step * args.global_batch_size,
             bad_samples=provider.bad_samples,
             look_ahead=args.packing_look_ahead if args.packing else None,
         )
-        planned, row_lengths = list(source.next_step()), row_lengths_of(args)
-        texts = [each.samples for each in planned]
-        found: list[Microbatch] = []
-        for number, each in enumerate(planned):
-            length: int = args.seq_length
-            if row_lengths is not None:
-                together = texts if row_lengths.by_step else [each.samples]
-                length = row_lengths.of(together, longest=length)
-            found += collate(
-                each.samples,
-                pad_token_id=processor.pad_token_id,
-                seq_length=length,
-                token_ids=ids,
-                packed=args.packing,
-                units={name: Unit(grids=tuple(each.units[name].media.grids)) for name in ids},
-                number=number,
-                parts=_parts(args),
-            )
-        return found
+        loader = MicrobatchLoader(
+            source,
+            processor=processor,
+            seq_length=args.seq_length,
+            token_ids={entry.name: token_ids(processor, entry.media) for entry in entries},
+            packed=args.packing,
+            row_lengths=row_lengths_of(args),
+            parts=_parts(args),
+        )
+        return [next(loader) for _ in range(_count(args))]
 
     return of_replica
 
@@ -105,9 +95,7 @@ def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
         units=units,
         own=None if parts is None else parts.of(length),
     )
-    each = rows * args.data_parallel_size
-    count = next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
-    step = [replace(microbatch, number=number) for number in range(count)]
+    step = [replace(microbatch, number=number) for number in range(_count(args))]
     return lambda replica: step
 
 
@@ -151,10 +139,10 @@ def media_rows(microbatch: Microbatch) -> int:
     return sum(unit.rows for unit in microbatch.units.values())
 
 
-def blank_unit(encoder: Any) -> Unit:
-    """The smallest unit, which stands in for no media."""
-    grid: Grid = encoder.blank_grid()
-    return Unit(grids=(grid,), places=(np.arange(encoder.tokens(grid)),))
+def _count(args: Namespace) -> int:
+    """Microbatches of a replica's step."""
+    each = args.micro_batch_size * args.data_parallel_size
+    return next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
 
 
 def _parts(args: Namespace) -> RowParts | None:

@@ -5,10 +5,10 @@ Layers are those without TransformerEngine, attention keeps what flash kernels k
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -17,121 +17,153 @@ from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.estimate.stand_ins import Away
-from loongplug.estimate.tape import DECODER, ENCODER, Tape
+from loongplug.data.microbatch import Microbatch
+from loongplug.estimate.stand_ins import Away, spread_places
+from loongplug.estimate.tape import DECODER
+from loongplug.estimate.trace import PassBytes, drop, tracing
 from loongplug.hetero.pass_order import Turn
+from loongplug.models.features import Features
+from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
-from loongplug.training.decoder_data import row_parts
+from loongplug.schedule.chunk_plan import plan_schedules
+from loongplug.schedule.named_tensors import offload_layers
+from loongplug.training.apart import decoder_layout_of
 from loongplug.training.forward_step import ForwardStep
+from loongplug.training.provider import tensor_offload_of
 
 _META = torch.device("meta")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes on the device behind a turn of work, and the most within it, of all together.
+class TurnBytes(NamedTuple):
+    """Bytes that are ``held`` behind a turn of work, and the ``most`` within it."""
 
-    ``encoders`` are those that encode within the chunk's forward, by name.
-    """
-
-    encoders: Mapping[str, int] = field(default_factory=dict)
-    decoder: int = 0
-    most: int = 0
-
-    @property
-    def total(self) -> int:
-        """Behind it."""
-        return sum(self.encoders.values()) + self.decoder
+    held: int
+    most: int
 
 
 class TracedStage:
-    """Its chunks, and what the ``tape`` sees around each turn of their work.
+    """The chunks of one rank, which has to be Megatron's current one, and what tapes see of them.
 
-    All microbatches have these ``units`` by encoder, and ``segments`` where they are packs.
+    All microbatches are ``like`` one, with media for each encoder. All features come from feature
+    sources, with a gradient of those that ``features_train`` says so of, by encoder.
     """
 
     def __init__(
         self,
-        tape: Tape,
-        chunks: Sequence[MultimodalModel],
         args: Namespace,
+        model: Any,
+        chunks: Sequence[MultimodalModel],
         *,
-        units: Mapping[str, Unit],
-        segments: tuple[int, ...] | None,
+        like: Microbatch,
+        features_train: Mapping[str, bool],
     ) -> None:
-        self._tape = tape
-        self._chunks = chunks
         self._args = args
-        self._segments = segments
-        self._units = units
-        self.platform = Away(tape)
-        self._forward_step = ForwardStep(cast(Platform, self.platform))
+        self._chunks = chunks
+        self._like = like
+        # Parts of the sequence, over which tokens of media are spread evenly.
+        parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
+        for chunk in chunks:
+            spread_places(chunk.text_decoder, parts=parts)
+        hidden, dtype = chunks[0].config.hidden_size, chunks[0].config.params_dtype
+        for name, trains in features_train.items() if chunks[0].pre_process else ():
+            width = (1 + len(model.encoder(name).taps())) * hidden
+            payload = torch.empty(
+                -(-like.units[name].tokens // parts), width, dtype=dtype, device=_META
+            )
+            if trains:
+                payload.requires_grad_().register_post_accumulate_grad_hook(drop)
+            chunks[0].feature_sources[name] = _SameFeatures(payload, hidden)
 
-    def alone(self) -> tuple[Held, Held]:
-        """A forward and a backward of the only chunk, and of one microbatch."""
-        (chunk,) = self._chunks
-        entering = received(chunk, self._args)
-        self._tape.restart()
-        output, _ = schedules.forward_step(
-            self._forward_step,
-            self._microbatches(chunk),
-            chunk,
-            1,
-            entering,
-            [],
-            chunk.config,
-            cp_group_size=parallel_state.get_context_parallel_world_size(),
-            vp_stage=chunk.vp_stage,
-            is_last_stage=chunk.post_process,
-        )
-        if not chunk.post_process:
-            schedules.deallocate_output_tensor(output, chunk.config.deallocate_pipeline_outputs)
-        forward = self._held()
-        gradient = sent(chunk, self._args)
-        self._tape.restart()
-        schedules.backward_step(entering, output, gradient, chunk.config)
-        return forward, self._held()
+    def alone(self, chunk: MultimodalModel) -> PassBytes:
+        """A forward and a backward of a chunk that have nothing to do with others."""
+        with tracing(self._args, chunk, region=DECODER) as tape:
+            entering = self._received(chunk)
+            tape.restart()
+            output, _ = schedules.forward_step(
+                ForwardStep(cast(Platform, Away(tape))),
+                self._microbatches(chunk),
+                chunk,
+                1,
+                entering,
+                [],
+                chunk.config,
+                cp_group_size=parallel_state.get_context_parallel_world_size(),
+                vp_stage=chunk.vp_stage,
+                is_last_stage=chunk.post_process,
+            )
+            if not chunk.post_process:
+                schedules.deallocate_output_tensor(output, chunk.config.deallocate_pipeline_outputs)
+            kept, forward = tape.live[DECODER], tape.most
+            gradient = self._sent(chunk)
+            tape.restart()
+            schedules.backward_step(entering, output, gradient, chunk.config)
+            return PassBytes(kept=kept, forward=forward, backward=tape.most - kept)
 
-    def step(self, order: Sequence[Turn]) -> list[Held]:
-        """A step of which these are the turns; gives what each one held."""
-        found: list[Held] = []  # before each turn, and in the end
+    def step(self, order: Sequence[Turn]) -> tuple[list[TurnBytes], int]:
+        """The turns of ``order`` in turn, and the most bytes that tensors have on the host.
+
+        For passes that depend on each other: with the overlap a forward runs together with another
+        microbatch's backward; tensors that leave the device come back by the order of the passes.
+        Chunks are changed as the run changes them.
+        """
+        model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
+        found: list[TurnBytes] = []  # behind each turn, and before the first one
 
         def noted(work: Callable[..., Any]) -> Callable[..., Any]:
             def turn(*args: Any, **kwargs: Any) -> Any:
-                found.append(self._held())
-                self._tape.restart()
+                found.append(TurnBytes(tape.live[DECODER], tape.most))
+                tape.restart()
                 return work(*args, **kwargs)
 
             return turn
 
-        model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step
-        with (
-            patch.object(P2PCommunicator, "_communicate", self._messages(order)),
-            patch.object(schedules, "forward_step", noted(schedules.forward_step)),
-            patch.object(schedules, "backward_step", noted(schedules.backward_step)),
-            patch.object(combined_1f1b, combined.__name__, noted(combined)),
-        ):
-            schedules.get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=[self._microbatches(chunk) for chunk in model],
-                model=model,
-                num_microbatches=sum(turn.forward is not None for turn in order) // len(model),
-                seq_length=self._args.seq_length,
-                micro_batch_size=self._args.micro_batch_size,
-            )
-        found.append(self._held())
-        assert len(found) == len(order) + 1, "the schedule has other turns"
-        return found[1:]
+        with tracing(self._args, *model, region=DECODER) as tape:
+            away = Away(tape)
+            self._prepare(cast(Platform, away), order)
+            with (
+                patch.object(P2PCommunicator, "_communicate", self._messages(order)),
+                patch.object(schedules, "forward_step", noted(schedules.forward_step)),
+                patch.object(schedules, "backward_step", noted(schedules.backward_step)),
+                patch.object(combined_1f1b, combined.__name__, noted(combined)),
+            ):
+                schedules.get_forward_backward_func()(
+                    forward_step_func=ForwardStep(cast(Platform, away)),
+                    data_iterator=[self._microbatches(chunk) for chunk in model],
+                    model=model,
+                    num_microbatches=sum(turn.forward is not None for turn in order) // len(model),
+                    seq_length=self._like.split.length,
+                    micro_batch_size=self._args.micro_batch_size,
+                )
+            found.append(TurnBytes(tape.live[DECODER], tape.most))
+            assert len(found) == len(order) + 1, "the schedule has other turns"
+            return found[1:], away.most
+
+    def _prepare(self, platform: Platform, order: Sequence[Turn]) -> None:
+        """Have tensors leave the chunks, and their passes overlap, as in the run."""
+        offload = tensor_offload_of(self._args, platform=platform)
+        if offload is not None:
+            forwards = [turn.forward for turn in order if turn.forward is not None]
+            backwards = [turn.backward for turn in order if turn.backward is not None]
+            offload.expect([forwards.index(each) for each in backwards])
+        for chunk in self._chunks:
+            for module in chunk.modules():
+                if isinstance(module, DelayedGradient):  # theirs go where the others go
+                    module.register_wgrad_accumulation_and_reduce_hooks(
+                        partial(drop, module.weight)
+                    )
+            if offload is not None:
+                offload_layers(chunk, offload)
+            if self._args.overlap_moe_expert_parallel_comm:
+                plan_schedules(chunk, offload=offload)
 
     def _messages(self, order: Sequence[Turn]) -> Callable[..., Any]:
         """In the place of Megatron's: other stages send at once, and what is sent is theirs."""
-        chunks, args = self._chunks, self._args
+        chunks = self._chunks
         forwards = (chunks[turn.forward.chunk] for turn in order if turn.forward is not None)
         backwards = (chunks[turn.backward.chunk] for turn in order if turn.backward is not None)
-        outputs = (received(chunk, args) for chunk in forwards if not chunk.pre_process)
-        gradients = (sent(chunk, args) for chunk in backwards if not chunk.post_process)
+        outputs = (self._received(chunk) for chunk in forwards if not chunk.pre_process)
+        gradients = (self._sent(chunk) for chunk in backwards if not chunk.post_process)
 
         def communicate(_: Any, *, recv_prev: bool, recv_next: bool, **others: Any) -> Any:
             moves = {
@@ -149,74 +181,59 @@ class TracedStage:
 
         return communicate
 
-    def _held(self) -> Held:
-        live = self._tape.live
-        return Held(
-            encoders={name: live.get(region_of(name), 0) for name in self._units},
-            decoder=live.get(DECODER, 0),
-            most=self._tape.most,
-        )
-
     def _microbatches(self, chunk: MultimodalModel) -> Iterator[Microbatch]:
         """As many as are asked for; nothing else holds one."""
         return iter(partial(self._microbatch, chunk), None)
 
     def _microbatch(self, chunk: MultimodalModel) -> Microbatch:
-        args, segments, parts = self._args, self._segments, row_parts(self._args)
-        shape = (args.micro_batch_size, held_tokens(args))
-        ids = torch.empty(shape, dtype=torch.int64, device=_META)
-        return Microbatch(
+        positions = torch.empty(self._like.position_ids.shape, dtype=torch.int64, device=_META)
+        ids = torch.empty_like(positions[0])
+        return replace(
+            self._like,
             input_ids=ids,
-            position_ids=torch.empty((3, *shape), dtype=torch.int64, device=_META),
+            position_ids=positions,
             labels=ids if chunk.post_process else None,
             loss_mask=ids.float(),
-            tokens=args.seq_length * args.micro_batch_size if segments is None else sum(segments),
-            units=self._units,
-            segments=segments,
-            own=None if parts is None else parts.of(args.seq_length, segments=segments),
         )
 
+    @property
+    def buffers(self) -> int:
+        """Bytes that Megatron's schedules hold between stages besides what a pass takes and leaves.
 
-def held_tokens(args: Namespace) -> int:
-    """Of a row, by a rank."""
-    held: int = args.seq_length // args.context_parallel_size
-    return held
+        1F1B: the gradient that was sent last. Interleaved, with several chunks: what has come for
+        the next forward and the next backward, and what was sent by the last ones.
+        """
+        moved = [
+            [0 if each is None else each.nbytes for each in (self._received(x), self._sent(x))]
+            for x in self._chunks
+        ]
+        return moved[0][0] if len(moved) == 1 else 2 * max(map(sum, moved))
 
+    def _received(self, chunk: MultimodalModel) -> Tensor | None:
+        """What the chunk is sent by the stage before."""
+        return None if chunk.pre_process else self._hidden(chunk, behind=False).requires_grad_()
 
-def region_of(encoder: str) -> str:
-    """Where a tape counts what an encoder makes, and the rows that it is given."""
-    return f"{ENCODER} of {encoder}"
+    def _sent(self, chunk: MultimodalModel) -> Tensor | None:
+        """What the chunk sends to the stage behind, or a gradient of it."""
+        return None if chunk.post_process else self._hidden(chunk, behind=True)
 
-
-def buffers(chunks: Sequence[MultimodalModel], args: Namespace) -> int:
-    """Bytes that Megatron's schedules hold between stages besides what a pass takes and leaves.
-
-    1F1B: the gradient that was sent last. Interleaved, with several chunks: what has come for the
-    next forward and the next backward, and what was sent by the last ones.
-    """
-    moved = [
-        [0 if each is None else each.nbytes for each in (received(chunk, args), sent(chunk, args))]
-        for chunk in chunks
-    ]
-    return moved[0][0] if len(moved) == 1 else 2 * max(map(sum, moved))
-
-
-def received(chunk: MultimodalModel, args: Namespace) -> Tensor | None:
-    """What the chunk is sent by the stage before."""
-    return None if chunk.pre_process else _hidden(chunk, args, behind=False).requires_grad_()
-
-
-def sent(chunk: MultimodalModel, args: Namespace) -> Tensor | None:
-    """What the chunk sends to the stage behind, or a gradient of it."""
-    return None if chunk.post_process else _hidden(chunk, args, behind=True)
+    def _hidden(self, chunk: MultimodalModel, *, behind: bool) -> Tensor:
+        """States before or ``behind`` its layers, with the deepstack streams that are left."""
+        config = chunk.text_decoder.config
+        _, rows, length = self._like.position_ids.shape
+        if config.sequence_parallel:
+            length //= config.tensor_model_parallel_size
+        stacked = 1 + chunk.text_decoder.travelling(behind=behind)
+        shape = (stacked * length, rows, config.hidden_size)
+        return torch.empty(shape, dtype=config.params_dtype, device=_META)
 
 
-def _hidden(chunk: MultimodalModel, args: Namespace, *, behind: bool) -> Tensor:
-    """Hidden states before or ``behind`` its layers, with the deepstack streams that are left."""
-    config = chunk.text_decoder.config
-    length = held_tokens(args)
-    if config.sequence_parallel:
-        length //= config.tensor_model_parallel_size
-    rows = (1 + chunk.text_decoder.travelling(behind=behind)) * length
-    shape = (rows, args.micro_batch_size, config.hidden_size)
-    return torch.empty(shape, dtype=config.params_dtype, device=_META)
+class _SameFeatures(NamedTuple):
+    """A feature source that gives the same features for every microbatch."""
+
+    payload: Tensor
+    hidden: int
+
+    def features(self, number: int) -> Features:
+        """Of any."""
+        return Features.unpacked(self.payload, hidden=self.hidden)

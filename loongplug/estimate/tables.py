@@ -7,7 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.estimate.estimator import GB, USABLE, Estimated, fits_in
+from loongplug.estimate.estimate import RankMemory
+from loongplug.estimate.estimator import GB, USABLE, fits_in
+from loongplug.training.arguments import ParsedArguments
 
 _MB = 10**6
 _OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, on their hardware
@@ -15,22 +17,42 @@ _OF_NCCL = 160 * 2**20  # what others have measured that a communicator takes, o
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedLayout:
-    """The flags of a layout, what it is called, and its run or why a start would refuse it."""
+    """The memory of a layout's run by ``stages``, or why a start would refuse it.
+
+    ``flags`` are what makes it another run than that of other layouts, and ``name`` is what it is
+    called. ``rows`` are those that encoders take of each microbatch of a step.
+    """
 
     name: str
     flags: str
-    run: Estimated | None
-    refused: str | None = None
+    parsed: ParsedArguments | None = None
+    rows: tuple[int, ...] = ()
+    stages: Sequence[RankMemory] = ()
+    refused: str = ""
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.stages, key=lambda each: each.total)
+
+    @property
+    def title(self) -> str:
+        """The model and the ranks."""
+        from loongplug.training.config import shown_name
+
+        assert self.parsed is not None
+        args = self.parsed.args
+        return f"{shown_name(args)}, {args.ranks} rank(s)"
 
 
-def print_stages(run: Estimated) -> None:
+def print_stages(run: EstimatedLayout) -> None:
     """A table of what the fullest rank of each stage holds."""
     found, fullest = run.stages, run.fullest
     names = list(dict.fromkeys(name for each in found for name in each.parts))
     unit = _unit(fullest.total)
     table = Table(
         _UNITS[unit],
-        title=f"{_title(run)}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches and"
+        title=f"{run.title}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches and"
         " frames",
         caption="* the fullest",
     )
@@ -55,45 +77,40 @@ def print_stages(run: Estimated) -> None:
 
 def print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
     """A table with a row for each, then why some are refused."""
-    runs = [each.run for each in layouts if each.run is not None]
+    runs = [each for each in layouts if not each.refused]
     unit = _unit(max(run.fullest.total for run in runs))
-    table = Table("", "layout", "fullest", "at its fullest in", title=_title(runs[0]))
+    table = Table("", "layout", "fullest", "at its fullest in", title=runs[0].title)
     table.add_column(_UNITS[unit], justify="right")
     table.add_column("optimizer's step", justify="right")
     if device_memory is not None:
         table.add_column(f"of {USABLE * device_memory:.4g} GB")
     for each in layouts:
         cells = ["refused"]
-        if each.run is not None:
-            most = each.run.fullest
+        if not each.refused:
+            most = each.fullest
             cells = [most.place, most.when, _shown(most.total, unit)]
-            cells.append(_shown(max(stage.step for stage in each.run.stages), unit))
+            cells.append(_shown(max(stage.step for stage in each.stages), unit))
             if device_memory is not None:
                 fits = fits_in(most.total, device_memory=device_memory)
                 cells.append("fits" if fits else "does not fit")
         table.add_row(each.name, each.flags, *cells)
     table_console().print(table)
     for each in layouts:
-        if each.refused is not None:
+        if each.refused:
             print(f"{each.name} is refused: {each.refused}")
 
 
-def as_json(found: Estimated | Sequence[EstimatedLayout]) -> dict[str, Any]:
-    """The figures in bytes, of one run or of several layouts."""
-    return (
-        {"stages": _rows(found)}
-        if isinstance(found, Estimated)
-        else {
-            "layouts": [
-                {"flags": each.flags, "refused": each.refused, "stages": _rows(each.run)}
-                for each in found
-            ]
+def as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, Any]:
+    """The figures in bytes, of one run or of ``several`` layouts."""
+    found = [
+        {
+            "flags": each.flags,
+            "refused": each.refused or None,
+            "stages": [{**asdict(stage), "total": stage.total} for stage in each.stages],
         }
-    )
-
-
-def _rows(run: Estimated | None) -> list[dict[str, Any]]:
-    return [] if run is None else [{**asdict(each), "total": each.total} for each in run.stages]
+        for each in layouts
+    ]
+    return {"layouts": found} if several else {"stages": found[0]["stages"]}
 
 
 _UNITS = {GB: "GB", _MB: "MB"}
@@ -101,13 +118,6 @@ _UNITS = {GB: "GB", _MB: "MB"}
 
 def _unit(nbytes: int) -> int:
     return GB if nbytes >= GB else _MB
-
-
-def _title(run: Estimated) -> str:
-    from loongplug.training.config import shown_name
-
-    args = run.parsed.args
-    return f"{shown_name(args)}, {args.ranks} rank(s)"
 
 
 def _shown(nbytes: int, unit: int) -> str:

@@ -4,13 +4,12 @@ Nothing here measures: costs are counted from the images' grids, which every ran
 replica knows from the text part, so that all ranks come to the same plan without a word.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
-from operator import itemgetter
 from typing import Self
 
 from loongplug.data.microbatch import Share
@@ -25,16 +24,12 @@ _EVEN = 10
 # Units are cut no finer than it takes: in pieces of at most the mean load, then of a half, ...
 _FINENESS = (1, 2, 4, 8, 16)
 
-# The local improvement is bounded: it changes at most so many pairs of replicas, looks at so many
-# partners of the slowest one (at more until it finds one), and at so many units of it.
-_CHANGES, _PARTNERS, _CANDIDATES = 64, 8, 16
-# The slowest is good enough when it is within this part of the mean.
-_CLOSE = 1000
+# The local improvement is bounded: so many changes, for each of which it looks at so many units of
+# the slowest replica.
+_CHANGES, _CANDIDATES = 32, 16
 
 _Unit = tuple[int, int]  # its cost and its place
-_Held = list[list[_Unit]]  # by replica, ascending
-# How far apart two loads are then, what one gives away in all, its unit, and that which comes back.
-_Exchange = tuple[int, int, _Unit, _Unit | None]
+_NOTHING: _Unit = (0, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +80,18 @@ class Balance:
         if imbalance(costs, whole, replicas=replicas) < max(self.threshold, 1 / _EVEN):
             return found
         slowest, total = max(loads(costs, whole, replicas=replicas)), sum(costs)
-        media = [self.costs([[grid] for grid in grids]) for grids in units]
+        # A unit without media is a piece, too.
+        media = [self.costs([[grid] for grid in grids or (self.blank,)]) for grids in units]
         # Nothing does better than a replica with the largest medium alone.
-        largest = max(max(each, default=cost) for each, cost in zip(media, costs, strict=True))
-        best = max(total, largest * replicas)
+        best = max(total, replicas * max(map(max, media)))
         for fineness in _FINENESS:
             if slowest * replicas * _EVEN <= best * (_EVEN + 1):
                 break
             most = total // (replicas * fineness)
-            # A unit without media is a piece, too.
             pieces = [
-                (unit, piece)
-                for unit, each in enumerate(media)
-                for piece in runs(each, most) or (range(0),)
+                (unit, piece) for unit, each in enumerate(media) for piece in runs(each, most)
             ]
-            of_pieces = [
-                sum(media[unit][piece.start : piece.stop]) if piece else costs[unit]
-                for unit, piece in pieces
-            ]
+            of_pieces = [sum(media[unit][piece.start : piece.stop]) for unit, piece in pieces]
             owners = balanced(of_pieces, replicas)
             now = max(loads(of_pieces, owners, replicas=replicas))
             if now < slowest:
@@ -147,14 +136,9 @@ def cut(costs: Sequence[int], count: int) -> tuple[range, ...]:
     (range(0, 3), range(3, 4), range(4, 6))
     """
     assert count > 0, count
-    least, most = max([-(-sum(costs) // count), *costs]), sum(costs)
-    while least < most:
-        middle = (least + most) // 2
-        if len(runs(costs, middle)) <= count:
-            most = middle
-        else:
-            least = middle + 1
-    found = runs(costs, most)
+    bounds = range(max([-(-sum(costs) // count), *costs]), sum(costs))
+    fits = bisect_left(bounds, True, key=lambda most: len(runs(costs, most)) <= count)
+    found = runs(costs, bounds.start + fits)
     while len(found) < min(count, len(costs)):
         # Smaller ones are easier to balance.
         largest = max(
@@ -218,11 +202,8 @@ def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> t
     in_turn = tuple(unit % replicas for unit in range(len(costs)))
     if imbalance(costs, in_turn, replicas=replicas) < threshold:
         return in_turn
-    found = balanced(costs, replicas)
-    better = max(loads(costs, found, replicas=replicas)) < max(
-        loads(costs, in_turn, replicas=replicas)
-    )
-    return found if better else in_turn
+    both = in_turn, balanced(costs, replicas)
+    return min(both, key=lambda each: max(loads(costs, each, replicas=replicas)))
 
 
 def loads(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: int) -> list[int]:
@@ -243,21 +224,31 @@ def imbalance(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas
 def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
     """Longest first, each to the least loaded replica; then improved by moves and swaps.
 
-    Units count by their place in the order of costs, so that the loads do not depend on the
-    order the units come in; of equal ones, the earlier is placed first.
+    The slowest gives a unit away, perhaps for a smaller one, to the least loaded with which the
+    slower of the two is faster afterwards. Units count by their place in the order of costs, so
+    that the loads do not depend on the order the units come in; of equal ones, the earlier is
+    placed first.
     """
     order = sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit))
-    ladder = [(0, replica) for replica in range(replicas)]  # loads, and whose; a heap at first
-    held: _Held = [[] for _ in range(replicas)]
+    least = [(0, replica) for replica in range(replicas)]  # a heap of loads, and whose they are
+    held: list[list[_Unit]] = [[] for _ in least]
     for place, unit in enumerate(order):
-        load, replica = ladder[0]
+        load, replica = least[0]
         held[replica].append((costs[unit], place))
-        heapreplace(ladder, (load + costs[unit], replica))
-    for each in (ladder, *held):
-        each.sort()
+        heapreplace(least, (load + costs[unit], replica))
+    held = [sorted(each) for each in held]
     for _ in range(_CHANGES):
-        if not _improve(ladder, held, total=sum(costs)):
+        *others, (top, slowest) = sorted(
+            (sum(cost for cost, _ in x), at) for at, x in enumerate(held)
+        )
+        for load, other in others if len(held[slowest]) > 1 else ():
+            less, out, back = _exchange(held[slowest], held[other], gap=top - load)
+            if abs(top - load - 2 * less) < top - load:
+                break
+        else:
             break
+        held[slowest] = sorted({*held[slowest], back} - {out, _NOTHING})
+        held[other] = sorted({*held[other], out} - {back})
     encoder_replicas = [0] * len(costs)
     for replica, units in enumerate(held):
         for _, place in units:
@@ -265,38 +256,15 @@ def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
     return tuple(encoder_replicas)
 
 
-def _improve(ladder: list[tuple[int, int]], held: _Held, *, total: int) -> bool:
-    """Let the slowest replica give a unit away, or swap it for a smaller one, where the slower of
-    the two is faster afterwards; whether there was such a change.
+def _exchange(
+    mine: Sequence[_Unit], others: Sequence[_Unit], *, gap: int
+) -> tuple[int, _Unit, _Unit]:
+    """With which loads that are ``gap`` apart come closest: what one gives in all, its unit, and
+    what it takes for that.
     """
-    top, slowest = ladder[-1]
-    if top * len(ladder) * _CLOSE <= total * (_CLOSE + 1) or len(held[slowest]) == 1:
-        return False
-    best: tuple[int, int, _Exchange] | None = None
-    for rung, (load, other) in enumerate(ladder[:-1]):
-        if rung >= _PARTNERS and best is not None:
-            break
-        found = min(_exchanges(held[slowest], held[other], gap=top - load), key=itemgetter(0))
-        # The slower of the two has half of both loads and of what they are apart.
-        if found[0] < top - load and (best is None or load + found[0] < best[0]):
-            best = load + found[0], rung, found
-    if best is None:
-        return False
-    _, rung, (_, less, out, back) = best
-    load, other = ladder[rung]
-    for unit, giver, taker in ((out, slowest, other), (back, other, slowest)):
-        if unit is not None:
-            held[giver].remove(unit)
-            insort(held[taker], unit)
-    ladder[rung], ladder[-1] = (load + less, other), (top - less, slowest)
-    ladder.sort()
-    return True
-
-
-def _exchanges(mine: list[_Unit], others: list[_Unit], *, gap: int) -> Iterator[_Exchange]:
-    """Of two loads that are ``gap`` apart: how far they are then, and what changes hands."""
+    found = []
     for out in mine[:: -(-len(mine) // _CANDIDATES)]:
         at = bisect_left(others, (out[0] - gap // 2,))
-        for back in (None, *others[max(at - 1, 0) : at + 1]):
-            less = out[0] - (back[0] if back else 0)
-            yield abs(gap - 2 * less), less, out, back
+        for back in (_NOTHING, *others[max(at - 1, 0) : at + 1]):
+            found.append((out[0] - back[0], out, back))
+    return min(found, key=lambda each: abs(gap - 2 * each[0]))

@@ -45,15 +45,10 @@ def stage_pairs(layout: Layout) -> list[Pair]:
     return [pair for ranks in layout.groups("pp") for pair in pairwise(ranks)]
 
 
-def directions(pairs: Sequence[Pair]) -> dict[bool, list[Pair]]:
-    """The ``pairs`` by whether they send to a higher rank: each of the two has a process group."""
-    found = {up: [each for each in pairs if up == (each[0] < each[1])] for up in (True, False)}
-    return {up: some for up, some in found.items() if some}
-
-
-def there_and_back(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The pairs of each process group of a kind of rows, and of what comes back for them."""
-    return [some for way in (pairs, reverse(pairs)) for some in directions(way).values()]
+def there_and_back(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """The pairs of the process group of a kind of rows, and of that of what comes back for them."""
+    there = [*pairs]
+    return [there, reverse(there)]
 
 
 def reverse(pairs: Iterable[Pair]) -> list[Pair]:

@@ -1,9 +1,10 @@
 """Where pieces cross from an encoder's ranks to the decoder's first stage, and back. Pure.
 
 In each context part of a sequence, a replica's piece goes to one rank of the tensor parallel group
-(:meth:`~loongplug.hetero.placement.Edge.meetings`), with all rows of that part; what the rank has
-encoded itself it does not send. The group then deals the rows of a microbatch
-(:mod:`~loongplug.hetero.dealing`). So each row crosses once, and so does its gradient.
+(:meth:`~loongplug.hetero.placement.Edge.meetings`), with all rows of that part; what a rank of the
+first stage has encoded itself it keeps, with those of all parts. A group of these ranks then deals
+the rows of a microbatch (:mod:`~loongplug.hetero.dealing`). So each row crosses once, and so does
+its gradient.
 
 All ranks at an edge know all pieces, and come to them in one order: an encoder's ranks send theirs
 in it and take gradients in it, the decoder's take and give all in it. So the messages from one rank
@@ -13,7 +14,7 @@ to another are in one order at both ends.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, batched
+from itertools import accumulate, batched, chain
 
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.dealing import Deal
@@ -27,7 +28,8 @@ from loongplug.hetero.wire import StepMoves
 class Crossing:
     """The ``rows`` of a ``unit`` that one encoder replica makes, and their way to the decoder.
 
-    ``piece`` is their number in the plan, and may have several. ``meetings`` are by context part.
+    ``piece`` is their number in the plan, and may have several. ``meetings`` are by context part,
+    or one for all parts.
     ``microbatch`` is the one by which sends are bounded, if they are.
     """
 
@@ -42,27 +44,27 @@ class Crossing:
 class Crossings:
     """All of a step that one ``rank`` knows of, in order; ``units`` are what it knows of them.
 
-    ``parts`` are the consumers in its model replica by context part, a tensor parallel group each;
-    none on ranks that are of no decoder.
+    ``groups`` are the consumers in its model replica, as they deal among themselves; none on ranks
+    that are of no decoder.
     """
 
     units: ExchangeSpec
     every: tuple[Crossing, ...]
-    parts: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
     rank: int
 
     def of_step(self, what: Cargo) -> StepMoves:
         """The rows that the rank gives and takes of pieces."""
         found = defaultdict[int, list[RowMove]](list)
         for each in self.every:
-            own, moves = (each.rows,), found[each.piece]
-            for part, (source, target) in enumerate(each.meetings):
+            moves = found[each.piece]
+            for (source, target), rows in zip(each.meetings, self._rows(each), strict=True):
                 if self.rank not in (source, target):
                     continue
-                rows = within(common(joined(self._chunks(each)[part]), own), own)
                 start = sum(size(move.placed) for move in moves if move.target == target)
                 placed = (slice(start, start + size(rows)),)
-                moves.append(RowMove(each.piece, source, target, rows, placed))
+                given = within(rows, (each.rows,))
+                moves.append(RowMove(each.piece, source, target, given, placed))
         return StepMoves(
             moves={
                 piece: [move.back for move in moves] if what.back else moves
@@ -76,25 +78,31 @@ class Crossings:
         )
 
     def deal(self, unit: int) -> Deal:
-        """How the rank's tensor parallel group deals what has come of a unit."""
-        part, ranks = next((n, each) for n, each in enumerate(self.parts) if self.rank in each)
-        of_unit = [each for each in self.every if each.unit == unit]
-        chunks = self._chunks(of_unit[0])[part] if of_unit else ((),)
-        whole = joined(chunks)
-        held = [
-            tuple(each.rows for each in of_unit if each.meetings[part][1] == rank) for rank in ranks
-        ]
-        needed = chunks if len(chunks) > 1 else chunks * len(ranks)  # in chunks, or all of it
+        """How the rank's group deals what has come of a unit."""
+        ranks = next(each for each in self.groups if self.rank in each)
+        parts, consumers = self.units.of_parts(unit), [*chain(*self.groups)]
+        copies = len(consumers) // len(parts)  # ranks that need the same rows
+        first = consumers.index(ranks[0]) // copies
+        needed = parts[first : first + len(ranks) // copies]
+        whole = joined(needed)
+        held: dict[int, list[Rows]] = {rank: [] for rank in ranks}
+        for each in (every for every in self.every if every.unit == unit):
+            for (_, target), rows in zip(each.meetings, self._rows(each), strict=True):
+                if target in held:
+                    held[target].append(common(whole, rows))
         return Deal(
             ranks=ranks,
-            holds=tuple(within(common(whole, rows), whole) for rows in held),
-            needs=tuple(within(rows, whole) for rows in needed),
+            holds=tuple(within(joined(rows), whole) for rows in held.values()),
+            needs=tuple(within(rows, whole) for rows in needed for _ in range(copies)),
         )
 
-    def _chunks(self, crossing: Crossing) -> list[tuple[Rows, ...]]:
-        """Of the crossing's unit, by context part, the rows of each of the part's chunks."""
-        parts = self.units.of_parts(crossing.unit)
-        return [*batched(parts, len(parts) // len(crossing.meetings))]
+    def _rows(self, crossing: Crossing) -> list[Rows]:
+        """Those that each who is met gets."""
+        own, parts = (crossing.rows,), self.units.of_parts(crossing.unit)
+        if len(crossing.meetings) == 1:
+            return [own]
+        of_parts = batched(parts, len(parts) // len(crossing.meetings))
+        return [common(joined(chunks), own) for chunks in of_parts]
 
 
 def streamed_crossings(
@@ -112,7 +120,7 @@ def streamed_crossings(
             )
             for number, each in enumerate(pieces)
         ),
-        parts=edge.parts(cp),
+        groups=(edge.consumers,),
         rank=rank,
     )
 
@@ -150,5 +158,5 @@ def apart_crossings(
             )
             for each in needed
         ]
-    parts = needed[0].edge.parts(cp) if needed else ()
-    return Crossings(units=units, every=tuple(every), parts=parts, rank=rank)
+    groups = needed[0].edge.parts(cp) if needed else ()
+    return Crossings(units=units, every=tuple(every), groups=groups, rank=rank)

@@ -1,12 +1,15 @@
-"""Rows of a microbatch within a tensor parallel group: from ranks that hold some to those in need.
+"""Rows of a microbatch within a group of the decoder's: from ranks that hold some to those in need.
 
-With sequence parallelism, each rank needs the rows of its own chunk of the sequence, and all get
-them in one all-to-all; their gradients go back in another. Without, each needs all rows, and who
-holds some broadcasts them; of the gradient each has a copy, so that nothing is shared on the way
-back. All ranks know who holds and who needs what, and enter for each microbatch that has rows at
-all.
+The group is a tensor parallel one, or that of all context parts, too, where ranks of these hold
+rows that others need. With sequence parallelism, each rank needs the rows of its own chunk of the
+sequence; without, the ranks of a tensor parallel group need the same. All get theirs in one
+all-to-all, and each gradient goes back to who held the row in another. Where all need all rows,
+those who hold some broadcast them; of the gradient each has a copy, so that nothing is shared on
+the way back. All ranks know who holds and who needs what, and enter for each microbatch that has
+rows at all.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,7 +24,8 @@ from loongplug.observe.recorder import NOTHING, Recorder
 class Deal:
     """Of the rows of a microbatch, those that each of some ranks ``holds``, and that it ``needs``.
 
-    Each row is held once. ``ranks`` are those of the group, in its order.
+    Each row is held once, and needed by as many as each other one. ``ranks`` are those of the
+    group, in its order.
     """
 
     ranks: tuple[int, ...]
@@ -34,18 +38,29 @@ class Deal:
         return sum(map(size, self.holds))
 
     @property
-    def chunked(self) -> bool:
-        """Whether each row is needed once, too; else all ranks need all."""
-        return sum(map(size, self.needs)) == self.rows
+    def copies(self) -> int:
+        """How many ranks, neighbours, need each row."""
+        return sum(map(size, self.needs)) // max(1, self.rows)
 
-    @property
-    def back(self) -> "Deal":
-        """The way back of one that is chunked."""
-        return Deal(ranks=self.ranks, holds=self.needs, needs=self.holds)
+    def there(self, rank: int) -> Iterator[RowMove]:
+        """The moves that ``rank`` is in, as those of piece 0."""
+        for source, has in zip(self.ranks, self.holds, strict=True):
+            for target, wants in zip(self.ranks, self.needs, strict=True):
+                if rank in (source, target):
+                    yield RowMove.of(0, source, target, has=has, wants=wants)
+
+    def back(self, rank: int) -> Iterator[RowMove]:
+        """Those of the gradient: of each row from one of its copies, the own one if there is."""
+        copies = self.copies
+        for number, (target, wants) in enumerate(zip(self.ranks, self.holds, strict=True)):
+            for place in range(number % copies, len(self.ranks), copies):
+                source, has = self.ranks[place], self.needs[place]
+                if rank in (source, target):
+                    yield RowMove.of(0, source, target, has=has, wants=wants)
 
 
 class Dealer:
-    """One rank's part of what a tensor parallel ``group`` deals."""
+    """One rank's part of what a ``group`` deals."""
 
     def __init__(self, group: dist.ProcessGroup, *, recorder: Recorder = NOTHING) -> None:
         self._group = group
@@ -58,8 +73,10 @@ class Dealer:
         assert deal.ranks == self._ranks, (deal, self._ranks)
         mine = deal.holds[self._ranks.index(self._rank)]
         assert len(held) == size(mine), (held.shape, deal, self._rank)
-        if deal.chunked:
-            return self._exchanged(held, deal)
+        if not deal.rows or len(self._ranks) == 1:
+            return held
+        if deal.copies < len(self._ranks):
+            return self._exchanged(held, deal.there(self._rank))
         shared = (
             (rows, self.shared(held, rows=size(rows), source=source))
             for source, rows in zip(deal.ranks, deal.holds, strict=True)
@@ -70,10 +87,12 @@ class Dealer:
     def gradients(self, came: Tensor, deal: Deal) -> Tensor:
         """The gradient of what this rank needed to that of what it held.
 
-        Collective: the group, where each rank has needed a chunk. Else each has all of it.
+        Collective: the group, but where each has a copy of all.
         """
-        if deal.chunked:
-            return self._exchanged(came, deal.back)
+        if not deal.rows or len(self._ranks) == 1:
+            return came
+        if deal.copies < len(self._ranks):
+            return self._exchanged(came, deal.back(self._rank))
         return own_storage(taken(came, deal.holds[self._ranks.index(self._rank)]))
 
     def shared(self, held: Tensor, *, rows: int, source: int) -> Tensor:
@@ -86,17 +105,9 @@ class Dealer:
             dist.broadcast(found, src=source, group=self._group)
         return found
 
-    def _exchanged(self, rows: Tensor, deal: Deal) -> Tensor:
-        """From what each rank holds to what it needs, [rows, width]; one all-to-all."""
-        if not deal.rows or len(self._ranks) == 1:
-            return rows
-        moves = [
-            RowMove.of(0, source, target, has=has, wants=wants)
-            for source, has in zip(deal.ranks, deal.holds, strict=True)
-            for target, wants in zip(deal.ranks, deal.needs, strict=True)
-            if self._rank in (source, target)
-        ]
+    def _exchanged(self, rows: Tensor, moves: Iterator[RowMove]) -> Tensor:
+        """By one all-to-all, [rows, width]."""
         with self._recorder.span("exchange", "deal") as span:
-            found, nbytes = moved({0: rows}, moves, like=rows[:0], group=self._group)
+            found, nbytes = moved({0: rows}, [*moves], like=rows[:0], group=self._group)
             span.note(bytes=nbytes)
         return found[0]

@@ -13,17 +13,15 @@ from loongplug.hetero.bubbles import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
-    directions,
     piece_pairs,
-    reverse,
     stage_pairs,
+    there_and_back,
 )
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.pass_order import warmup
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.wire import Over
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
@@ -56,7 +54,8 @@ class EncoderPlace:
     decoder replicas is made of, in training and in evaluation.
 
     Where a mode sends rows point to point, ``groups`` are what they go over, each None on ranks at
-    neither end. ``deals`` is the decoder's tensor parallel group then; None on ranks of no decoder.
+    neither end. ``deals`` is what the decoder's first stage deals in then: its tensor parallel
+    group, with context parallel ranks where these encode, too; None on ranks of no decoder.
     """
 
     state: ModuleState | None
@@ -65,7 +64,7 @@ class EncoderPlace:
     exchange_group: dist.ProcessGroup | None = None
     layout: Layout | None = None
     pieces: Mapping[bool, tuple[ApartPiece, ...]] | None = None  # by whether a step is of training
-    groups: Mapping[Cargo, Over] = MappingProxyType({})
+    groups: Mapping[Cargo, dist.ProcessGroup | None] = MappingProxyType({})
     deals: dist.ProcessGroup | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
@@ -140,7 +139,7 @@ class PlaceOfEncoder:
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, decoder, state)
-        exchange_group, groups = None, dict[Cargo, Over]()
+        exchange_group, groups = None, dict[Cargo, dist.ProcessGroup | None]()
         if self.mode.around_schedule:
             of_stage = "tp" if decoder.cp == 1 else "tp_cp"
             exchange_group = create_exchange_group(
@@ -172,7 +171,7 @@ class PlaceOfEncoder:
             replica_group=together,
             exchange_group=exchange_group,
             groups=groups,
-            deals=decoders.tp,
+            deals=decoders.tp if decoder.cp == 1 else decoders.tp_cp,
         )
 
     def pipeline_groups(self, *, virtual: bool) -> PipelineGroups:
@@ -242,16 +241,13 @@ class PlaceOfEncoder:
         ways: tuple[Cargo, Cargo],
         *,
         options_of: str,
-    ) -> dict[Cargo, Over]:
+    ) -> dict[Cargo, dist.ProcessGroup | None]:
         """Groups of ``ranks`` for what goes one way between ``pairs``, and for what comes back.
 
         Collective over all ranks.
         """
         options = {"options_of": options_of, "device": current_platform().device, **self._options}
         return {
-            what: {
-                up: connected_group(f"{self.entry.name}_{what.name}_{up}", ranks, some, **options)
-                for up, some in directions(reverse(pairs) if what.back else pairs).items()
-            }
-            for what in ways
+            what: connected_group(f"{self.entry.name}_{what.name}", ranks, some, **options)
+            for what, some in zip(ways, there_and_back(pairs), strict=True)
         }

@@ -283,11 +283,13 @@ def _meetings(
 
     All ranks of the replica have the same, and one of them brings it: replicas take turns, by their
     ``number``, when as many have brought as it takes to come to all of a group. Rank e meets rank
-    e mod TP, so that few pairs have a communicator, all of a group get as much, and a rank of the
-    decoder's first stage meets itself in its own part.
+    e mod TP, so that few pairs have a communicator, and all of a group get as much. A rank of the
+    decoder's first stage meets itself alone, with the rows of all parts.
     """
     turn = number // max(1, len(parts[0]) // len(replica))
     brings = replica[turn % len(replica)]
+    if any(brings in ranks for ranks in parts):
+        return ((brings, brings),)
     return tuple((brings, ranks[(brings - ranks[0]) % len(ranks)]) for ranks in parts)
 
 

@@ -19,6 +19,15 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    When,
+    backward,
+    before_pass,
+    forward,
+    gradient,
+)
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 
 
@@ -94,6 +103,57 @@ def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) 
             **with_peers,
         )
     return tuple(noted)
+
+
+def turns(pipeline: Pipeline, microbatches: int) -> Iterator[Turn]:
+    """The passes alone: 1F1B, interleaved with several chunks."""
+    found = calls(pipeline, microbatches, beside_sends=pipeline.chunks > 1)
+    return (each for each in found if isinstance(each, Turn))
+
+
+def around(turn: Turn) -> Iterator[When | Turn]:
+    """A turn of a stage, and the moments of an encoder's plan before and behind it."""
+    if turn.forward is not None and turn.forward.chunk == 0:
+        yield forward(turn.forward.microbatch)
+    if turn.backward is not None and turn.backward.chunk == 0:
+        yield backward(turn.backward.microbatch)
+    yield turn
+    if turn.backward is not None and turn.backward.chunk == 0:
+        yield gradient(turn.backward.microbatch)
+
+
+def events(pipeline: Pipeline, microbatches: int) -> Iterator[When | Turn]:
+    """All turns of a stage in a step, and all moments of the plans of its encoders.
+
+    Where two passes are one turn, no plan has moments between passes.
+    """
+    yield BEGIN
+    number = 0
+    for number, turn in enumerate(turns(pipeline, microbatches), start=1):
+        yield before_pass(number - 1)
+        yield from around(turn)
+    yield before_pass(number)
+    yield END
+
+
+def shortened(pipeline: Pipeline, microbatches: int) -> tuple[list[Turn], list[int]]:
+    """A step of so few microbatches that has any pair of turns which the whole step has.
+
+    Beside its turns, the number of the one that each of the whole step's is like; so are the turns
+    before the two. What is left out are repetitions of the steady state. The last group may be
+    smaller than the others; then two of them are whole.
+    """
+    whole = [*turns(pipeline, microbatches)]
+    first = next(number for number, each in enumerate(whole) if each.backward)  # steady from here
+    passes = pipeline.group * pipeline.chunks
+    steady = 2 * passes if microbatches % pipeline.group else passes
+    left_out = max(0, microbatches * pipeline.chunks - first - steady) // passes
+    period = passes if pipeline.overlaps else 2 * passes
+    few = [*turns(pipeline, microbatches - left_out * pipeline.group)]
+    numbers = [*range(len(few))]
+    behind = first + period
+    numbers[behind:behind] = left_out * numbers[first:behind]
+    return few, numbers
 
 
 def _chunk(config: ModelParallelConfig, number: int) -> Any:

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.pass_order import Pipeline, turns
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import turns
 
 
 class DecoderPass(NamedTuple):

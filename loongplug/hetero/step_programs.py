@@ -1,14 +1,15 @@
 """Steps as programs of the clock: of a decoder's stages, and of full separation. Pure."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from itertools import chain
 
 from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, Step
-from loongplug.simulate.clock import run, step_time
-from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.clock import step_time
+from loongplug.simulate.order import Deadlock
 from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait, Work
 
 
@@ -50,96 +51,58 @@ def stage_acts(
                 yield from work(call)
 
 
-class PlanClock:
-    """The clock of one step's plans that stream. What is sent arrives at once.
+def plan_programs(step: Step, plan: EncoderPlan) -> Programs:
+    """A step that streams, by replica, whose ranks are one here. What is sent arrives at once.
 
-    Nobody waits for a send. A replica's ranks are one here, and replicas of one stage do each of
-    its passes together.
+    Nobody waits for a send, and replicas of one stage do each of its passes together.
     """
+    build = Build()
 
-    def __init__(self, step: Step) -> None:
-        self.step, build = step, Build()
-        self._features = {name: build.message("features", name) for name in step.names}
-        self._made = {
-            one: build.message(one[:2], one.microbatch) for own in step.passes for one in own
-        }
-        self._build = build
-        self._passes = [
-            [[*self._decoding(stage, one)] for one in passes]
-            for stage, passes in enumerate(step.passes)
-        ]
-        self._works: dict[tuple[bool, tuple[Name, ...]], tuple[Act, Act]] = {}
-        self._empty = build.programs(())
+    def done(one: DecoderPass, *, sends: bool = False) -> tuple[End, ...]:
+        return ((build.message(one[:2], one.microbatch), sends),)
 
-    def time(self, plan: EncoderPlan) -> int | None:
-        """When the step ends; None where ranks wait for one another for ever."""
-        try:
-            return int(step_time(self.programs(plan)))
-        except Deadlock:
-            return None
+    def features(names: Iterable[Name], *, sends: bool = False) -> tuple[End, ...]:
+        return tuple((build.message("features", name), sends) for name in names)
 
-    def programs(self, plan: EncoderPlan) -> Programs:
-        """Of each replica."""
-        replicas = range(len(self.step.replicas))
-        return replace(self._empty, ranks=tuple(self._acts(each, plan) for each in replicas))
+    def encoding(one: EncoderWork[Name]) -> Iterator[Act]:
+        if not one.forward:  # gradients come in the order of microbatches
+            yield Wait(done(DecoderPass(False, 0, one.pieces[-1][0])))
+        yield Work(step.encoder_pass(one.pieces, forward=one.forward))
+        if one.forward:
+            yield Post(features(one.pieces, sends=True))
 
-    def _acts(self, replica: int, plan: EncoderPlan) -> tuple[Act, ...]:
-        """The passes of the replica's stage with its own work between them."""
-        stage, work = self.step.replicas[replica], plan[replica]
-        passes = self._passes[stage]
-        if replica != self.step.lanes[stage][0]:  # one of them sends for all
-            passes = [each[:-1] for each in passes]
-        found: list[Act] = []
-        done = 0
-        for one in work:
-            for each in passes[done : one.before]:
-                found += each
-            done = max(done, one.before)
-            found += self._encoding(one)
-        for each in passes[done:]:
-            found += each
-        return tuple(found)
-
-    def _encoding(self, one: EncoderWork[Name]) -> tuple[Act, Act]:
-        """Plans of one step have many works in common."""
-        key = one.forward, one.pieces
-        if key not in self._works:
-            work = Work(self.step.encoder_pass(one.pieces, forward=one.forward))
-            if one.forward:
-                ends = tuple((self._features[name], True) for name in one.pieces)
-                self._works[key] = work, Post(ends)
-            else:  # gradients come in the order of microbatches
-                self._works[key] = self._wait(DecoderPass(False, 0, one.pieces[-1][0])), work
-        return self._works[key]
-
-    def _decoding(self, stage: int, one: DecoderPass) -> Iterator[Act]:
-        step, before = self.step, self.step.before(one)
+    def decoding(one: DecoderPass, *, sends: bool, lanes: Sequence[int]) -> Iterator[Act]:
+        before = step.before(one)
         if before is None:
-            pieces = range(len(step.pieces[one.microbatch]))
-            yield Wait(tuple((self._features[one.microbatch, each], False) for each in pieces))
+            own = range(len(step.pieces[one.microbatch]))
+            yield Wait(features((one.microbatch, piece) for piece in own))
         elif before[1:] != one[1:]:  # else the rank has just done it
-            yield self._wait(before)
-        if len(step.lanes[stage]) > 1:
-            yield Meet(self._build.group(step.lanes[stage]))
+            yield Wait(done(before))
+        if len(lanes) > 1:
+            yield Meet(build.group(lanes))
         yield Work(step.cost(one))
-        yield Post(((self._made[one], True),))
+        if sends:
+            yield Post(done(one, sends=True))
 
-    def _wait(self, one: DecoderPass) -> Wait:
-        return Wait(((self._made[one], False),))
+    def acts(replica: int) -> Iterator[Act]:
+        stage, between = step.replicas[replica], defaultdict[int, list[EncoderWork[Name]]](list)
+        for one in plan[replica]:
+            between[one.before].append(one)
+        lanes = step.lanes[stage]  # of which the first sends for all
+        for number, each in enumerate(step.passes[stage]):
+            yield from chain.from_iterable(map(encoding, between[number]))
+            yield from decoding(each, sends=replica == lanes[0], lanes=lanes)
+        yield from chain.from_iterable(map(encoding, between[len(step.passes[stage])]))
+
+    return build.programs([[*acts(replica)] for replica in range(len(step.replicas))])
 
 
-def decoder_alone(step: Step) -> dict[DecoderPass, int]:
-    """When each pass of a step without encoders begins, in an order of what waits for what."""
-    programs = PlanClock(replace(step, pieces=((),) * len(step.pieces))).programs(
-        ((),) * len(step.replicas)
-    )
-    begins = {each[:2]: int(each.begin) for spans in run(programs).spans for each in spans}
-    passes = {lanes[0]: iter(own) for lanes, own in zip(step.lanes, step.passes, strict=True)}
-    return {
-        next(passes[rank]): begins[rank, act]
-        for rank, act in order(programs).works.values()
-        if rank in passes
-    }
+def plan_time(step: Step, plan: EncoderPlan) -> int | None:
+    """When a step that streams ends; None where ranks wait for one another for ever."""
+    try:
+        return int(step_time(plan_programs(step, plan)))
+    except Deadlock:
+        return None
 
 
 def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> int:

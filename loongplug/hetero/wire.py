@@ -2,10 +2,9 @@
 
 Both ends of a message know from the text how many rows it has, and come to pieces in one order. So
 nothing is announced, and a message without rows is left out on both sides. With NCCL, two ranks
-have one queue for all that they send each other in a process group. So each kind of rows has groups
-of its own: what goes there and what comes back would wait for one another. And it has one for what
-goes to higher ranks and one for what goes to lower ones: two ranks of a first stage that hold parts
-of one sequence send each other features, and each posts receives early.
+have one queue for all that they send each other in a process group. So each kind of rows has a
+group of its own: what goes there and what comes back would wait for one another. Two ranks send
+each other a kind one way alone.
 """
 
 from collections import deque
@@ -25,8 +24,6 @@ from loongplug.observe.recorder import NOTHING, Recorder, Span
 # Pieces whose features or states are received ahead of the one that is waited for; of gradients it
 # is one. Where a GPU has one queue for all its work, more would hold up what others need to go on.
 WINDOW = 2
-
-Over = Mapping[bool, dist.ProcessGroup | None]  # by whether a message goes to a higher rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Wire:
 
     def __init__(
         self,
-        groups: Mapping[Cargo, Over],
+        groups: Mapping[Cargo, dist.ProcessGroup | None],
         *,
         most: float,
         device: torch.device,
@@ -139,8 +136,7 @@ class Wire:
 
     def _send(self, what: Cargo, rows: Tensor, move: RowMove) -> None:
         with self._span("send", what, rows, move.piece, target=move.target):
-            group = self._groups[what][self._rank < move.target]
-            work = dist.isend(rows, dst=move.target, group=group)
+            work = dist.isend(rows, dst=move.target, group=self._groups[what])
         microbatch = self.ways[what].known.microbatches.get(move.piece, 0)
         self.sends[what].add(work, rows, microbatch=microbatch)
 
@@ -152,8 +148,7 @@ class Wire:
             for move in self._come(what, piece):
                 if count := size(move.placed):
                     rows = self.empty(what, count)
-                    group = self._groups[what][move.source < self._rank]
-                    work = dist.irecv(rows, src=move.source, group=group)
+                    work = dist.irecv(rows, src=move.source, group=self._groups[what])
                     assert work is not None, "this rank is in the group"
                     coming.append((move, rows, work))
 

@@ -83,13 +83,13 @@ class _Walk:
         self.takes: list[Time] = [0]
         self.works: dict[int, tuple[int, int]] = {}
         self.behind: list[_Nodes] = [(BEGIN,) for _ in ranks]
-        self.came: list[int | None] = [None for _ in messages.names]
-        self._sent: list[_Nodes | None] = [None for _ in messages.names]
-        self._received: list[_Nodes | None] = [None for _ in messages.names]
+        self.came: list[int | None] = [None for _ in messages]
+        self._sent: list[_Nodes | None] = [None for _ in messages]
+        self._received: list[_Nodes | None] = [None for _ in messages]
         self._followers: defaultdict[int, list[int]] = defaultdict(list)
-        for message, others in messages.behind.items():
-            for other in others:
-                self._followers[other].append(message)
+        for number, message in enumerate(messages):
+            for other in message.behind:
+                self._followers[other].append(number)
         self._at = [0 for _ in ranks]
         self._awake = deque(range(len(ranks)))
         self._asleep: defaultdict[int, list[int]] = defaultdict(list)  # ranks by message
@@ -111,7 +111,7 @@ class _Walk:
         """A rank, as far as it can. Most of a run's time is here."""
         acts, at, behind = self._programs.ranks[rank], self._at[rank], self.behind[rank]
         came, before, takes, asleep = self.came, self.before, self.takes, self._asleep
-        eager, instant = self._messages.eager, self._messages.instant
+        messages = self._messages
         while at < len(acts):
             act = acts[at]
             if isinstance(act, Work):
@@ -121,15 +121,10 @@ class _Walk:
                 takes.append(act.takes)
             elif isinstance(act, Post):
                 for message, sends in act.ends:
-                    if sends and message in instant and came[message] is None:
-                        came[message] = behind[0] if len(behind) == 1 else self._node(behind, 0)
-                        if message in asleep:
-                            self._awake += asleep.pop(message)
-                    else:
-                        self._set_out(message, behind, sends=sends)
+                    self._set_out(message, behind, sends=sends)
             elif isinstance(act, Wait):
                 for message, sends in act.ends:
-                    if sends and eager[message]:
+                    if sends and messages[message].eager:
                         continue
                     node = came[message]
                     if node is None:
@@ -155,8 +150,7 @@ class _Walk:
         """One end of a message, which comes, if it can; then those that are behind it."""
         messages, came = self._messages, self.came
         ends = self._sent if sends else self._received
-        twice = ends[message] is not None or (sends and came[message] is not None)
-        assert not twice, f"{messages.names[message]} goes twice"
+        assert ends[message] is None, f"{messages[message]} goes twice"
         ends[message] = behind
         todo = [message]
         while todo:
@@ -164,13 +158,13 @@ class _Walk:
             before = self._ends(message)
             if came[message] is not None or before is None:
                 continue
-            if message in messages.behind:
-                others = [came[each] for each in messages.behind[message]]
+            if messages[message].behind:
+                others = [came[each] for each in messages[message].behind]
                 known = [node for node in others if node is not None]
                 if len(known) < len(others):
                     continue
                 before = (*dict.fromkeys((*before, *known)),)
-            takes = messages.takes[message]
+            takes = messages[message].takes
             alike = len(before) == 1 and not takes
             came[message] = before[0] if alike else self._node(before, takes)
             self._awake.extend(self._asleep.pop(message, ()))
@@ -179,7 +173,7 @@ class _Walk:
     def _ends(self, message: int) -> _Nodes | None:
         """What a message is behind by its ends; None where one is missing."""
         sent, received = self._sent[message], self._received[message]
-        if sent is None or self._messages.eager[message]:
+        if sent is None or self._messages[message].eager:
             return sent
         return None if received is None else (*dict.fromkeys((*sent, *received)),)
 
@@ -207,15 +201,16 @@ class _Walk:
             late = next(each for each in group if each not in self._here[act.group])
             return Stuck(rank, f"to meet ranks {', '.join(map(str, group))}", late)
         assert isinstance(act, Wait)
-        came, eager = self.came, self._messages.eager
+        came, messages = self.came, self._messages
         message, as_sender = next(
-            end for end in act.ends if came[end[0]] is None and not (end[1] and eager[end[0]])
+            (each, sends)
+            for each, sends in act.ends
+            if came[each] is None and not (sends and messages[each].eager)
         )
         seen = set[int]()
         while self._ends(message) is not None and message not in seen:  # behind another one
             seen.add(message)
-            ahead = self._messages.behind[message]
-            message = next(each for each in ahead if came[each] is None)
+            message = next(each for each in messages[message].behind if came[each] is None)
         sends = self._sent[message] is None if message not in seen else not as_sender
         others = (
             each
@@ -223,4 +218,4 @@ class _Walk:
             if any(isinstance(x, Post) and (message, sends) in x.ends for x in acts)
         )
         way = "to send" if sends else "to receive"
-        return Stuck(rank, f"{way} {self._messages.names[message]}", next(others, None))
+        return Stuck(rank, f"{way} {messages[message]}", next(others, None))

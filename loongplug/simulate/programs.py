@@ -5,7 +5,6 @@ Times are of one unit. Only sums and maxima are made of them, so that integers s
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,36 +53,23 @@ class Meet(NamedTuple):
 Act = Work | Post | Wait | Meet
 
 
-class Name(NamedTuple):
-    """What a message is called: its stream, and which one of the stream's it is."""
+class Message(NamedTuple):
+    """What is sent: ``which`` one of its stream.
+
+    It sets out when both of its ends are posted, or, where it is ``eager``, when its send is, and
+    each message that it is ``behind`` has come; then it ``takes`` so long. Who sends an eager one
+    waits for nothing.
+    """
 
     stream: Hashable
     which: Hashable
+    eager: bool = True
+    takes: Time = 0
+    behind: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """As a user reads it."""
         return f"{_said(self.stream)} {_said(self.which)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Messages:
-    """What is sent, by number.
-
-    A message sets out when both of its ends are posted, or, where it is ``eager``, when its send
-    is, and each message that it is ``behind`` has come; then it ``takes`` so long. Who sends an
-    eager one waits for nothing.
-    """
-
-    names: tuple[Name, ...] = ()
-    eager: tuple[bool, ...] = ()
-    takes: tuple[Time, ...] = ()
-    behind: Mapping[int, Sequence[int]]
-
-    @cached_property
-    def instant(self) -> frozenset[int]:
-        """Those that are there as soon as they are sent."""
-        each = enumerate(zip(self.eager, self.takes, strict=True))
-        return frozenset(n for n, (eager, takes) in each if eager and not takes) - {*self.behind}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +81,7 @@ class Programs:
     """
 
     ranks: tuple[tuple[Act, ...], ...]
-    messages: Messages
+    messages: tuple[Message, ...]
     groups: tuple[tuple[int, ...], ...] = ()
     places: tuple[Mapping[str, int], ...] = ()
 
@@ -109,19 +95,17 @@ class Build:
     """Programs in the making: messages by their names, groups by their ranks."""
 
     def __init__(self) -> None:
-        self._messages: dict[tuple[Hashable, Hashable], int] = {}
-        self._eager: list[bool] = []
-        self._takes: list[Time] = []
+        self._numbers: dict[tuple[Hashable, Hashable], int] = {}
+        self._messages: list[Message] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def message(
         self, stream: Hashable, which: Hashable, *, eager: bool = True, takes: Time = 0
     ) -> int:
         """The number of a message; it is what it was when it was asked for first."""
-        found = self._messages.setdefault((stream, which), len(self._eager))
-        if found == len(self._eager):
-            self._eager.append(eager)
-            self._takes.append(takes)
+        found = self._numbers.setdefault((stream, which), len(self._messages))
+        if found == len(self._messages):
+            self._messages.append(Message(stream, which, eager, takes))
         return found
 
     def group(self, ranks: Sequence[int]) -> int:
@@ -134,12 +118,7 @@ class Build:
         """Of these acts, by rank."""
         return Programs(
             ranks=tuple(map(tuple, ranks)),
-            messages=Messages(
-                names=tuple(Name(*each) for each in self._messages),
-                eager=tuple(self._eager),
-                takes=tuple(self._takes),
-                behind={},
-            ),
+            messages=tuple(self._messages),
             groups=tuple(self._groups),
             places=tuple(places),
         )

@@ -3,9 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from loongplug.simulate.programs import Act, End, Name, Post, Programs, Wait
+from loongplug.simulate.programs import Act, End, Message, Post, Programs, Wait
 
 
 def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
@@ -14,21 +13,20 @@ def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -
     Who sends one more waits for the message ``most`` before; nobody waits for it where that is
     eager.
     """
-    names = programs.messages.names
 
     def acts(own: Sequence[Act]) -> Iterator[Act]:
         sent: defaultdict[Hashable, list[int]] = defaultdict(list)
         for act in own:
             yield act
             for message, sends in act.ends if isinstance(act, Post) else ():
-                stream = names[message].stream
+                stream = programs.messages[message].stream
                 if not sends or not of(stream):
                     continue
                 sent[stream].append(message)
                 if len(sent[stream]) > most:
                     yield Wait(((sent[stream][-1 - most], True),))
 
-    return _changed(programs, acts)
+    return replace(programs, ranks=tuple(tuple(acts(own)) for own in programs.ranks))
 
 
 def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Programs:
@@ -37,24 +35,20 @@ def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Progra
     Those of one :class:`Post` are one handshake, as in Megatron.
     """
     messages = programs.messages
-    announced = [each for each, name in enumerate(messages.names) if of(name.stream)]
-    ahead = {each: len(messages.names) + number for number, each in enumerate(announced)}
-    names = tuple(Name(("shape of", stream), which) for stream, which in messages.names)
+    announced = [number for number, each in enumerate(messages) if of(each.stream)]
+    ahead = {each: len(messages) + number for number, each in enumerate(announced)}
+    shapes_of = (messages[each] for each in announced)
+    shapes = (Message(("shape of", each.stream), each.which, each.eager) for each in shapes_of)
 
     def acts(own: Sequence[Act]) -> Iterator[Act]:
         for act in own:
             if isinstance(act, Post):
-                shapes = tuple((ahead[each], sends) for each, sends in act.ends if each in ahead)
-                yield from (Post(shapes), Wait(shapes)) if shapes else ()
+                ends = tuple((ahead[each], sends) for each, sends in act.ends if each in ahead)
+                yield from (Post(ends), Wait(ends)) if ends else ()
             yield act
 
-    return _changed(
-        programs,
-        acts,
-        names=messages.names + tuple(names[each] for each in announced),
-        eager=messages.eager + tuple(messages.eager[each] for each in announced),
-        takes=messages.takes + (0,) * len(announced),
-    )
+    ranks = tuple(tuple(acts(own)) for own in programs.ranks)
+    return replace(programs, ranks=ranks, messages=(*messages, *shapes))
 
 
 def on_streams(
@@ -71,10 +65,7 @@ def on_streams(
     share one. With ``one_queue`` (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what a rank gives to its
     device begins in that order, so that a message that cannot begin holds up all behind it.
     """
-    names = programs.messages.names
-    behind: defaultdict[int, list[int]] = defaultdict(list)
-    for message, others in programs.messages.behind.items():
-        behind[message] += others
+    behind = [[*each.behind] for each in programs.messages]
 
     def acts(own: Sequence[Act]) -> Iterator[Act]:
         streams: dict[Hashable, int] = {}
@@ -84,7 +75,7 @@ def on_streams(
                 yield act
                 continue
             for message, sends in act.ends:
-                used = communicator(names[message].stream)
+                used = communicator(programs.messages[message].stream)
                 if used is not None:
                     stream = streams.setdefault(used, len(streams)) % pool
                     if stream in latest:
@@ -94,12 +85,7 @@ def on_streams(
                     latest[stream] = message, sends
                 yield Post(((message, sends),))
 
-    return _changed(programs, acts, behind=behind)
-
-
-def _changed(
-    programs: Programs, acts: Callable[[Sequence[Act]], Iterator[Act]], **messages: Any
-) -> Programs:
-    """With other ``acts`` in the place of each rank's, and other fields of ``messages``."""
     ranks = tuple(tuple(acts(own)) for own in programs.ranks)
-    return replace(programs, ranks=ranks, messages=replace(programs.messages, **messages))
+    each_behind = zip(programs.messages, behind, strict=True)
+    messages = tuple(each._replace(behind=tuple(others)) for each, others in each_behind)
+    return replace(programs, ranks=ranks, messages=messages)

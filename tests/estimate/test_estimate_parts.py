@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from itertools import product
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.estimate.estimate import RankMemory
-from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
+from loongplug.estimate.estimator import fits_in, stepping_of
 from loongplug.estimate.state import State, _Buffer, _trained, _work
-from loongplug.estimate.tables import print_stages
+from loongplug.estimate.tables import EstimatedLayout, print_stages
 from loongplug.estimate.tape import TRANSIENT, Tape
-from loongplug.hetero.pass_order import Pipeline, enough, stands_for, turns
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import shortened, turns
 from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
@@ -51,10 +53,14 @@ def test_a_schedule_with_less_microbatches_than_stages_goes_backward_too():
     assert order(1, stages=1, stage=0, chunks=1, group=1, overlaps=True) == "f00 b00"
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("microbatches", [1, 4, 20, 23])
 @pytest.mark.parametrize(
-    ("stages", "chunks", "group"), [(1, 1, 1), (2, 1, 2), (2, 2, 2), (2, 3, 4)]
+    ("stages", "chunks", "group", "microbatches", "overlaps"),
+    [
+        *product([1], [1], [1], [1, 4, 20, 23], [False, True]),
+        *product([2], [1], [2], [1, 4, 20, 23], [False]),
+        *product([2], [2], [2], [2, 4, 20], [False, True]),
+        *product([2], [3], [4], [4, 20, 22], [False, True]),
+    ],
 )
 def test_a_shorter_step_has_a_turn_like_each_of_a_long_one(
     stages, chunks, group, microbatches, overlaps
@@ -67,10 +73,8 @@ def test_a_shorter_step_has_a_turn_like_each_of_a_long_one(
         return [None if one is None else one.chunk for one in both], apart
 
     pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=group, overlaps=overlaps)
-    few = enough(pipeline, microbatches)
-    assert few <= max(6 * group, 8)
-    whole, short = (list(turns(pipeline, number)) for number in (microbatches, few))
-    numbers = [stands_for(pipeline, microbatches, number=number) for number in range(len(whole))]
+    whole, (short, numbers) = list(turns(pipeline, microbatches)), shortened(pipeline, microbatches)
+    assert sum(each.forward is not None for each in short) <= max(6 * group, 8) * chunks
     assert [like(each) for each in whole] == [like(short[number]) for number in numbers]
     assert (numbers[0], numbers[-1]) == (0, len(short) - 1)
 
@@ -225,7 +229,8 @@ def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
     )
-    print_stages(Estimated(parsed=Namespace(args=args), rows=(4,), stages=(found,)))
+    parsed = Namespace(args=args)
+    print_stages(EstimatedLayout(name="it", flags="", parsed=parsed, rows=(4,), stages=[found]))
     shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
     assert "total 2.00" in shown  # on the device
     assert "in the optimizer s step 1.50" in shown

@@ -1,11 +1,11 @@
 """What a step's plans hold on a rank, by the run's own executor: counts that are known by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loongplug.estimate.encoder_stand_in import UnitCosts
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.microbatches import pieces_of, step_of_size
 from loongplug.estimate.own_ranks import own_ranks_of
@@ -21,7 +21,7 @@ from loongplug.estimate.tape import (
     TRANSIENT,
     Tape,
 )
-from loongplug.estimate.trace import UnitBytes
+from loongplug.estimate.trace import PassBytes
 
 pytestmark = pytest.mark.quick
 
@@ -66,22 +66,20 @@ class Followed:
             if here.engine.own is not None:
                 steps = pieces_of(own[0], step_of, encoder=encoder, packed=False)
             heard = {NAME: trains} if own else {}
-            step = EstimatedStep(here, parsed, steps, states={}, encoder_costs={}, trains=heard)
+            step = EstimatedStep(here, parsed, steps, states={}, traced={}, trains=heard)
             kept = KEPT if any(trains[: here.stage + 1] if own else trains) else 0
-            cost = UnitBytes(kept=kept, forward=FORWARD, backward=BACKWARD, keeps_input=keeps)
-            costs = UnitCosts(
-                blank=UnitBytes(keeps_input=keeps),
-                blank_rows=0,
-                blank_input=0,
-                largest=cost,
-                largest_rows=4 * TOKENS,
+            given = 1 if keeps else 0
+            cost = PassBytes(
+                kept=kept, forward=FORWARD, backward=BACKWARD, given=given, rows=4 * TOKENS
             )
-            step._costs = dict.fromkeys(step._costs, costs)
+            step._stand_ins = {
+                name: replace(each, blank=PassBytes(), largest=cost)
+                for name, each in step._stand_ins.items()
+            }
             tape, made = Tape(region=TRANSIENT), 0
             step.follow(tape, rank=rank)
             assert tape.total == 0, f"nobody let go of {tape.live}"
-            if step._costs:
-                stand_in = step._stand_in(NAME, tape)
+            for stand_in in step._stand_ins.values():
                 rows = stand_in.made(encoder.grid_of(TOKENS))
                 made = rows * stand_in.width * stand_in.dtype.itemsize
             return tape, made

@@ -36,7 +36,7 @@ from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.pass_order import ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.wire import Over, Wire
+from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
@@ -207,13 +207,13 @@ class _World:
         layout, ends = place.layout, [each.edge for each in place.pieces]
         last_stage = layout.ranks[-layout.stage_size :]
         ranks = sorted({*last_stage, *(rank for each in ends for rank in each.decoder_ranks)})
-        there: dict[Cargo, Over] = {
-            Cargo.FEATURES: {False: groups.of("there", ranks)},
-            Cargo.GRADIENTS: {True: groups.of("back", ranks)},
+        there = {
+            Cargo.FEATURES: groups.of("there", ranks),
+            Cargo.GRADIENTS: groups.of("back", ranks),
         }
         if layout.pp > 1:
-            there[Cargo.STATES] = {True: groups.of("states", layout.ranks)}
-            there[Cargo.STATE_GRADIENTS] = {False: groups.of("of states", layout.ranks)}
+            there[Cargo.STATES] = groups.of("states", layout.ranks)
+            there[Cargo.STATE_GRADIENTS] = groups.of("of states", layout.ranks)
         deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
         shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
         return Carrier(

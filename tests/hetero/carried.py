@@ -40,10 +40,10 @@ class Counted:
         def sending(tensor: torch.Tensor, *, dst: int, group: Any) -> Any:
             if self.late:
                 time.sleep(LATE)
-            if group in self.groups[:2]:
+            if group is self.groups[0]:
                 self.there += tensor.nbytes
             else:
-                assert group in self.groups[2:]
+                assert group is self.groups[1]
                 self.back += tensor.nbytes
             return isend(tensor, dst=dst, group=group)
 
@@ -59,18 +59,24 @@ class Counted:
 
 
 def carrier_of(
-    everyone: Sequence[int], decoder: Layout, encoder: Layout, counted: Counted, *, most: float
+    everyone: Sequence[int],
+    decoder: Layout,
+    encoder: Layout,
+    counted: Counted,
+    *,
+    most: float,
+    deals: str = "tp",
 ) -> Carrier:
-    """Of this rank, over groups of all ranks."""
-    ranks = [list(everyone)]
-    there = {up: create_exchange_group(f"t{up}", ranks, options_of="pp") for up in (True, False)}
-    back = {up: create_exchange_group(f"b{up}", ranks, options_of="pp") for up in (True, False)}
-    counted.groups[:] = [*there.values(), *back.values()]
+    """Of this rank, over groups of all ranks; ``deals`` are the decoder's groups that do."""
+    there, back = (
+        create_exchange_group(name, [list(everyone)], options_of="pp") for name in ("there", "back")
+    )
+    counted.groups[:] = [there, back]
     counted.watch()
     dealers = [
         None if group is None else Dealer(group)
         for group in (
-            create_exchange_group("deals", decoder.groups("tp"), options_of="tp"),
+            create_exchange_group("deals", decoder.groups(deals), options_of="tp"),
             create_exchange_group("shares", encoder.groups("tp"), options_of="tp"),
         )
     ]

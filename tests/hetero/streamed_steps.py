@@ -5,15 +5,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from loongplug.hetero.balance import plan as balanced
-from loongplug.hetero.bubble_drafts import _at_the_ends, streamed
+from loongplug.hetero.balance import balanced, in_passes
+from loongplug.hetero.bubble_drafts import streamed
+from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.step_costs import (
     EncoderPlan,
+    Name,
     PassCosts,
     PieceCost,
     Step,
 )
-from loongplug.hetero.step_programs import PlanClock, separated_time
+from loongplug.hetero.step_programs import plan_programs, separated_time
 from loongplug.simulate.clock import run
 from loongplug.simulate.order import Deadlock
 
@@ -56,8 +58,18 @@ def busiest(step: Step) -> int:
 
 def separated(step: Step) -> EncoderPlan:
     """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
-    costs = [step.encoding(*name) for name in step.names]
-    return _at_the_ends(step, balanced(costs, len(step.replicas), threshold=0))
+    owners = balanced([step.encoding(*name) for name in step.names], len(step.replicas))
+    owned: list[list[Name]] = [[] for _ in step.replicas]
+    for owner, name in zip(owners, step.names, strict=True):
+        owned[owner].append(name)
+    plan = []
+    for names, stage in zip(owned, step.replicas, strict=True):
+        costs = [step.pieces[unit][piece].forward for unit, piece in names]
+        passes = in_passes(names, costs, most=step.encoder.joined)
+        work = [EncoderWork(0, True, each) for each in passes]
+        behind = [EncoderWork(len(step.passes[stage]), False, each) for each in passes]
+        plan.append((*work, *(behind if step.encoder.trains else ())))
+    return tuple(plan)
 
 
 def separated_end(step: Step) -> int:
@@ -96,12 +108,13 @@ class Times:
 
 def simulate(step: Step, plan: EncoderPlan) -> Times | None:
     """None where ranks wait for one another for ever."""
-    programs = PlanClock(step).programs(plan)
+    programs = plan_programs(step, plan)
     try:
         found = run(programs)
     except Deadlock:
         return None
-    came: dict[Any, Any] = dict(zip(programs.messages.names, found.came, strict=True))
+    names = ((each.stream, each.which) for each in programs.messages)
+    came: dict[Any, Any] = dict(zip(names, found.came, strict=True))
     return Times(
         step=found.step,
         idle=found.idle,

@@ -244,7 +244,7 @@ def test_nothing_goes_back_where_nothing_trains() -> None:
 
 def count_each_copy_of_a_gradient(rank: int) -> None:
     def summed(original: Any, self: Dealer, came: torch.Tensor, deal: Deal) -> torch.Tensor:
-        return original(self, came, deal) * (1 if deal.chunked else len(deal.ranks))
+        return original(self, came, deal) * (deal.copies or 1)
 
     around("loongplug.hetero.dealing:Dealer.gradients", summed)
 

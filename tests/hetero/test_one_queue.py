@@ -190,9 +190,7 @@ class Ranks:
         """Of a rank of the encoder, or of the decoder's first stage."""
         layout, decoder = encoder.layout, self._decoder
         here = rank in layout.ranks
-        groups: Any = {
-            what: dict.fromkeys((True, False), f"{what.name} {encoder.number}") for what in Cargo
-        }
+        groups: Any = {what: f"{what.name} {encoder.number}" for what in Cargo}
         links = stage_links(layout, rank, widths=[1] * (layout.pp - 1))
         last = not any(each.source == rank for each in links)
         tp_group: Any = tuple((layout if here else decoder).group("tp", rank))

@@ -21,7 +21,7 @@ from loongplug.hetero.step_costs import (
     PieceCost,
     Step,
 )
-from loongplug.hetero.step_programs import PlanClock
+from loongplug.hetero.step_programs import plan_time
 from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick
@@ -160,7 +160,7 @@ def test_a_step_that_is_sent_is_no_shorter(step: Step) -> None:
     if len(step.forward) > len(step.passes) and len(step.pieces) % len(step.passes):
         return
     plan = separated(step)
-    free = PlanClock(step).time(plan)
+    free = plan_time(step, plan)
     assert free is not None
     assert separated_end(step) >= free
 
@@ -174,5 +174,5 @@ def test_uneven_virtual_stages_are_held_up_by_what_they_send() -> None:
         backward=(9, 1, 9, 1),
     )
     plan = separated(step)
-    assert PlanClock(step).time(plan) == 91
+    assert plan_time(step, plan) == 91
     assert separated_end(step) == 92

@@ -1,15 +1,34 @@
-"""The messages of Megatron's own schedules as they are recorded."""
+"""Megatron's own schedules as they are recorded: their messages and passes."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from test_pass_order import interleaved, plain
 
 from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.recorded_schedule import Posted, Waited, calls
+from loongplug.hetero.step_costs import DecoderPass, decoder_passes
 
 pytestmark = pytest.mark.quick
+
+
+def plain() -> Iterator[tuple[Pipeline, int]]:
+    """All stages of small pipelines."""
+    for stages, microbatches in product((1, 2, 3, 4), (1, 2, 5, 9)):
+        for stage in range(stages):
+            yield Pipeline(stages=stages, stage=stage, chunks=1, group=stages), microbatches
+
+
+def interleaved() -> Iterator[tuple[Pipeline, int]]:
+    """The same, whose groups are whole or have a smaller one behind them."""
+    for stages, chunks, more in product((2, 3), (2, 3), (0, 1, 3)):
+        group = stages + more
+        for microbatches, stage in product(
+            (group, 2 * group, 2 * group + stages, 3 * group), range(stages)
+        ):
+            yield Pipeline(stages=stages, stage=stage, chunks=chunks, group=group), microbatches
 
 
 @pytest.mark.parametrize("beside_sends", [False, True])
@@ -43,3 +62,14 @@ def test_passes_go_on_beside_what_is_sent() -> None:
             if isinstance(call, Waited)
         ]
         assert any(between) == beside_sends
+
+
+def test_a_pass_knows_its_place_on_the_microbatch_s_way() -> None:
+    second = Pipeline(stages=2, stage=1, chunks=2, group=2)
+    first = decoder_passes(second, 2)[:4]
+    assert first == (
+        DecoderPass(forward=True, place=1, microbatch=0),
+        DecoderPass(forward=True, place=1, microbatch=1),
+        DecoderPass(forward=True, place=3, microbatch=0),
+        DecoderPass(forward=False, place=3, microbatch=0),
+    )

@@ -21,7 +21,8 @@ from loongplug.hetero.operations import (
     Weights,
     When,
 )
-from loongplug.hetero.pass_order import Pipeline, events
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import events
 
 
 def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.hetero.pass_order import Pipeline, turns, warmup
+from loongplug.hetero.pass_order import Pipeline, warmup
+from loongplug.hetero.recorded_schedule import turns
 from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick

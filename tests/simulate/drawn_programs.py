@@ -68,8 +68,9 @@ class Slow:
             case Post(ends=ends):
                 self.posted |= dict.fromkeys(ends, self.now[rank])
             case Wait(ends=ends):
-                eager = self.programs.messages.eager
-                came = [self._came(each) for each, sends in ends if not (sends and eager[each])]
+                messages = self.programs.messages
+                waits = (each for each, sends in ends if not (sends and messages[each].eager))
+                came = [self._came(each) for each in waits]
                 if None in came:
                     return False
                 self.now[rank] = max([self.now[rank], *(each or 0 for each in came)])
@@ -88,8 +89,8 @@ class Slow:
         return True
 
     def _came(self, message: int) -> Time | None:
-        messages = self.programs.messages
-        ends = [(message, True)] if messages.eager[message] else [(message, True), (message, False)]
+        sent = self.programs.messages[message]
+        ends = [(message, True)] if sent.eager else [(message, True), (message, False)]
         if not all(each in self.posted for each in ends):
             return None
-        return max(self.posted[each] for each in ends) + messages.takes[message]
+        return max(self.posted[each] for each in ends) + sent.takes

@@ -11,20 +11,20 @@ import loongplug
 pytestmark = pytest.mark.quick
 
 PRODUCT = Path(loongplug.__file__).parent
-ORDERS = {"turns", "calls", "get_schedule_table"}
+ORDERS = {"turns", "calls", "shortened", "get_schedule_table"}
 # By the function or class that asks.
 ASKS = {
-    ("turns", "get_schedule_table"): "the order itself, as Megatron has it",
+    ("turns", "calls"): "the passes among what Megatron's schedule was seen to do",
+    ("shortened", "turns"): "a short step that stands for a long one",
     ("events", "turns"): "the one walk through a rank's step, with the moments of its plans",
     ("stage_acts", "calls"): "programs of the clock, by what Megatron's schedule was seen to do",
-    ("EstimatedStep", "turns"): "chunks are traced in this order; it counts no step",
+    ("EstimatedStep", "shortened"): "chunks are traced in this order; it counts no step",
     ("decoder_passes", "turns"): "what drafts of streamed plans go through, until they go",
 }
 TESTS_ASK = {
-    ("check", "turns"): "the order is Megatron's own",
-    ("check", "calls"): "the order is Megatron's own",
-    ("order", "turns"): "a shorter step stands for a long one",
-    ("test_a_shorter_step_has_a_turn_like_each_of_a_long_one", "turns"): "the same",
+    ("order", "turns"): "a few orders, written out",
+    ("test_a_shorter_step_has_a_turn_like_each_of_a_long_one", "turns"): "it stands for a long one",
+    ("test_a_shorter_step_has_a_turn_like_each_of_a_long_one", "shortened"): "the same",
     ("test_what_a_stage_sends_the_next_one_receives", "calls"): "the recorder",
     ("test_passes_go_on_beside_what_is_sent", "calls"): "the recorder",
     ("one_by_one", "turns"): "the clock, by a walk with no programs",

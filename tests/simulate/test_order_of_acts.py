@@ -126,10 +126,10 @@ def test_an_end_that_is_left_out_is_named(drawn: Programs, data: st.DataObject) 
     ((message, sends),) = acts[number].ends  # type: ignore[union-attr]
     without = (*acts[:number], *acts[number + 1 :])
     ranks = (*drawn.ranks[:rank], without, *drawn.ranks[rank + 1 :])
-    if not sends and drawn.messages.eager[message]:
+    if not sends and drawn.messages[message].eager:
         assert step_time(replace(drawn, ranks=ranks)) == step_time(drawn)
         return
-    with pytest.raises(Deadlock, match=str(drawn.messages.names[message])):
+    with pytest.raises(Deadlock, match=str(drawn.messages[message])):
         run(replace(drawn, ranks=ranks))
     twice = (*acts[:number], acts[number], *acts[number:])
     with pytest.raises(AssertionError, match="goes twice"):

@@ -77,6 +77,8 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
             exchanges.update(chain(*(each.ranks for each in placement.edges(name))))
         if mode.fills_bubbles and decoder.pp > 1:
             messages += there_and_back(piece_pairs(placement.edges(name), cp=decoder.cp))
+            if decoder.cp > 1:  # in one more of Megatron's groups the first stage deals
+                of_megatron.update(chain(*decoder.stage(0)))
             pipelines = decoder.groups("pp")
             pairs = [pipeline_pairs(each, virtual=wants_virtual(args)) for each in pipelines]
             messages += chain(*(each.values() for each in pairs))
