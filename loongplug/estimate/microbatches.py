@@ -101,11 +101,11 @@ def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
 
 def pieces_of(one: OwnRanks, step_of: StepOf, *, encoder: Any, packed: bool) -> list[Microbatch]:
     """What the busiest replica of an ``encoder`` on ranks of its own encodes, in its order."""
-    steps = {each: step_of(each) for each in {piece.edge.decoder for piece in one.made}}
+    steps = {each: step_of(each) for each in {piece.decoder for piece in one.made}}
     found = []
     for number in range(len(next(iter(steps.values())))):
         for each in one.made:
-            microbatch = steps[each.edge.decoder][number]
+            microbatch = steps[each.decoder][number]
             unit = microbatch.units[one.name]
             if not packed:
                 unit = _of_samples(unit, each.samples, tokens=encoder.tokens)

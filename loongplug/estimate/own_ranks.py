@@ -49,14 +49,14 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
         slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
         samples: Counter[int] = Counter()
         for each in slot:
-            samples[each.edge.encoder] += len(each.samples)
+            samples[each.replica] += len(each.samples)
         ((replica, _),) = samples.most_common(1)  # of equal ones that which came first
         found.append(
             OwnRanks(
                 name=entry.name,
                 layout=placement.entry(entry.name).layout,
                 replica=replica,
-                made=tuple(each for each in slot if each.edge.encoder == replica),
+                made=tuple(each for each in slot if each.replica == replica),
             )
         )
     return tuple(found)

@@ -74,7 +74,7 @@ class EncoderPlace:
         if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
             return ()
         replica = self.layout.coordinates(rank).dp
-        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
+        return tuple(each for each in self.pieces[training] if each.replica == replica)
 
     def step(self, rank: int, *, training: bool, ahead: int, **of_step: Any) -> EncoderStep:
         """What a policy is asked of a step of ``rank``.
@@ -92,7 +92,7 @@ class EncoderPlace:
             )
         if self.layout is None or rank not in self.layout.ranks:
             pieces = () if self.pieces is None else self.pieces[training]
-            consumes = any(rank in each.edge.decoder_ranks for each in pieces)
+            consumes = any(rank in each.edge.consumers for each in pieces)
             return EncoderStep(replicas=1, replica=None, consumes=consumes, **of_step)
         stage = self.layout.coordinates(rank).pp
         return EncoderStep(
@@ -207,7 +207,7 @@ class PlaceOfEncoder:
             for training, size in self.micro_batch_sizes.items()
         }
         # Every decoder replica needs its samples, whatever their number.
-        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
+        consumers = {rank for each in pieces[True] for rank in each.edge.consumers}
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         pairs = apart_pairs(chain(*pieces.values()), cp=decoder.cp)
         groups = self._wired([ranks], pairs, _FEATURES, options_of="pp")
