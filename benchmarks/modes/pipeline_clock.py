@@ -227,6 +227,6 @@ class _Side:
     def _send(self, rank: int, what: Cargo, unit: int) -> Iterator[Act]:
         """One rank stands for all that have the same."""
         for each, message in self._over_edges(rank, what, unit).items():
-            edge = self._pieces[each].edge
-            if rank in (edge.encoder_ranks[0], edge.decoder_ranks[0]):
+            piece = self._pieces[each]
+            if rank in (piece.ranks[0], piece.edge.consumers[0]):
                 yield Post(((message, True),))

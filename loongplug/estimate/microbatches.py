@@ -142,7 +142,7 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
                 name=entry.name,
                 layout=layout,
                 replica=replica,
-                made=tuple(each for each in slot if each.edge.encoder == replica),
+                made=tuple(each for each in slot if each.replica == replica),
             )
             for replica in range(layout.dp)
         ]
@@ -152,11 +152,11 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
 
 def pieces_of(one: OwnRanks, step_of: StepOf, *, encoder: Any, packed: bool) -> list[Microbatch]:
     """What the busiest replica of an ``encoder`` on ranks of its own encodes, in its order."""
-    steps = {each: step_of(each) for each in {piece.edge.decoder for piece in one.made}}
+    steps = {each: step_of(each) for each in {piece.decoder for piece in one.made}}
     found = []
     for number in range(len(next(iter(steps.values())))):
         for each in one.made:
-            microbatch = steps[each.edge.decoder][number]
+            microbatch = steps[each.decoder][number]
             unit = microbatch.units[one.name]
             if not packed:
                 unit = _of_samples(unit, each.samples, tokens=encoder.tokens)

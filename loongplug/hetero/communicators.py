@@ -37,7 +37,7 @@ def pipeline_pairs(ranks: Sequence[int], *, virtual: bool) -> dict[str, list[Pai
 
 def apart_pairs(pieces: Iterable[ApartPiece], *, cp: int) -> list[Pair]:
     """Who sends features of these ``pieces`` to whom."""
-    return sorted({*chain(*(each.edge.meetings(cp=cp) for each in pieces))})
+    return sorted({*chain(*(each.edge.meetings(each.replica, cp=cp) for each in pieces))})
 
 
 def stage_pairs(layout: Layout) -> list[Pair]:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, batched, chain
+from itertools import accumulate, batched, chain, cycle
 
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.dealing import Deal
@@ -140,18 +140,18 @@ def apart_crossings(
     On the encoder's ranks, a unit of a step is what one replica makes of one decoder replica's
     microbatch; on the decoder's it is the whole microbatch, and one piece of the plan.
     """
-    made = [each.edge for each in pieces if rank in each.edge.encoder_ranks]
-    needed = [each for each in pieces if rank in each.edge.decoder_ranks]
+    made = [each for each in pieces if rank in each.ranks]
+    needed = [each for each in pieces if rank in each.edge.consumers]
     assert not (made and needed), "an encoder apart is not where it leads"
     every = [
         Crossing(
             piece=unit,
             unit=unit,
             rows=slice(0, tokens),
-            meetings=made[unit % len(made)].meetings(cp=cp),
+            meetings=each.edge.meetings(each.replica, cp=cp),
             microbatch=unit // len(made),
         )
-        for unit, tokens in enumerate(units.tokens if made else ())
+        for (unit, tokens), each in zip(enumerate(units.tokens), cycle(made), strict=False)
     ]
     for unit in range(len(units.tokens)) if needed else ():
         ends = [0, *accumulate(units.row_tokens[unit])]
@@ -160,7 +160,7 @@ def apart_crossings(
                 piece=unit,
                 unit=unit,
                 rows=slice(ends[each.samples.start], ends[each.samples.stop]),
-                meetings=each.edge.meetings(cp=cp),
+                meetings=each.edge.meetings(each.replica, cp=cp),
                 microbatch=unit,
             )
             for each in needed

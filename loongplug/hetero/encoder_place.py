@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.bubbles import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.communicators import (
     Pair,
     apart_pairs,
@@ -75,7 +74,7 @@ class EncoderPlace:
         if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
             return ()
         replica = self.layout.coordinates(rank).dp
-        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
+        return tuple(each for each in self.pieces[training] if each.replica == replica)
 
     def step(self, rank: int, *, training: bool, ahead: int, **of_step: Any) -> EncoderStep:
         """What a policy is asked of a step of ``rank``.
@@ -93,7 +92,7 @@ class EncoderPlace:
             )
         if self.layout is None or rank not in self.layout.ranks:
             pieces = () if self.pieces is None else self.pieces[training]
-            consumes = any(rank in each.edge.decoder_ranks for each in pieces)
+            consumes = any(rank in each.edge.consumers for each in pieces)
             return EncoderStep(replicas=1, replica=None, consumes=consumes, **of_step)
         stage = self.layout.coordinates(rank).pp
         return EncoderStep(
@@ -146,7 +145,7 @@ class PlaceOfEncoder:
                 name,
                 [edge.ranks for edge in placement.edges(name)],
                 options_of="mp" if placement.on_every_stage(name) else of_stage,
-                **self._options,
+                **self.options,
             )
         if self.mode.fills_bubbles:
             edges = placement.edges(name)
@@ -174,18 +173,9 @@ class PlaceOfEncoder:
             deals=decoders.tp if decoder.cp == 1 else decoders.tp_cp,
         )
 
-    def pipeline_groups(self, *, virtual: bool) -> PipelineGroups:
-        """What goes between the decoder's stages where encoders fill its bubbles.
-
-        ``virtual``: a rank has several chunks. Collective over all ranks; once in a run.
-        """
-        groups = decoder_layout().groups("pp")
-        device = current_platform().device
-        return create_pipeline_groups(groups, virtual=virtual, device=device, **self._options)
-
     @property
-    def _options(self) -> dict[str, Any]:
-        """Of all groups."""
+    def options(self) -> dict[str, Any]:
+        """Of all process groups."""
         return {
             "timeout_minutes": self.timeout_minutes,
             "nccl_config_path": self.nccl_config_path,
@@ -200,7 +190,7 @@ class PlaceOfEncoder:
             return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
         if not is_adopted():  # the first encoder with a state of its own
             adopt_parallel_state()
-        create_parallel_state(name, encoder, seed=self.seed, **self._options)
+        create_parallel_state(name, encoder, seed=self.seed, **self.options)
         if dist.get_rank() not in encoder.ranks:
             return None
         factor = placement.gradient_factor(name)
@@ -217,7 +207,7 @@ class PlaceOfEncoder:
             for training, size in self.micro_batch_sizes.items()
         }
         # Every decoder replica needs its samples, whatever their number.
-        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
+        consumers = {rank for each in pieces[True] for rank in each.edge.consumers}
         ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         pairs = apart_pairs(chain(*pieces.values()), cp=decoder.cp)
         groups = self._wired([ranks], pairs, _FEATURES, options_of="pp")
@@ -246,7 +236,7 @@ class PlaceOfEncoder:
 
         Collective over all ranks.
         """
-        options = {"options_of": options_of, "device": current_platform().device, **self._options}
+        options = {"options_of": options_of, "device": current_platform().device, **self.options}
         return {
             what: connected_group(f"{self.entry.name}_{what.name}", ranks, some, **options)
             for what, some in zip(ways, there_and_back(pairs), strict=True)

@@ -5,6 +5,7 @@ a unit's backward through it needs.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ class EncoderState:
     def movable(self) -> list[Movable]:
         """All that there is now, each storage once; to be asked for again in each step."""
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
-        parameters = [*self._on_device(self._part.module.parameters())]
-        trained = [*self._trained()]
+        parameters = self._on_device(self._part.module.parameters())
+        trained = self._trained()
         versions = _versions_of_frozen(parameters, trained)
         found: dict[int, _Storage] = {}
         for address, tensor in _by_address((*parameters, *trained)).items():
@@ -92,38 +93,28 @@ class EncoderState:
     def _storage(self, tensor: Tensor, *, zeros: bool = False) -> _Storage:
         device = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         device.set_(tensor.untyped_storage())
-        return _Storage(
-            device=device,
-            where=tensor.device,
-            platform=self._platform,
-            zeros=zeros,
-        )
+        return _Storage(device=device, where=tensor.device, platform=self._platform, zeros=zeros)
 
-    def _trained(self) -> Iterator[Tensor]:
+    def _trained(self) -> list[Tensor]:
         """What holds parameters that train, beside themselves, and what an optimizer has of them.
 
         Writing to these does not show in a parameter's own version.
         """
-        for buffer in self._buffers():
-            if buffer.param_data is not None:
-                yield from self._on_device([buffer.param_data])
+        found = [each.param_data for each in self._buffers()]
         for optimizer in self._optimizers:
             inner = getattr(optimizer, "optimizer", None)
-            if inner is None:  # of a rank without parameters
-                continue
-            for group in inner.param_groups:
-                yield from self._on_device(group["params"])
-            for state in inner.state.values():
-                yield from self._on_device(each for each in state.values())
+            if inner is not None:  # else of a rank without parameters
+                found += chain(*(group["params"] for group in inner.param_groups))
+                found += chain(*(state.values() for state in inner.state.values()))
+        return self._on_device(found)
 
-    def _gradients(self) -> Iterator[Tensor]:
-        for each in self._buffers():
-            yield from self._on_device([each.grad_data, *each.extra_main_grads])
+    def _gradients(self) -> list[Tensor]:
+        found = ((each.grad_data, *each.extra_main_grads) for each in self._buffers())
+        return self._on_device(chain(*found))
 
-    def _on_device(self, values: Iterable[Any]) -> Iterator[Tensor]:
-        for each in values:
-            if torch.is_tensor(each) and each.device == self._platform.device and each.numel():
-                yield each
+    def _on_device(self, values: Iterable[Any]) -> list[Tensor]:
+        device = self._platform.device
+        return [x for x in values if torch.is_tensor(x) and x.device == device and x.numel()]
 
     def _buffers(self) -> list[Any]:
         return [*self._part.buffers, *self._part.expert_parallel_buffers]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep
-from loongplug.hetero.bubbles import filling
+from loongplug.hetero.bubbles import create_pipeline_groups, filling
 from loongplug.hetero.carrier import Carrier, stage_links
 from loongplug.hetero.crossings import Crossings, apart_crossings, streamed_crossings
 from loongplug.hetero.dealing import Dealer
@@ -207,8 +207,13 @@ class EncoderEngine:
         Collective over all ranks.
         """
         assert self.costs is not None, "steps may stream"
-        executor, stages = self.executor(), decoder_layout().pp
-        groups = self.found.pipeline_groups(virtual=len(self.costs.forward) > stages)
+        executor, decoder = self.executor(), decoder_layout()
+        groups = create_pipeline_groups(
+            decoder.groups("pp"),
+            virtual=len(self.costs.forward) > decoder.pp,
+            device=current_platform().device,
+            **self.found.options,
+        )
         return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 
     def _streaming(self) -> Streaming | None:

@@ -40,6 +40,7 @@ class Edge:
     The ranks of each tuple of ``replicas`` encode the same units together, and different ones
     encode different units. ``consumers`` are the ranks that the features go to: those of the
     decoder's first stage, ascending, so that the ranks of one context parallel part are neighbours.
+    Of an encoder on other ranks, the replicas have those of its last stage.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -52,11 +53,24 @@ class Edge:
 
     def parts(self, number: int) -> tuple[tuple[int, ...], ...]:
         """The consumers that need the same rows of a sequence in so many parts, part by part."""
-        return _by_part(self.consumers, number)
+        each, left = divmod(len(self.consumers), number)
+        assert not left, (self.consumers, number)
+        return tuple(batched(self.consumers, each))
 
     def meetings(self, replica: int, *, cp: int) -> tuple[Meeting, ...]:
-        """Who of a replica meets whom of the consumers, by context part; see :func:`_meetings`."""
-        return _meetings(self.replicas[replica], self.parts(cp), number=replica)
+        """Which rank of a replica meets which tensor parallel rank of each context part.
+
+        All ranks of the replica have the same, and one of them brings it: replicas take turns when
+        as many have brought as it takes to come to all of a group. Rank e meets rank e mod TP, so
+        that few pairs have a communicator, and all of a group get as much. A rank of the decoder's
+        first stage meets itself alone, with the rows of all parts.
+        """
+        ranks, parts = self.replicas[replica], self.parts(cp)
+        turn = replica // max(1, len(parts[0]) // len(ranks))
+        brings = ranks[turn % len(ranks)]
+        if brings in self.consumers:
+            return ((brings, brings),)
+        return tuple((brings, part[(brings - part[0]) % len(part)]) for part in parts)
 
     def replica_of(self, rank: int) -> int | None:
         """Which replica ``rank`` encodes with; None where it does not encode."""
@@ -64,38 +78,23 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApartEdge:
-    """From a replica of an encoder to one of the decoder, on other ranks, that needs its features.
-
-    ``encoder`` and ``decoder`` number the replicas, by their data parallel ranks. Of the world,
-    ascending: ``encoder_ranks`` are those of the encoder replica's last stage, which all have its
-    features; ``decoder_ranks`` those of the decoder replica's first stage, which consume them, so
-    that the ranks of one context parallel part are neighbours.
-    """
-
-    encoder: int
-    decoder: int
-    encoder_ranks: tuple[int, ...]
-    decoder_ranks: tuple[int, ...]
-
-    def parts(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """As :meth:`Edge.parts`."""
-        return _by_part(self.decoder_ranks, number)
-
-    def meetings(self, *, cp: int) -> tuple[Meeting, ...]:
-        """As :meth:`Edge.meetings`."""
-        return _meetings(self.encoder_ranks, self.parts(cp), number=self.encoder)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ApartPiece:
     """What one encoder replica makes of one decoder replica's microbatch: these samples' rows.
 
-    ``samples`` are places within the microbatch, from 0 on, and never empty.
+    ``edge`` leads to that replica of the decoder. ``replica`` is the encoder's number, ``decoder``
+    the decoder's, by their data parallel ranks. ``samples`` are places within the microbatch, from
+    0 on, and never empty.
     """
 
-    edge: ApartEdge
+    edge: Edge
+    replica: int
+    decoder: int
     samples: range
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the encoder's last stage that have its features."""
+        return self.edge.replicas[self.replica]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +129,24 @@ class Placement:
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
-        last_stage, first_stage = encoder.stage(-1), decoder.stage(0)
+        replicas = tuple(map(tuple, encoder.stage(-1)))
+        edges = [Edge(replicas=replicas, consumers=tuple(ranks)) for ranks in decoder.stage(0)]
         samples = decoder.dp * micro_batch_size
         found = []
-        for replica, ranks in enumerate(last_stage):
+        for replica in range(encoder.dp):
             first = replica * samples // encoder.dp
             behind = (replica + 1) * samples // encoder.dp
             while first < behind:
                 consumer, place = divmod(first, micro_batch_size)
                 count = min(behind - first, micro_batch_size - place)
-                edge = ApartEdge(
-                    encoder=replica,
-                    decoder=consumer,
-                    encoder_ranks=tuple(ranks),
-                    decoder_ranks=tuple(first_stage[consumer]),
+                found.append(
+                    ApartPiece(
+                        edge=edges[consumer],
+                        replica=replica,
+                        decoder=consumer,
+                        samples=range(place, place + count),
+                    )
                 )
-                found.append(ApartPiece(edge=edge, samples=range(place, place + count)))
                 first += count
         return tuple(found)
 
@@ -267,30 +268,6 @@ def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) 
             PlacedEntry(name=entry.into, layout=decoder),
         )
     )
-
-
-def _by_part(ranks: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks that share each part of the sequence, which are neighbours."""
-    each, left = divmod(len(ranks), parts)
-    assert not left, (ranks, parts)
-    return tuple(batched(ranks, each))
-
-
-def _meetings(
-    replica: tuple[int, ...], parts: tuple[tuple[int, ...], ...], *, number: int
-) -> tuple[Meeting, ...]:
-    """Which rank of an encoder's ``replica`` meets which tensor parallel rank of each context part.
-
-    All ranks of the replica have the same, and one of them brings it: replicas take turns, by their
-    ``number``, when as many have brought as it takes to come to all of a group. Rank e meets rank
-    e mod TP, so that few pairs have a communicator, and all of a group get as much. A rank of the
-    decoder's first stage meets itself alone, with the rows of all parts.
-    """
-    turn = number // max(1, len(parts[0]) // len(replica))
-    brings = replica[turn % len(replica)]
-    if any(brings in ranks for ranks in parts):
-        return ((brings, brings),)
-    return tuple((brings, ranks[(brings - ranks[0]) % len(ranks)]) for ranks in parts)
 
 
 def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:

@@ -96,11 +96,11 @@ class DecoderData(RankData):
         return LoadedElsewhere(
             pieces=[
                 (
-                    place.given_media(each.edge.encoder_ranks[0])[0],
+                    place.given_media(each.ranks[0])[0],
                     samples_of(each, packed=self.args.packing),
                 )
                 for each in place.pieces[training]
-                if each.edge.decoder == replica
+                if each.decoder == replica
             ],
             news=news,
         )

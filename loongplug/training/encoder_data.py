@@ -56,10 +56,10 @@ class EncoderData(RankData):
                 row_values=self.model.encoder(name).row_values,
                 coded=self.coded,
                 device=current_platform().device,
-                news=self._news(name, settings, hearer=piece.edge.decoder_ranks[0]),
+                news=self._news(name, settings, hearer=piece.edge.consumers[0]),
             )
             return self._loader(
-                settings.source_of(dp_rank=piece.edge.decoder, encoders={name: units}),
+                settings.source_of(dp_rank=piece.decoder, encoders={name: units}),
                 settings,
                 deliveries={name: delivery},
                 needs=(_NO_TEXT,),

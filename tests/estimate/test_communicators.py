@@ -75,7 +75,7 @@ def test_as_many_are_counted_as_a_start_connects(
             for each in here.engine.encoders.values():
                 assert each.place is not None
                 if each.fills_bubbles:
-                    each.found.pipeline_groups(virtual={*VIRTUAL} <= {*flags})
+                    each.bubbles()
         assert found[rank].messages == count(connected)[rank], rank
         assert found[rank].exchanges == len(all_to_all), rank
 

@@ -32,11 +32,11 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
     parsed = parsed_for([*flags, *given], ranks=ranks)
     (own,) = own_ranks_of(parsed.args, parsed.model)
     assert (own.replica, own.rank(0)) == (replica, offset + replica)
-    assert [(each.edge.decoder, each.samples) for each in own.made] == decoders
+    assert [(each.decoder, each.samples) for each in own.made] == decoders
     with as_rank(parsed, own.rank(0)) as here:
         place = here.engine.encoders["image_encoder"].place
         pieces = [
-            (each.edge.decoder, each.samples) for each in place.made_by(own.rank(0), training=True)
+            (each.decoder, each.samples) for each in place.made_by(own.rank(0), training=True)
         ]
         assert pieces == decoders
         assert not here.engine.decodes

@@ -204,9 +204,9 @@ class _World:
 
     def _carrier(self, place: _Place, groups: Groups, *, most: int) -> Carrier:
         """Between the encoder's last stage and the decoder's first one, and between its stages."""
-        layout, ends = place.layout, [each.edge for each in place.pieces]
+        layout, edges = place.layout, [each.edge for each in place.pieces]
         last_stage = layout.ranks[-layout.stage_size :]
-        ranks = sorted({*last_stage, *(rank for each in ends for rank in each.decoder_ranks)})
+        ranks = sorted({*last_stage, *(rank for each in edges for rank in each.consumers)})
         there = {
             Cargo.FEATURES: groups.of("there", ranks),
             Cargo.GRADIENTS: groups.of("back", ranks),
@@ -257,7 +257,7 @@ class _World:
 
     def _piece(self, place: _Place, piece: ApartPiece, number: int) -> Microbatch:
         """What an encoder's rank has of a piece: places, and on the first stage rows."""
-        replica, name = piece.edge.decoder, place.entry.name
+        replica, name = piece.decoder, place.entry.name
         lie = places(self.draw, name, replica, number)
         rows = torch.cat(
             [

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import ApartEdge, PlacedEntry, Placement, all_apart, one_apart
+from loongplug.hetero.placement import Meeting, PlacedEntry, Placement, all_apart, one_apart
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -26,13 +26,21 @@ def images(decoder: str, vision: str) -> Placement:
     return all_apart(language, {"images": vision_layout}, into="text")
 
 
-def edges_of(placement: Placement, name: str, *, micro_batch_size: int) -> list[ApartEdge]:
-    return [each.edge for each in placement.pieces(name, micro_batch_size=micro_batch_size)]
-
-
 def pairs(placement: Placement, *, micro_batch_size: int) -> list[tuple[int, int]]:
-    edges = edges_of(placement, "images", micro_batch_size=micro_batch_size)
-    return [(edge.encoder, edge.decoder) for edge in edges]
+    pieces = placement.pieces("images", micro_batch_size=micro_batch_size)
+    return [(each.replica, each.decoder) for each in pieces]
+
+
+def ranks(
+    placement: Placement, name: str = "images", *, micro_batch_size: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    pieces = placement.pieces(name, micro_batch_size=micro_batch_size)
+    return [(each.ranks, each.edge.consumers) for each in pieces]
+
+
+def meetings(placement: Placement, *, micro_batch_size: int, cp: int) -> list[tuple[Meeting, ...]]:
+    pieces = placement.pieces("images", micro_batch_size=micro_batch_size)
+    return [each.edge.meetings(each.replica, cp=cp) for each in pieces]
 
 
 @st.composite
@@ -71,27 +79,26 @@ def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement,
     for entry in placement.entries[:-1]:
         encoder = entry.layout
         pieces = placement.pieces(entry.name, micro_batch_size=size)
-        edges = [each.edge for each in pieces]
-        assert {each.decoder for each in edges} == set(range(decoder.dp))
-        for edge in edges:
-            made = [encoder.coordinates(rank) for rank in edge.encoder_ranks]
+        assert {each.decoder for each in pieces} == set(range(decoder.dp))
+        for piece in pieces:
+            made = [encoder.coordinates(rank) for rank in piece.ranks]
             assert [each.tp for each in made] == list(range(encoder.tp))
-            assert {(each.pp, each.dp) for each in made} == {(encoder.pp - 1, edge.encoder)}
-            used = [decoder.coordinates(rank) for rank in edge.decoder_ranks]
+            assert {(each.pp, each.dp) for each in made} == {(encoder.pp - 1, piece.replica)}
+            used = [decoder.coordinates(rank) for rank in piece.edge.consumers]
             assert [(each.cp, each.tp) for each in used] == [
                 (cp, tp) for cp in range(decoder.cp) for tp in range(decoder.tp)
             ]
-            assert {(each.pp, each.dp) for each in used} == {(0, edge.decoder)}
+            assert {(each.pp, each.dp) for each in used} == {(0, piece.decoder)}
 
 
 def test_replicas_and_their_ranks_take_turns_in_what_they_bring():
     """Rank e to rank e mod TP, counted from the group's first: 4 to 0, 5 to 1."""
-    (edge,) = edges_of(images("2/2/1", "4/1/1"), "images", micro_batch_size=1)
-    assert (edge.encoder_ranks, edge.decoder_ranks) == ((4, 5, 6, 7), (0, 1))
-    assert edge.meetings(cp=1) == ((4, 0),)
-    assert edge.meetings(cp=2) == ((4, 0), (4, 1))
-    edges = edges_of(images("2/2/1", "2/1/2"), "images", micro_batch_size=2)
-    assert [each.meetings(cp=1) for each in edges] == [((4, 0),), ((7, 1),)]
+    one = images("2/2/1", "4/1/1")
+    assert ranks(one, micro_batch_size=1) == [((4, 5, 6, 7), (0, 1))]
+    assert meetings(one, micro_batch_size=1, cp=1) == [((4, 0),)]
+    assert meetings(one, micro_batch_size=1, cp=2) == [((4, 0), (4, 1))]
+    two = images("2/2/1", "2/1/2")
+    assert meetings(two, micro_batch_size=2, cp=1) == [((4, 0),), ((7, 1),)]
 
 
 @given(worlds())
@@ -102,8 +109,7 @@ def test_gradients_of_replicas_are_added_as_they_are(placement):
 
 def test_figure_9_of_the_mimo_paper():
     placement = images("2/2/1", "1/1/4")
-    edges = edges_of(placement, "images", micro_batch_size=4)
-    assert [(edge.encoder_ranks, edge.decoder_ranks) for edge in edges] == [
+    assert ranks(placement, micro_batch_size=4) == [
         ((4,), (0, 1)),
         ((5,), (0, 1)),
         ((6,), (0, 1)),
@@ -117,10 +123,8 @@ def test_figure_4a_s_six_ranks():
         {"images": layout("1/2/1"), "audio": layout("1/1/1", first_rank=2)},
         into="text",
     )
-    (first,) = edges_of(placement, "images", micro_batch_size=1)
-    (second,) = edges_of(placement, "audio", micro_batch_size=1)
-    assert (first.encoder_ranks, first.decoder_ranks) == ((1,), (3,))
-    assert (second.encoder_ranks, second.decoder_ranks) == ((2,), (3,))
+    assert ranks(placement, micro_batch_size=1) == [((1,), (3,))]
+    assert ranks(placement, "audio", micro_batch_size=1) == [((2,), (3,))]
 
 
 ONE, EACH = [(0, 0)], [(0, 0), (1, 1)]

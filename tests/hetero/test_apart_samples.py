@@ -28,7 +28,7 @@ def blocks(slot: tuple[ApartPiece, ...]) -> int:
     """Sets of replicas that have to do with one another, and with no others."""
     joined: list[set[tuple[str, int]]] = []
     for each in slot:
-        pair = {("encoder", each.edge.encoder), ("decoder", each.edge.decoder)}
+        pair = {("encoder", each.replica), ("decoder", each.decoder)}
         for block in [block for block in joined if block & pair]:
             joined.remove(block)
             pair |= block
@@ -39,7 +39,7 @@ def blocks(slot: tuple[ApartPiece, ...]) -> int:
 def test_every_sample_is_made_once_and_in_order():
     for encoders, decoders, size in ALL:
         slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size)
-        made = [(each.edge.decoder, place) for each in slot for place in each.samples]
+        made = [(each.decoder, place) for each in slot for place in each.samples]
         assert made == list(product(range(decoders), range(size))), (encoders, decoders, size)
         assert all(each.samples.step == 1 and len(each.samples) for each in slot)
 
@@ -50,16 +50,16 @@ def test_each_sample_s_encoder_is_the_one_whose_interval_it_is_in():
         total = decoders * size
         for each in overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size):
             for place in each.samples:
-                sample = each.edge.decoder * size + place
-                assert each.edge.encoder * total < (sample + 1) * encoders
-                assert not (each.edge.encoder + 1) * total < (sample + 1) * encoders
+                sample = each.decoder * size + place
+                assert each.replica * total < (sample + 1) * encoders
+                assert not (each.replica + 1) * total < (sample + 1) * encoders
 
 
 def test_as_few_pairs_as_there_can_be_and_independent_blocks():
     """Two ladders of bounds have gcd rungs in common, where blocks part."""
     for encoders, decoders, size in ALL:
         slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size)
-        pairs = {(each.edge.encoder, each.edge.decoder) for each in slot}
+        pairs = {(each.replica, each.decoder) for each in slot}
         assert len(pairs) == len(slot)
         common = gcd(encoders, decoders)
         if decoders * size % encoders == 0:
@@ -74,7 +74,7 @@ def test_encoder_replicas_have_as_many_samples_as_one_another_or_one_more():
     for encoders, decoders, size in ALL:
         slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size)
         counts = [
-            sum(len(each.samples) for each in slot if each.edge.encoder == number)
+            sum(len(each.samples) for each in slot if each.replica == number)
             for number in range(encoders)
         ]
         assert sum(counts) == decoders * size
@@ -86,9 +86,9 @@ def test_encoder_replicas_have_as_many_samples_as_one_another_or_one_more():
 def test_large_worlds(encoders, decoders, size):
     slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size)
     assert sum(len(each.samples) for each in slot) == decoders * size
-    assert [each.edge.encoder for each in slot] == sorted(each.edge.encoder for each in slot)
+    assert [each.replica for each in slot] == sorted(each.replica for each in slot)
     for decoder in {0, decoders // 2, decoders - 1}:
-        places = [place for each in slot if each.edge.decoder == decoder for place in each.samples]
+        places = [place for each in slot if each.decoder == decoder for place in each.samples]
         assert places == list(range(size))
 
 
@@ -105,10 +105,7 @@ def test_large_worlds(encoders, decoders, size):
 )
 def test_by_hand(encoders, decoders, size, expected):
     slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=size)
-    found = [
-        (each.edge.encoder, each.edge.decoder, each.samples.start, each.samples.stop)
-        for each in slot
-    ]
+    found = [(each.replica, each.decoder, each.samples.start, each.samples.stop) for each in slot]
     assert found == expected
 
 

@@ -101,8 +101,8 @@ def units_of(case: Case, rank: int) -> list[Made]:
     if rank in case.decoder.ranks:
         replica = case.decoder.coordinates(rank).dp
         return [(replica, number, range(case.samples)) for number in numbers]
-    mine = [each for each in pieces_of(case) if rank in each.edge.encoder_ranks]
-    return [(each.edge.decoder, number, each.samples) for number in numbers for each in mine]
+    mine = [each for each in pieces_of(case) if rank in each.ranks]
+    return [(each.decoder, number, each.samples) for number in numbers for each in mine]
 
 
 def rows_of(case: Case, rank: int, unit: Made, *, step: int = 0) -> torch.Tensor:
@@ -165,7 +165,9 @@ def test_both_ends_list_the_same_messages(name: str) -> None:
             assert dealt(deal, held)[rank] == rows(rank, unit)
     gradients = {rank: each.of_step(Cargo.GRADIENTS) for rank, each in known.items()}
     back = delivered(gradients, lambda rank, unit: came.get((rank, unit), []))
-    brings = {meeting[0] for each in pieces_of(case) for meeting in each.edge.meetings(cp=1)}
+    brings = {
+        meeting[0] for each in pieces_of(case) for meeting in each.edge.meetings(each.replica, cp=1)
+    }
     expected = {
         (rank, unit): rows(rank, unit)
         for rank in brings

@@ -239,7 +239,7 @@ class Ranks:
 
     def _made(self, encoder: Placed, rank: int) -> list[ApartPiece]:
         replica = encoder.layout.coordinates(rank).dp
-        return [each for each in encoder.pieces if each.edge.encoder == replica]
+        return [each for each in encoder.pieces if each.replica == replica]
 
     def _decoders(self, rank: int) -> list[Act]:
         """What a rank of the decoder does under Megatron's schedule."""

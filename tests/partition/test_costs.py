@@ -199,7 +199,7 @@ def test_a_replica_on_ranks_of_its_own_does_the_samples_that_it_encodes(
     (entry,) = entry_encoders(run.model.entries())
     placement = one_apart(Layout(dp=decoders), entry=entry, tp=1, dp=encoders, rank_offset=decoders)
     slot = placement.pieces(EYES, micro_batch_size=2)
-    each = [tuple(x for x in slot if x.edge.encoder == number) for number in range(encoders)]
+    each = [tuple(x for x in slot if x.replica == number) for number in range(encoders)]
     made = max(each, key=lambda one: sum(len(part.samples) for part in one))
     own = OwnRanks(
         name=EYES, layout=Layout(tp=tp, dp=encoders), replica=each.index(made), made=made

@@ -5,10 +5,12 @@ cell of the parity matrix that fits four ranks: layouts, savings, the MoE overla
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from free_passes import free_passes
 from parity.cells import Cell, layout_cells
 from parity.matrix import Matrix
 from parity.overlap_cells import overlap_cells
@@ -97,6 +99,21 @@ def test_stages_wait_for_shapes_where_deepstack_features_travel_and_else_not(
         assert not others
         assert 0 < known <= 14
         assert (shapes > 0) == (model == "qwen3_vl_tiny")
+
+
+@pytest.mark.slow
+def test_stages_of_a_step_that_streams_know_the_shapes(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    cell = virtual("qwen3_vl_tiny")
+    flags = [*matrix.base(cell), *cell.flags(), "--train-iters", "1"]
+    flags += ["--full-hetero-dp-schedule", "streamed"]
+    for rank in train(trained, flags, ranks=cell.ranks, fault=partial(free_passes, 0)):
+        known, shapes, others = between_microbatches(rank)
+        assert not others
+        assert 0 < known <= 14
+        assert not shapes
 
 
 @pytest.mark.slow
