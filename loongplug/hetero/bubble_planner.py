@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from math import prod
 
 from loongplug.data.microbatch import Share
@@ -118,17 +118,13 @@ class StepPlanner:
             for grids, of_unit in zip(units, shares, strict=True)
         ]
         step = self._step(units, media)
-        held: list[list[Name]] = [[] for _ in self._stages]
+        held: list[tuple[list[Name], list[int]]] = [([], []) for _ in self._stages]
         for unit, of_unit in enumerate(shares):
             for piece, share in enumerate(of_unit):
-                held[share.encoder_replica].append((unit, piece))
-        rows = [
-            [sum(prod(units[unit][each]) for each in media[unit][piece]) for unit, piece in names]
-            for names in held
-        ]
-        passes = [
-            in_passes(*each, most=self._costs.joined_rows) for each in zip(held, rows, strict=True)
-        ]
+                names, rows = held[share.encoder_replica]
+                names.append((unit, piece))
+                rows.append(sum(prod(units[unit][each]) for each in media[unit][piece]))
+        passes = [in_passes(*each, most=self._costs.joined_rows) for each in held]
         return separated_time(step, passes)
 
     def _planned(self, units: tuple[tuple[Grid, ...], ...]) -> StreamedStep | None:
@@ -200,10 +196,5 @@ def _of_plan(
 
 def _neighbours(names: Sequence[Name]) -> list[list[Name]]:
     """Pieces of one pass that are sent as one: neighbours of a microbatch."""
-    found = [[names[0]]]
-    for last, name in pairwise(names):
-        if name == (last[0], last[1] + 1):
-            found[-1].append(name)
-        else:
-            found.append([name])
-    return found
+    runs = groupby(enumerate(names), key=lambda each: (each[1][0], each[1][1] - each[0]))
+    return [[name for _, name in run] for _, run in runs]

@@ -4,6 +4,7 @@ The functions run as they are, on objects in the place of tensors: a forward or 
 and computes nothing, and the communicator notes what it is asked to send and to receive.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -34,11 +35,13 @@ from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 class StageEnd(NamedTuple):
     """One end of a message between stages: of an activation on its way ``forward``, or a gradient.
 
-    The other end is the next stage's or the previous one's, around the pipeline.
+    The other end is the next stage's or the previous one's, around the pipeline. ``number`` counts
+    the stage's ends of a kind.
     """
 
     forward: bool
     sends: bool
+    number: int
 
     @property
     def to_next(self) -> bool:
@@ -49,14 +52,13 @@ class StageEnd(NamedTuple):
 class Posted(NamedTuple):
     """These set out, in Megatron's order; nobody waits for them yet."""
 
-    ways: tuple[StageEnd, ...]
+    ends: tuple[StageEnd, ...]
 
 
 class Waited(NamedTuple):
-    """The stage goes on when what was ``posted``, by its place among the calls, is done."""
+    """The stage goes on when these, which are posted, are done."""
 
-    posted: int
-    ways: tuple[StageEnd, ...]
+    ends: tuple[StageEnd, ...]
 
 
 Call = Turn | Posted | Waited
@@ -207,17 +209,14 @@ def _noted_passes(noted: list[Call]) -> Iterator[None]:
         yield
 
 
-_WAYS = {
-    "send_next": StageEnd(forward=True, sends=True),
-    "recv_prev": StageEnd(forward=True, sends=False),
-    "send_prev": StageEnd(forward=False, sends=True),
-    "recv_next": StageEnd(forward=False, sends=False),
+_WAYS = {  # forward, and whether it sends
+    "send_next": (True, True),
+    "recv_prev": (True, False),
+    "send_prev": (False, True),
+    "recv_next": (False, False),
 }
-# Upstream's order, for every other stage.
-_ORDERS = (
-    ("send_next", "recv_prev", "send_prev", "recv_next"),
-    ("recv_prev", "send_next", "recv_next", "send_prev"),
-)
+# Upstream's order on every other stage; else it is the one above.
+_ODD = ("recv_prev", "send_next", "recv_next", "send_prev")
 
 
 class _Communicator(P2PCommunicator):
@@ -225,7 +224,7 @@ class _Communicator(P2PCommunicator):
 
     def __init__(self, config: ModelParallelConfig, pipeline: Pipeline, noted: list[Call]) -> None:
         # Not upstream's, which asks for a process group's ranks.
-        self.config, self._noted = config, noted
+        self.config, self._noted, self._counts = config, noted, Counter[str]()
         self.pp_group = SimpleNamespace(size=lambda: pipeline.stages, rank=lambda: pipeline.stage)
         self.virtual_pipeline_model_parallel_size = pipeline.chunks if pipeline.chunks > 1 else None
 
@@ -245,14 +244,15 @@ class _Communicator(P2PCommunicator):
             "send_prev": tensor_send_prev is not None,
             "recv_next": recv_next,
         }
-        names = [name for name in _ORDERS[self.current_stage % 2] if wanted[name]]
-        place, ways = len(self._noted), tuple(_WAYS[name] for name in names)
+        names = [name for name in (_ODD if self.current_stage % 2 else _WAYS) if wanted[name]]
+        ends = {name: StageEnd(*_WAYS[name], self._counts[name]) for name in names}
+        self._counts.update(names)
         if names:
-            self._noted.append(Posted(ways))
+            self._noted.append(Posted(tuple(ends.values())))
             if wait_on_reqs:
-                self._noted.append(Waited(place, ways))
+                self._noted.append(Waited(tuple(ends.values())))
         handles = {
-            name: SimpleNamespace(wait=partial(self._noted.append, Waited(place, (_WAYS[name],))))
-            for name in names
+            name: SimpleNamespace(wait=partial(self._noted.append, Waited((end,))))
+            for name, end in ends.items()
         }
         return "activation", "gradient", handles

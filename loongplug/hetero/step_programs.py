@@ -29,24 +29,20 @@ def stage_acts(
     NCCL, unless it is ``eager``. ``beside_sends`` is that of :func:`calls`.
     """
     rank = ranks[pipeline.stage]
-    counts: dict[StageEnd, int] = {}
-    posted: dict[tuple[int, StageEnd], End] = {}
 
-    def end(way: StageEnd) -> End:
-        number = counts[way] = counts.get(way, -1) + 1
-        other = ranks[(pipeline.stage + (1 if way.to_next else -1)) % pipeline.stages]
-        source, target = (rank, other) if way.sends else (other, rank)
-        kind = "activations" if way.forward else "gradients"
-        return build.message((kind, source, target), number, eager=eager), way.sends
+    def ends(of: Iterable[StageEnd]) -> Iterator[End]:
+        for each in of:
+            other = ranks[(pipeline.stage + (1 if each.to_next else -1)) % pipeline.stages]
+            way = (rank, other) if each.sends else (other, rank)
+            stream = ("activations" if each.forward else "gradients", *way)
+            yield build.message(stream, each.number, eager=eager), each.sends
 
-    for place, call in enumerate(calls(pipeline, microbatches, beside_sends=beside_sends)):
+    for call in calls(pipeline, microbatches, beside_sends=beside_sends):
         match call:
-            case Posted(ways=ways):
-                ends = tuple(map(end, ways))
-                posted |= {(place, way): each for way, each in zip(ways, ends, strict=True)}
-                yield Post(ends)
-            case Waited(posted=at, ways=ways):
-                yield Wait(tuple(posted[at, way] for way in ways))
+            case Posted():
+                yield Post(tuple(ends(call.ends)))
+            case Waited():
+                yield Wait(tuple(ends(call.ends)))
             case Turn():
                 yield from work(call)
 
@@ -114,8 +110,7 @@ def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> 
     """
     build, stages = Build(), len(step.passes)
     chunks, everyone = len(step.forward) // stages, range(len(step.replicas))
-    encoded = build.group(everyone)
-    through = build.message("gradients", "all")
+    together = build.group(everyone)
 
     def encoding(replica: int, *, forward: bool) -> Iterator[Act]:
         for names in passes[replica]:
@@ -124,16 +119,15 @@ def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> 
     def acts(replica: int) -> Iterator[Act]:
         stage = step.replicas[replica]
         lane = step.lanes[stage].index(replica)
-        together = build.group(step.lanes[stage])
 
         def work(turn: Turn) -> Iterator[Act]:
-            yield Meet(together)
+            yield Meet(build.group(step.lanes[stage]))
             for one, costs in ((turn.forward, step.forward), (turn.backward, step.backward)):
                 if one is not None:
                     yield Work(costs[one.chunk * stages + stage])
 
         yield from encoding(replica, forward=True)
-        yield Meet(encoded)
+        yield Meet(together)
         yield from stage_acts(
             build,
             Pipeline(stages=stages, stage=stage, chunks=chunks, group=step.group),
@@ -142,9 +136,7 @@ def separated_time(step: Step, passes: Sequence[Sequence[tuple[Name, ...]]]) -> 
             work=work,
             beside_sends=chunks > 1,
         )
-        if replica == step.lanes[0][0]:
-            yield Post(((through, True),))
-        yield Wait(((through, False),))
+        yield Meet(together)  # the first stage is through last
         if step.encoder.trains:
             yield from encoding(replica, forward=False)
 

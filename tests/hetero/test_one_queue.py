@@ -248,25 +248,23 @@ class Ranks:
         carriers = [self._carrier(each, rank) for each in self._placed] if place.pp == 0 else []
         for each, encoder in zip(carriers, self._placed, strict=False):
             self._begin(each, encoder, rank)
-        posted: dict[tuple[int, StageEnd], Sent] = {}
+        posted: dict[StageEnd, Sent] = {}
         needed: dict[int, list[torch.Tensor]] = {}
         stage = replace(self._pipeline, stage=place.pp)
-        for at_call, call in enumerate(
-            calls(stage, self._microbatches, beside_sends=self._overlap)
-        ):
+        for call in calls(stage, self._microbatches, beside_sends=self._overlap):
             match call:
-                case Posted(ways=ways):
-                    for way in ways:
+                case Posted(ends=ends):
+                    for way in ends:
                         peer = pipeline[(place.pp + (1 if way.to_next else -1)) % len(pipeline)]
                         # States and gradients of virtual stages alike are one stream of two ranks.
-                        posted[at_call, way] = (
+                        posted[way] = (
                             queue.isend(ROW, dst=peer, group="decoder")
                             if way.sends
                             else queue.irecv(ROW, src=peer, group="decoder")
                         )
-                case Waited(posted=at, ways=ways):
-                    for way in ways:
-                        posted[at, way].wait()
+                case Waited(ends=ends):
+                    for way in ends:
+                        posted[way].wait()
                 case Turn(forward=Pass(chunk=0, microbatch=number)):
                     needed[number] = [
                         each.dealt(number, [each.wire.receive(Cargo.FEATURES, number)])

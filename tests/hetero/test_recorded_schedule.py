@@ -43,7 +43,7 @@ def test_what_a_stage_sends_the_next_one_receives(beside_sends: bool) -> None:
         for stage in range(pipeline.stages):
             here = replace(pipeline, stage=stage)
             for call in calls(here, microbatches, beside_sends=beside_sends):
-                for way in call.ways if isinstance(call, Posted) else ():
+                for way in call.ends if isinstance(call, Posted) else ():
                     peer = (stage + (1 if way.to_next else -1)) % pipeline.stages
                     counts[way.forward, way.sends, stage if way.sends else peer] += 1
         assert bool(counts) == (pipeline.stages > 1)
@@ -56,10 +56,17 @@ def test_passes_go_on_beside_what_is_sent() -> None:
     stage = Pipeline(stages=2, stage=1, chunks=2, group=2)
     for beside_sends in (False, True):
         found = calls(stage, 8, beside_sends=beside_sends)
+        posted = {
+            end: at
+            for at, call in enumerate(found)
+            if isinstance(call, Posted)
+            for end in call.ends
+        }
         between = [
-            any(isinstance(each, Turn) for each in found[call.posted : at])
+            any(isinstance(each, Turn) for each in found[posted[end] : at])
             for at, call in enumerate(found)
             if isinstance(call, Waited)
+            for end in call.ends
         ]
         assert any(between) == beside_sends
 

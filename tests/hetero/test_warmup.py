@@ -66,7 +66,7 @@ def rank_acts(
     more = int(not ahead and bool(links[rank]))
     stage = int(bool(before))
     row = Pipeline(stages=stage + 1 + ahead + more, stage=stage, chunks=1, group=1)
-    found = [each.ways for each in calls(row, microbatches + more) if isinstance(each, Posted)]
+    found = [each.ends for each in calls(row, microbatches + more) if isinstance(each, Posted)]
     left_out = more * (stage + 1)
     counts = Counter[tuple[Rank, Rank]]()
 
