@@ -287,6 +287,8 @@ class EstimatedStep:
             stays = each.kept + each.given * each.keeps_given
             if when.event is Event.FORWARD:
                 tape.doing = "forward"
+                for region in (ENCODER, DECODER):  # lines above what is there for a moment
+                    tape.add(region, 0)
                 tape.turn(ENCODER, more=stays, most=each.given + each.forward)
             else:
                 tape.doing = "backward"
