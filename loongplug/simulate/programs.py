@@ -53,7 +53,7 @@ class Meet(NamedTuple):
 Act = Work | Post | Wait | Meet
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """What is sent: ``which`` one of its stream.
 
     It sets out when both of its ends are posted, or, where it is ``eager``, when its send is, and
@@ -81,7 +81,7 @@ class Programs:
     """
 
     ranks: tuple[tuple[Act, ...], ...]
-    messages: tuple[Message, ...]
+    messages: tuple[RankMessage, ...]
     groups: tuple[tuple[int, ...], ...] = ()
     places: tuple[Mapping[str, int], ...] = ()
 
@@ -96,7 +96,7 @@ class Build:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Hashable, Hashable], int] = {}
-        self._messages: list[Message] = []
+        self._messages: list[RankMessage] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def message(
@@ -105,7 +105,7 @@ class Build:
         """The number of a message; it is what it was when it was asked for first."""
         found = self._numbers.setdefault((stream, which), len(self._messages))
         if found == len(self._messages):
-            self._messages.append(Message(stream, which, eager, takes))
+            self._messages.append(RankMessage(stream, which, eager, takes))
         return found
 
     def group(self, ranks: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from loongplug.simulate.programs import Act, End, Message, Post, Programs, Wait
+from loongplug.simulate.programs import Act, End, RankMessage, Post, Programs, Wait
 
 
 def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
@@ -38,7 +38,7 @@ def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Progra
     announced = [number for number, each in enumerate(messages) if of(each.stream)]
     ahead = {each: len(messages) + number for number, each in enumerate(announced)}
     shapes_of = (messages[each] for each in announced)
-    shapes = (Message(("shape of", each.stream), each.which, each.eager) for each in shapes_of)
+    shapes = (RankMessage(("shape of", each.stream), each.which, each.eager) for each in shapes_of)
 
     def acts(own: Sequence[Act]) -> Iterator[Act]:
         for act in own:
