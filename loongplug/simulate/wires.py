@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from loongplug.simulate.programs import Act, End, RankMessage, Post, Programs, Wait
+from loongplug.simulate.programs import Act, End, Post, Programs, RankMessage, Wait
 
 
 def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
