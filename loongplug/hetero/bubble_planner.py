@@ -16,14 +16,7 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.balance import cut, in_passes, shares_of
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.encoder_steps import EncoderWork, Stream
-from loongplug.hetero.step_costs import (
-    DecoderPass,
-    EncoderPlan,
-    Name,
-    PassCosts,
-    PieceCost,
-    Step,
-)
+from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, PassCosts, PieceCost, Step
 from loongplug.hetero.step_programs import separated_time
 
 Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for the encoder

@@ -20,15 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from loongplug.hetero.operations import (
-    BEGIN,
-    END,
-    When,
-    backward,
-    before_pass,
-    forward,
-    gradient,
-)
+from loongplug.hetero.operations import BEGIN, END, When, backward, before_pass, forward, gradient
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 
 
