@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from placed import ENCODER
-from ways_of_sending import on_streams
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import dealing, exchange, wire
@@ -41,6 +40,7 @@ from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
+from loongplug.simulate.wires import on_streams
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import finish
 from streamed_steps import even, filled, separated, steps
-from ways_of_sending import on_streams
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import wire
@@ -34,6 +33,7 @@ from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.wire import Wire
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
+from loongplug.simulate.wires import on_streams
 
 Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
 CPU = torch.device("cpu")

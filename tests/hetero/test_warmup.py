@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 from simulated import Rank, decoder_acts, finish
-from ways_of_sending import with_shapes
 
 from loongplug.hetero.pass_order import Pipeline, ahead, warmup
 from loongplug.hetero.recorded_schedule import Posted, calls
 from loongplug.simulate.programs import Act, Build, End, Post, Wait
+from loongplug.simulate.wires import with_shapes
 
 pytestmark = pytest.mark.quick
 

@@ -3,11 +3,11 @@
 from collections.abc import Hashable
 
 import pytest
-from ways_of_sending import on_streams, windowed, with_shapes
 
 from loongplug.simulate.clock import run, step_time
 from loongplug.simulate.order import Deadlock
 from loongplug.simulate.programs import Act, Build, Post, Programs, Wait, Work
+from loongplug.simulate.wires import on_streams, windowed, with_shapes
 
 pytestmark = pytest.mark.quick
 
