@@ -47,7 +47,6 @@ class Habits:
 _HABITS = (
     Habits(start=0, late=0, extra=3),
     Habits(start=2, late=0, extra=0),
-    Habits(start=2, late=3, extra=3),
     Habits(start=8, late=1, extra=3),
     Habits(start=12, late=1, extra=3),
     Habits(start=12, late=3, extra=0),
@@ -188,17 +187,17 @@ class _Draft:
         step, queue = self._step, self._to_go_backward[replica]
         if self._to_encode:
             name = self._to_encode[0]
-            end = now + step.encoder_pass([name], forward=True)
-            needed = self._target - self._tails[DecoderPass(True, 0, name[0])]
             takes = step.encoding(*name)
-            if (self._room[replica] > 0 or not takes) and (end <= bound or end > needed):
-                self._to_encode.popleft()
-                self._room[replica] -= takes
-                self._places[replica][name] = [self._next[step.replicas[replica]]]
-                self._ends[name] = self._free[replica] = end
-                if step.encoder.trains:
-                    queue.append(name)
-                return True
+            if self._room[replica] > 0 or not takes:
+                end = now + step.encoder_pass([name], forward=True)
+                if end <= bound or end > self._target - self._tails[DecoderPass(True, 0, name[0])]:
+                    self._to_encode.popleft()
+                    self._room[replica] -= takes
+                    self._places[replica][name] = [self._next[step.replicas[replica]]]
+                    self._ends[name] = self._free[replica] = end
+                    if step.encoder.trains:
+                        queue.append(name)
+                    return True
         if queue:
             came = self._ends.get(DecoderPass(False, 0, queue[0][0]), inf)
             end = now + step.encoder_pass([queue[0]], forward=False)
