@@ -45,9 +45,9 @@ def estimate(
         shown = Console(stderr=True).status("")  # what is at work, on a terminal
 
         def layout(own: str, *changes: Change, name: str) -> EstimatedLayout:
-            run = changed([*flags, *shlex.split(own)], changes)
             shown.update(f"{name}: flags and data")
             try:
+                run = changed([*flags, *shlex.split(own)], changes)
                 parsed, step_of = run_of(
                     run, ranks=ranks, visual_tokens=visual_tokens, folder=Path(folder)
                 )

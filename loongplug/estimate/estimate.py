@@ -101,7 +101,10 @@ def estimate(
                 trains=trains,
             )
             # They differ in the units that they encode.
-            members = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+            alike = parallel_state.get_tensor_model_parallel_group
+            if not rank.engine.apart:  # else groups of one context part deal, which is the first
+                alike = parallel_state.get_tensor_and_context_parallel_group
+            members = dist.get_process_group_ranks(alike())
             fullest = max(map(step.memory, members), key=lambda each: each.total)
         communicators = counted[fullest.rank].total if counted else 0
         found.append(replace(fullest, communicators=communicators))
@@ -256,11 +259,13 @@ class EstimatedStep:
                 )
                 for name, microbatches in given.items()
             ]
-            traced = iter(self._turns)
+            traced, features = iter(self._turns), 0
             for event in walk:
                 if isinstance(event, Turn):
                     tape.doing, each = event.name, next(traced)
                     tape.turn(DECODER, more=each.more, most=each.most)
+                    tape.take(FEATURES, features)
+                    features = 0
                     continue
                 if event.event is Event.PASS:
                     tape.sample()
@@ -269,30 +274,39 @@ class EstimatedStep:
                     tape.take(DECODER, tape.live[DECODER])  # reports of losses
                 for replay in replays:
                     replay.at(event)
-                self._inline(tape, event)
+                features += self._inline(tape, event)
                 if event == BEGIN:
                     tape.add(PIPELINE, self._buffers)
         del self._first.payload
 
-    def _inline(self, tape: Tape, when: When) -> None:
-        """Encoders that work within the first chunk's forward, on media that come with it."""
+    def _inline(self, tape: Tape, when: When) -> int:
+        """Encoders that work within the first chunk's forward, on media that come with it.
+
+        Gives the bytes of their features, which that forward holds to its end.
+        """
+        features = 0
         if when.event not in (Event.FORWARD, Event.GRADIENT):
-            return
+            return features
         for entry in self._first.encoders:
             if self._rank.engine.encoders[entry.name].steps:
                 continue
             assert when.microbatch is not None
             unit = self._microbatches[when.microbatch].units[entry.name]
-            each = self._stand_ins[entry.name].of(unit.rows)
+            stand_in = self._stand_ins[entry.name]
+            each = stand_in.of(unit.rows)
             stays = each.kept + each.given * each.keeps_given
             if when.event is Event.FORWARD:
                 tape.doing = "forward"
                 for region in (ENCODER, DECODER):  # lines above what is there for a moment
                     tape.add(region, 0)
                 tape.turn(ENCODER, more=stays, most=each.given + each.forward)
+                made = unit.tokens * stand_in.width * stand_in.dtype.itemsize
+                tape.add(FEATURES, made)
+                features += made
             else:
                 tape.doing = "backward"
                 tape.turn(ENCODER, more=-stays, most=each.backward)
+        return features
 
     def _given(self, name: str, rank: int) -> list[Microbatch]:
         """The microbatches, with what ``rank`` encodes of them around the decoder's schedule."""

@@ -136,9 +136,14 @@ def cut(costs: Sequence[int], count: int) -> tuple[range, ...]:
     (range(0, 3), range(3, 4), range(4, 6))
     """
     assert count > 0, count
-    bounds = range(max([-(-sum(costs) // count), *costs]), sum(costs))
-    fits = bisect_left(bounds, True, key=lambda most: len(runs(costs, most)) <= count)
-    found = runs(costs, bounds.start + fits)
+    least, most = max([-(-sum(costs) // count), *costs]), sum(costs)
+    while least < most:
+        middle = (least + most) // 2
+        if len(runs(costs, middle)) <= count:
+            most = middle
+        else:
+            least = middle + 1
+    found = runs(costs, most)
     while len(found) < min(count, len(costs)):
         # Smaller ones are easier to balance.
         largest = max(

@@ -1,4 +1,4 @@
-"""What carries an encoder's rows from rank to rank: a wire, and tensor parallel groups.
+"""What carries an encoder's rows from rank to rank: a wire, and groups that deal.
 
 What goes over the wire are features and their gradients, and between the stages of an encoder on
 ranks of its own its states and theirs.
@@ -80,8 +80,8 @@ def state_moves(
 class Carrier:
     """One rank's, for a run.
 
-    ``deals`` is of the decoder's tensor parallel group, None on ranks of no decoder; ``shares`` of
-    the encoder replica's, None on ranks that make no features. ``crossings`` gives those of a
+    ``deals`` is of the decoder's group that deals, None on ranks of no decoder; ``shares`` of the
+    encoder replica's, None on ranks that make no features. ``crossings`` gives those of a
     step's units, by whether it is one of training and what streams in it; None where its pieces do
     not go from rank to rank. ``links`` are to other stages of an encoder on ranks of its own.
     """

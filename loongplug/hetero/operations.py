@@ -147,7 +147,8 @@ class Exchange:
 class Hand:
     """The decoder's forward uses a microbatch's features up, or has just made their gradient.
 
-    Where pieces are sent, its tensor parallel group deals them then. Collective: that group.
+    Where pieces are sent, ranks of its first stage deal them then (:mod:`~.dealing`). Collective:
+    their group.
     """
 
     what: Cargo

@@ -1,4 +1,4 @@
-"""The order of a pipeline stage's passes within a step, as Megatron's schedules have it. Pure.
+"""A pipeline stage's passes within a step, and how many it does ahead of gradients. Pure.
 
 Modules on ranks of their own are pipelines that lead into one another and at last into the decoder.
 Each rank runs Megatron's 1F1B: some forwards to warm up, then a forward and a backward in turn,

@@ -104,7 +104,7 @@ def alive() -> Iterator[list[int]]:
 def states_to_a_slow_stage(rank: int) -> list[int]:
     """From an encoder's first stage to the second; how many messages there were at each send."""
     link = StageLink(source=0, target=1, width=WIDTH)
-    wire = Wire({Cargo.STATES: {True: dist.new_group([0, 1])}}, most=MOST, device=CPU)
+    wire = Wire({Cargo.STATES: dist.new_group([0, 1])}, most=MOST, device=CPU)
     time.sleep(LATE * rank)
     spec = StageSpec(
         rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
