@@ -26,6 +26,9 @@ from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.step_costs import FREE, DecoderPass, EncoderPlan, Name, Step
 from loongplug.hetero.step_programs import plan_time
 
+# By replica, of each piece: before which pass it goes forward, and backward.
+_Places = list[dict[Name, list[int]]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
@@ -77,17 +80,17 @@ def _plans(step: Step) -> Iterator[EncoderPlan]:
     if any(step.encoder.each):  # which pieces that are joined take once: also as if it were nothing
         drafted.append(replace(step, encoder=replace(step.encoder, each=FREE)))
     for each, habits in product(drafted, _HABITS):
-        yield _Draft(each, tails, habits).plan()
+        yield _plan(step, _Draft(each, tails, habits).places())
 
 
 def _blocks(step: Step) -> EncoderPlan:
     """Neighbours to each replica, evenly dealt: before its first pass, and back behind its last."""
-    places: list[dict[Name, list[int]]] = [{} for _ in step.replicas]
+    places: _Places = [{} for _ in step.replicas]
     blocks = cut([step.encoding(*name) for name in step.names], len(places))
     for own, block, stage in zip(places, blocks, step.replicas, strict=False):
         for name in step.names[block.start : block.stop]:
             own[name] = [0, len(step.passes[stage])] if step.encoder.trains else [0]
-    return tuple(_joined(step, each) for each in places)
+    return _plan(step, places)
 
 
 def _tails(step: Step) -> dict[DecoderPass, int]:
@@ -138,18 +141,17 @@ class _Draft:
         self._to_encode = deque(step.names)
         # By replica, whose graphs go back in the order in which they were made.
         self._to_go_backward = [deque[Name]() for _ in decoding]
-        # By replica, of each piece: before which pass it goes forward, and backward.
-        self._places: list[dict[Name, list[int]]] = [{} for _ in decoding]
+        self._places: _Places = [{} for _ in decoding]
 
-    def plan(self) -> EncoderPlan:
-        """With all that there is in its place."""
+    def places(self) -> _Places:
+        """Of all that there is."""
         now, stages = 0, range(len(self._next))
         while True:
             while sum(self._goes_on(stage, now) for stage in stages):
                 pass
             later = [end for end in self._free if end > now]
             if not later:
-                return tuple(_joined(self._step, each) for each in self._places)
+                return self._places
             now = min(later)
 
     def _goes_on(self, stage: int, now: int) -> bool:
@@ -208,14 +210,22 @@ class _Draft:
         return False
 
 
-def _joined(step: Step, places: Mapping[Name, Sequence[int]]) -> tuple[EncoderWork[Name], ...]:
-    """A replica's work, with pieces joined that go before the same passes, there and back."""
+def _plan(step: Step, places: _Places) -> EncoderPlan:
+    """Pieces that go before the same passes, there and back, are joined, where that saves a pass's
+    own costs; else the first of them need not wait for the last."""
+    most = step.encoder.joined if any(step.encoder.each) else None
+    return tuple(_work(step, each, most=most) for each in places)
+
+
+def _work(
+    step: Step, places: Mapping[Name, Sequence[int]], *, most: int | None
+) -> tuple[EncoderWork[Name], ...]:
     lots: defaultdict[tuple[int, ...], list[Name]] = defaultdict(list)
     for name, before in places.items():
         lots[tuple(before)].append(name)
     found = []
     for befores, names in lots.items():
         costs = [step.pieces[microbatch][piece].forward for microbatch, piece in names]
-        for pieces in in_passes(names, costs, most=step.encoder.joined):
+        for pieces in in_passes(names, costs, most=most):
             found += [EncoderWork(at, not way, pieces) for way, at in enumerate(befores)]
     return tuple(sorted(found, key=lambda one: (one.before, not one.forward, one.pieces)))

@@ -33,6 +33,7 @@ from torch import Tensor
 from loongplug.hetero.communicators import pipeline_pairs
 from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.executor import Executor, Schedule
+from loongplug.hetero.operations import before_pass
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
 from loongplug.parallel.connections import connected_group
@@ -98,7 +99,7 @@ def filling(
         )
         own = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         options |= {"p2p_communicator": communicator, "pg_collection": own}
-        with communicator.working(executor.before_pass):
+        with communicator.working(lambda number: executor.do(before_pass(number))):
             return schedule(model=model, **options)
 
     return forward_backward

@@ -30,8 +30,7 @@ class Crossing:
     """The ``rows`` of a ``unit`` that one encoder replica makes, and their way to the decoder.
 
     ``piece`` is their number in the plan, and may have several. ``meetings`` are by context part,
-    or one for all parts.
-    ``microbatch`` is the one by which sends are bounded, if they are.
+    or one for all parts. ``microbatch`` is the one by which sends are bounded, if they are.
     """
 
     piece: int

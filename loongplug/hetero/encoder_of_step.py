@@ -108,11 +108,7 @@ def put_together(media: Sequence[MediaInput]) -> MediaInput:
 
 
 def units_of(
-    microbatches: Sequence[Microbatch],
-    *,
-    model: MultimodalModel,
-    entry: Entry,
-    taps: int,
+    microbatches: Sequence[Microbatch], *, model: MultimodalModel, entry: Entry, taps: int
 ) -> ExchangeSpec:
     """What all who exchange these microbatches' units for an encoder know of them."""
     config: Any = model.config  # the decoder's

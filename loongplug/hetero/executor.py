@@ -34,7 +34,6 @@ from loongplug.hetero.operations import (
     Weights,
     When,
     backward,
-    before_pass,
     forward,
     gradient,
 )
@@ -144,11 +143,7 @@ class Executor:
         """The schedule of a rank that encodes and does not decode; ``pieces`` as in `around`."""
 
         def no_passes(
-            *,
-            model: Any,
-            forward_only: bool,
-            force_all_reduce: bool | None = False,
-            **_: Any,
+            *, model: Any, forward_only: bool, force_all_reduce: bool | None = False, **_: Any
         ) -> list[Any]:
             chunks = model if isinstance(model, list) else [model]
             finalize = get_model_config(chunks[0]).finalize_model_grads_func
@@ -232,10 +227,6 @@ class Executor:
         if streamed is None or self.streaming is None:
             return None
         return streamed.passes[self.streaming.stage]
-
-    def before_pass(self, number: int) -> None:
-        """Before a pass of the stage, where a step streams; see :mod:`~.bubbles`."""
-        self.do(before_pass(number))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 from loongplug.hetero.encoder_steps import EncoderWork
@@ -52,6 +53,11 @@ def plan_programs(step: Step, plan: EncoderPlan) -> Programs:
 
     Nobody waits for a send, and replicas of one stage do each of its passes together.
     """
+    return _programs_of(step)(plan)
+
+
+@lru_cache(maxsize=1)  # what plans of one step, tried one behind the other, have in common
+def _programs_of(step: Step) -> Callable[[EncoderPlan], Programs]:
     build = Build()
 
     def done(one: DecoderPass, *, sends: bool = False) -> tuple[End, ...]:
@@ -80,17 +86,24 @@ def plan_programs(step: Step, plan: EncoderPlan) -> Programs:
         if sends:
             yield Post(done(one, sends=True))
 
-    def acts(replica: int) -> Iterator[Act]:
-        stage, between = step.replicas[replica], defaultdict[int, list[EncoderWork[Name]]](list)
+    def passes(replica: int) -> list[list[Act]]:
+        stage = step.replicas[replica]
+        lanes = step.lanes[stage]  # of which the first sends for all
+        return [
+            [*decoding(one, sends=replica == lanes[0], lanes=lanes)] for one in step.passes[stage]
+        ]
+
+    decoder = [*map(passes, range(len(step.replicas)))]
+
+    def acts(replica: int, plan: EncoderPlan) -> Iterator[Act]:
+        between = defaultdict[int, list[EncoderWork[Name]]](list)
         for one in plan[replica]:
             between[one.before].append(one)
-        lanes = step.lanes[stage]  # of which the first sends for all
-        for number, each in enumerate(step.passes[stage]):
+        for number, each in enumerate([*decoder[replica], []]):
             yield from chain.from_iterable(map(encoding, between[number]))
-            yield from decoding(each, sends=replica == lanes[0], lanes=lanes)
-        yield from chain.from_iterable(map(encoding, between[len(step.passes[stage])]))
+            yield from each
 
-    return build.programs([[*acts(replica)] for replica in range(len(step.replicas))])
+    return lambda plan: build.programs([[*acts(each, plan)] for each in range(len(decoder))])
 
 
 def plan_time(step: Step, plan: EncoderPlan) -> int | None:
