@@ -23,8 +23,7 @@ from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 
 class Streaming(NamedTuple):
-    """What steps of training stream by on one rank: of the encoder's ``replica``, on a decoder's
-    ``stage``."""
+    """What steps of training stream by, on a rank of this encoder replica and decoder stage."""
 
     planner: StepPlanner
     replica: int
@@ -88,7 +87,7 @@ class ExecutedStep:
         return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
 
     def rows_of(self, what: Kept) -> dict[int, Tensor] | None:
-        """What there is of it by piece, where that are rows of pieces."""
+        """The rows of this kind by piece; None of a kind that is not rows of pieces."""
         return {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}.get(what)
 
     @cached_property

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from loongplug.estimate.estimator import quiet
 from loongplug.output_files import write_figures
-from loongplug.platform import activate
 
 
 def partition(
@@ -35,7 +34,7 @@ def partition(
         quiet(),
         TemporaryDirectory(prefix="loongplug-partition-") as folder,
     ):
-        activate("cpu")  # Megatron, which comes with what is below, asks for the device
+        # Here, since these bring Megatron, which takes seconds.
         from loongplug.partition.splits import find
         from loongplug.partition.tables import as_json, print_found
 
