@@ -208,11 +208,11 @@ def test_eight_ranks_fill_their_bubbles():
 def test_an_encoder_fills_the_bubbles_of_two_ranks_to_a_stage():
     """Its media are encoded by all, as the plan has it."""
     preload("cpu")
-    encoder = PacedEncoder(name="eyes", time=StageTime(forward=40, backward=80))
-    stages = (StageTime(forward=30, backward=60),) * 2
+    encoder = PacedEncoder(name="eyes", time=StageTime(forward=120, backward=240))
+    stages = (StageTime(forward=90, backward=180),) * 2
     here = Case(mode=STREAMED, stages=stages, encoders=(encoder,), microbatches=8, tp=2)
     (found,) = measure([here], steps=2)
-    assert sum(found.work) == pytest.approx(8 * (4 * 90 + 120))
+    assert sum(found.work) == pytest.approx(8 * (4 * 270 + 360))
     clock = predicted(here)
     assert 0.97 * clock <= min(found.step) <= 1.2 * clock
     assert clock < 0.97 * predicted(replace(here, mode=FULL))
