@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -85,15 +86,15 @@ def _environment(checkout: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-def _print_level(title: str, pairs: Sequence[tuple[Step, Step]]) -> None:
-    old, new = zip(*pairs, strict=True)
-    ratios = sorted(b.seconds / a.seconds for a, b in pairs)
+def _print_level(title: str, rounds: Sequence[Sequence[tuple[Step, Step]]]) -> None:
+    """Each round's median counts once: its processes have their memory where it lies."""
+    old, new = zip(*chain(*rounds), strict=True)
+    ratios = sorted(median(b.seconds / a.seconds for a, b in pairs) for pairs in rounds)
     worked = sum(each.processor for each in new) / sum(each.processor for each in old)
     print(
         f"{title}: old {median(each.seconds for each in old):.3f} s, new "
-        f"{median(each.seconds for each in new):.3f} s a step; new over old, step by step: "
-        f"{median(ratios):.3f} (middle half {ratios[len(ratios) // 4]:.3f} to "
-        f"{ratios[-len(ratios) // 4]:.3f}), processor time {worked:.3f}",
+        f"{median(each.seconds for each in new):.3f} s a step; new over old {median(ratios):.3f},"
+        f" by round {', '.join(f'{each:.3f}' for each in ratios)}; processor time {worked:.3f}",
         flush=True,
     )
 
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="levels whose names begin so: 'TP2, uniform'")
     options = parser.parse_args()
     old, new = options.old.resolve(), options.new.resolve()
-    found: dict[str, list[tuple[Step, Step]]] = defaultdict(list)
+    found: dict[str, list[list[tuple[Step, Step]]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="loongplug-commits-") as name:
         root = Path(name)
         (root / "names").mkdir()
@@ -140,7 +141,7 @@ def main() -> None:
                 turned = number % 2 == 1
                 first, second = reversed(runs) if turned else runs
                 pairs = in_turn((first, second), warmup=_WARMUP, steps=options.steps)
-                found[shown] += [(b, a) if turned else (a, b) for a, b in pairs]
+                found[shown].append([(b, a) if turned else (a, b) for a, b in pairs])
                 _print_level(f"round {number + 1}: {shown}", found[shown])
 
 
