@@ -74,7 +74,7 @@ def streamed(step: Step, *, otherwise: int) -> EncoderPlan | None:
 
 def _plans(step: Step) -> Iterator[EncoderPlan]:
     """What is tried; of two that are equally fast, the first has fewer passes."""
-    yield _blocks(step)
+    yield from map(_blocks, (step, step), (0, 1))
     tails = _tails(step)
     drafted = [step]
     if any(step.encoder.each):  # which pieces that are joined take once: also as if it were nothing
@@ -83,12 +83,18 @@ def _plans(step: Step) -> Iterator[EncoderPlan]:
         yield _plan(step, _Draft(each, tails, habits).places())
 
 
-def _blocks(step: Step) -> EncoderPlan:
-    """Neighbours to each replica, evenly dealt: before its first pass, and back behind its last."""
+def _blocks(step: Step, last: int) -> EncoderPlan:
+    """Neighbours to each replica, evenly dealt: before its first pass, and back behind its last.
+
+    The first replica has ``last``, 0 or 1, of the last microbatches, whose gradients come when it
+    is through, and less of the first ones: it decodes them while the others still encode.
+    """
     places: _Places = [{} for _ in step.replicas]
-    blocks = cut([step.encoding(*name) for name in step.names], len(places))
+    turned = sorted(step.names, key=lambda name: name[0] < len(step.pieces) - last)
+    decoding = last * (step.forward[0] + step.backward[0])
+    blocks = cut([decoding, *(step.encoding(*name) for name in turned)], len(places))
     for own, block, stage in zip(places, blocks, step.replicas, strict=False):
-        for name in step.names[block.start : block.stop]:
+        for name in sorted(turned[max(block.start, 1) - 1 : block.stop - 1]):
             own[name] = [0, len(step.passes[stage])] if step.encoder.trains else [0]
     return _plan(step, places)
 
