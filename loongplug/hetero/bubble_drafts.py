@@ -74,7 +74,7 @@ def streamed(step: Step, *, otherwise: int) -> EncoderPlan | None:
 
 def _plans(step: Step) -> Iterator[EncoderPlan]:
     """What is tried; of two that are equally fast, the first has fewer passes."""
-    yield from map(_blocks, (step, step), (0, 1))
+    yield from (_blocks(step, last) for last in (0, 1))
     tails = _tails(step)
     drafted = [step]
     if any(step.encoder.each):  # which pieces that are joined take once: also as if it were nothing

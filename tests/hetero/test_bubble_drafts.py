@@ -26,6 +26,7 @@ from loongplug.hetero.encoder_steps import EncoderWork
 from loongplug.hetero.step_costs import (
     EncoderPlan,
     Name,
+    PassCosts,
     PieceCost,
     Step,
 )
@@ -231,6 +232,26 @@ def test_uneven_microbatches() -> None:
         uneven = replace(step, pieces=tuple(pieces))
         before, now = ratio(uneven)
         assert now < before
+
+
+def test_joined_passes_leave_the_last_gradients_to_the_first_stage() -> None:
+    """So that the second one goes back before the decoder is through; it encodes more, too."""
+    step = Step(
+        pieces=((PieceCost(100, 150),) * 4,) * 8,
+        replicas=(0, 1),
+        forward=(300, 300),
+        backward=(450, 450),
+        group=2,
+        encoder=PassCosts(each=PieceCost(300, 300), joined=10**6),
+    )
+    plan = filled(step)
+    assert plan is not None
+    own, others = ({name for one in work for name in one.pieces} for work in plan)
+    assert {name for name in step.names if name[0] == 7} <= own
+    assert len(own) < len(others)
+    halves = step.names[:16], step.names[16:]
+    even = tuple((EncoderWork(0, True, x), EncoderWork(16, False, x)) for x in halves)
+    assert check(step, plan).step < 0.98 * check(step, even).step
 
 
 def test_fewer_microbatches_than_stages() -> None:
