@@ -3,17 +3,7 @@
 import pytest
 
 from pages.commands import ROOT
-from pages.ways import (
-    FEATURE,
-    MICROBATCH,
-    WAYS,
-    Files,
-    all_ways,
-    first_sentence,
-    in_one_order,
-    markdown,
-    with_ways,
-)
+from pages.ways import FEATURE, MICROBATCH, WAYS, Files, all_ways, markdown, with_ways
 
 PAGE = ROOT / "docs" / "architecture.md"
 
@@ -49,34 +39,21 @@ def test_what_is_passed_and_what_is_not(found: dict[str, dict[str, Files]]) -> N
 
 
 @pytest.mark.quick
-def test_files_of_another_run_stand_behind_those_before_them() -> None:
-    assert in_one_order([("a", "b", "c"), ("b", "x", "y", "c", "z")]) == [*"abxycz"]
-    assert in_one_order([("a",), ("x", "a")]) == ["x", "a"]
-
-
-@pytest.mark.quick
-def test_the_first_sentence_of_a_docstring() -> None:
-    assert first_sentence('"""What it is,\nin two lines. More.\n\nAnd more."""') == (
-        "What it is, in two lines"
-    )
-    assert first_sentence('"""Whole."""') == "Whole"
-    assert first_sentence("") == ""
-
-
-@pytest.mark.quick
-def test_every_table_s_rows_have_its_cells() -> None:
-    blocks = markdown({"one": ("data/jsonl.py", "data/rows.py"), "two": ("models/parts.py",)})
-    for block in blocks.split("\n\n"):
-        rows = block.splitlines()
-        if rows[0].startswith("|"):
-            assert {row.count("|") for row in rows} == {rows[0].count("|")}
-    assert "| one | 2 | 0 |" in blocks
-    assert "| two | 0 | 1 |" in blocks
-    assert "<b>data</b><br/>jsonl.py, rows.py" in blocks
+def test_one_run_is_drawn_and_files_of_the_others_alone_are_named() -> None:
+    found = {
+        "one": ("data/jsonl.py", "data/rows.py", "models/layers/norm.py", "data/order.py"),
+        "two": ("data/jsonl.py", "models/parts.py"),
+    }
+    table, drawing = markdown(found, drawn="one").split("\n\n")
+    assert table.splitlines()[2:] == ["| one | 3 | 1 |  |", "| two | 1 | 1 | `models/parts.py` |"]
+    assert {row.count("|") for row in table.splitlines()} == {5}
+    assert drawing.splitlines()[2:-1] == [
+        '    box0["<b>data</b><br/>jsonl.py, rows.py, order.py"]',
+        '    box0 --> box1["<b>models</b><br/>layers/norm.py"]',
+    ]
 
 
 @pytest.mark.quick
 def test_a_page_without_the_marks_is_not_written() -> None:
-    begin, _ = WAYS[0].marks
     with pytest.raises(ValueError, match="needs one line"):
-        with_ways(begin, {way.name: {"one": ()} for way in WAYS})
+        with_ways(f"<!-- {WAYS[0].name}: begin -->\n", {way.name: {way.drawn: ()} for way in WAYS})

@@ -1,17 +1,15 @@
 """The files that a microbatch and a feature pass, found by tiny runs, as the docs show them.
 
-``PYTHONPATH=tests python -m pages.ways docs/architecture.md`` writes drawings and tables there;
-without a file they are printed.
+``PYTHONPATH=tests python -m pages.ways docs/architecture.md`` writes them there; without a file
+they are printed.
 """
 
-import ast
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import CodeType
 
 from loongplug.verify.ranks import OnEvent, join, run_ranks
@@ -19,12 +17,13 @@ from loongplug.verify.runs import preload
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.tiny_rows import write_rows
 from pages.commands import ROOT
+from pages.marked import filled
 
 Files = tuple[str, ...]  # below loongplug, in the order in which they are first passed
 
 _PACKAGE = ROOT / "loongplug"
 _BEGINNING = f"{_PACKAGE}/"  # of a path within it
-_IN_A_LINE = 4  # files in a line of a box
+_IN_A_LINE = 3  # files in a line of a box
 _MINUTES = 2.0
 _TINY = (
     *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
@@ -38,18 +37,15 @@ _PLANNED = ("--enable-full-hetero-dp",)
 class Way:
     """What ``runs``, by column with their flags, pass between two functions of loongplug.
 
-    From the first call of ``begin`` to the first end of ``end``, each ``file:function``.
+    From the first call of ``begin`` to the first end of ``end``, each ``file:function``. The page
+    draws the run ``drawn``, and has the way between the marks of ``name``.
     """
 
     name: str
     begin: str
     end: str
     runs: Mapping[str, tuple[str, ...]]
-
-    @property
-    def marks(self) -> tuple[str, str]:
-        """What stands before and behind it on the page."""
-        return f"<!-- {self.name}: begin -->\n", f"\n<!-- {self.name}: end -->"
+    drawn: str
 
 
 MICROBATCH = Way(
@@ -57,12 +53,14 @@ MICROBATCH = Way(
     begin="data/loader.py:MicrobatchLoader.__next__",
     end="training/forward_step.py:token_loss",
     runs={"padded rows": (), "packs": ("--packing", "--bad-sample", "skip")},
+    drawn="padded rows",
 )
 FEATURE = Way(
     name="way of a feature",
     begin="models/multimodal.py:MultimodalModel._encoded",
     end="models/features.py:place",
     runs={"uniform": (), "full separation": _PLANNED},
+    drawn="full separation",
 )
 WAYS = (MICROBATCH, FEATURE)
 
@@ -133,10 +131,9 @@ def passed(way: Way, *, demo: Path) -> dict[str, Files]:
     return found
 
 
-def markdown(found: Mapping[str, Files]) -> str:
-    """How many files each run passes; a drawing of the first one's; a table of all."""
-    first, *_ = found.values()
-    return "\n".join([*_counts(found), "", *_drawing(first), "", *_table(found)])
+def markdown(found: Mapping[str, Files], *, drawn: str) -> str:
+    """How many files each run passes, and which ones ``drawn`` does not; a drawing of this one."""
+    return "\n".join([*_counts(found, drawn), "", *_drawing(found[drawn])])
 
 
 def with_ways(text: str, found: Mapping[str, Mapping[str, Files]]) -> str:
@@ -146,66 +143,35 @@ def with_ways(text: str, found: Mapping[str, Mapping[str, Files]]) -> str:
         ValueError: the marks of one are not there once each.
     """
     for way in WAYS:
-        begin, end = way.marks
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"the file needs one line {begin.strip()} and one line {end.strip()}")
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{markdown(found[way.name])}{end}{rest.partition(end)[2]}"
+        text = filled(text, way.name, markdown(found[way.name], drawn=way.drawn))
     return text
 
 
-def in_one_order(runs: Sequence[Files]) -> list[str]:
-    """All files: the first run's, and each that is another's alone behind the one before it."""
-    ordered: list[str] = []
-    for files in runs:
-        at = 0
-        for file in files:
-            if file not in ordered:
-                ordered.insert(at, file)
-            at = ordered.index(file) + 1
-    return ordered
-
-
-def first_sentence(source: str) -> str:
-    """Of a module's docstring, in one line."""
-    said = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
-    return said.split(". ")[0].rstrip(".")
-
-
-def _counts(found: Mapping[str, Files]) -> Iterator[str]:
-    yield "| run | files outside `models` | within |"
-    yield "| --- | ---: | ---: |"
+def _counts(found: Mapping[str, Files], drawn: str) -> Iterator[str]:
+    yield "| run | files outside `models` | within | not in the drawing |"
+    yield "| --- | ---: | ---: | --- |"
     for column, files in found.items():
         within = sum(file.startswith("models/") for file in files)
-        yield f"| {column} | {len(files) - within} | {within} |"
+        others = ", ".join(f"`{file}`" for file in files if file not in found[drawn])
+        yield f"| {column} | {len(files) - within} | {within} | {others} |"
 
 
 def _drawing(files: Files) -> Iterator[str]:
-    """Boxes of files that follow each other in one folder."""
+    """A box for each room, in the order in which they are first passed, and so its files."""
     yield "```mermaid"
     yield "flowchart TB"
-    boxes = [
-        (folder, [PurePosixPath(file).name for file in group])
-        for folder, group in groupby(files, lambda file: PurePosixPath(file).parent.as_posix())
-    ]
-    for number, (folder, names) in enumerate(boxes):
+    boxes: dict[str, list[str]] = {}
+    for file in files:
+        room, _, name = file.partition("/")
+        boxes.setdefault(room, []).append(name)
+    for number, (room, names) in enumerate(boxes.items()):
         lines = [
             ", ".join(names[start : start + _IN_A_LINE])
             for start in range(0, len(names), _IN_A_LINE)
         ]
         arrow = f"box{number - 1} --> " if number else ""
-        yield f'    {arrow}box{number}["<b>{folder}</b><br/>{"<br/>".join(lines)}"]'
+        yield f'    {arrow}box{number}["<b>{room}</b><br/>{"<br/>".join(lines)}"]'
     yield "```"
-
-
-def _table(found: Mapping[str, Files]) -> Iterator[str]:
-    """Every file, what it is, and as which one each run passes it."""
-    yield f"| file | what it is | {' | '.join(found)} |"
-    yield f"| --- | --- |{' ---: |' * len(found)}"
-    for file in in_one_order([*found.values()]):
-        said = first_sentence((_PACKAGE / file).read_text(encoding="utf-8"))
-        numbers = (str(each.index(file) + 1) if file in each else "" for each in found.values())
-        yield f"| `{file}` | {said} | {' | '.join(numbers)} |"
 
 
 def all_ways(folder: Path) -> dict[str, dict[str, Files]]:
@@ -221,7 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         found = all_ways(Path(name))
     if not arguments:
-        print(*(markdown(each) for each in found.values()), sep="\n\n")
+        print(*(markdown(found[way.name], drawn=way.drawn) for way in WAYS), sep="\n\n")
         return
     file = Path(arguments[0])
     file.write_text(with_ways(file.read_text(encoding="utf-8"), found), encoding="utf-8")
