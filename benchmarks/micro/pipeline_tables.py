@@ -1,7 +1,6 @@
 """Tables of ``bench.py pipeline``: which mode wins when, and two published schedules."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,7 +20,6 @@ _TP: Final = 2
 _UNIT: Final = 40.0  # ms of a decoder stage's forward; its backward takes twice as long
 _SLOT: Final = 400.0  # ms of a step for each microbatch in the table of modes, whatever the mode
 _LAYERS: Final = 4  # of a decoder stage, where layers are split evenly
-_ALIKE: Final = 1.03  # modes whose steps are no further apart win together
 _TUNED: Final = "uniform tuned"
 
 
@@ -101,13 +99,11 @@ SETTINGS: Final = tuple(
 def modes_table(*, steps: int, json_path: Path | None) -> None:
     """Every mode in every setting: times what a step takes if all ranks have the same to do.
 
-    Settings of one number of stages are printed, and written, when they are done. What a machine
-    does beside only makes steps longer, so that the shortest one of each case stands for it.
+    Printed is ``docs/which_mode.csv``, of which ``pages.pictures`` draws the page's picture; cases
+    of one number of stages when they are done. What a machine does beside only makes steps longer,
+    so that the shortest one of each case stands for it.
     """
-    names = list(SETTINGS[0].cases())
-    headings = ["PP", "microbatches", "encoder", *names, "fastest", "by the clock"]
-    print(f"| {' | '.join(headings)} |")
-    print(f"| {' | '.join(['---:'] * (3 + len(names)) + ['---'] * 2)} |", flush=True)
+    print("stages,microbatches,encoder,mode,step,over_clock", flush=True)
     done: list[tuple[str, CaseFigures]] = []
     for pp in sorted({setting.pp for setting in SETTINGS}):
         named = [
@@ -117,31 +113,16 @@ def modes_table(*, steps: int, json_path: Path | None) -> None:
             for name, case in setting.cases().items()
         ]
         figures = measure([case for _, _, case in named], steps=steps)
-        by_setting: defaultdict[Setting, dict[str, CaseFigures]] = defaultdict(dict)
         for (setting, name, _), each in zip(named, figures, strict=True):
-            by_setting[setting][name] = each
             done.append((f"{setting} {name}", each))
-        for setting, found in by_setting.items():
-            print(_mode_row(setting, found), flush=True)
+            print(_csv_row(setting, name, each), flush=True)
         _write(json_path, done)
 
 
-def _mode_row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
-    even = {name: sum(each.work) / len(each.work) for name, each in found.items()}
-    measured = {name: min(each.step) / even[name] for name, each in found.items()}
-    clocked = {name: predicted(each.case) / even[name] for name, each in found.items()}
-    shown = [
-        *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
-        *(f"{measured[name]:.2f} ({measured[name] / clocked[name]:.2f})" for name in found),
-        *(", ".join(fastest(each)) for each in (measured, clocked)),
-    ]
-    return f"| {' | '.join(shown)} |"
-
-
-def fastest(found: Mapping[str, float]) -> list[str]:
-    """Those of which the figure is no more than 3 % above the least."""
-    least = min(found.values())
-    return [name for name, each in found.items() if each <= least * _ALIKE]
+def _csv_row(setting: Setting, name: str, each: CaseFigures) -> str:
+    step, even = min(each.step), sum(each.work) / len(each.work)
+    place = f"{setting.pp},{setting.microbatches},{setting.share:.0%}"
+    return f"{place},{name},{step / even:.2f},{step / each.predicted:.2f}"
 
 
 def published_table(*, steps: int, json_path: Path | None) -> None:
