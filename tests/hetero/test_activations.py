@@ -76,17 +76,6 @@ def test_gradients_are_those_of_activations_that_stay(copies, recompute):
     assert torch.equal(gradients(copies(), recompute=recompute), expected)
 
 
-def waits() -> int:
-    copies = LazyCopies()
-    gradients(copies)
-    return copies.waits
-
-
-@pytest.mark.parametrize("forgotten", range(waits()))
-def test_without_any_of_its_waits_gradients_are_wrong(forgotten):
-    assert not torch.equal(gradients(LazyCopies(forgotten=forgotten)), gradients(None))
-
-
 @pytest.mark.parametrize("small", [1, 64 * 40 + 1])
 def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
     """However many views of it were saved: not weights, not inputs that stay, not what is small."""

@@ -1,41 +1,23 @@
 """Entries on ranks of their own: which layouts there are, and who sends to whom."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import Meeting, PlacedEntry, Placement, all_apart, one_apart
+from loongplug.hetero.placement import Meeting, Placement, all_apart, all_ranks_dp, one_apart
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
 
 SIZES = st.integers(1, 3)
+IMAGES = Entry(name="images", role=Role.ENCODER, into="text")
 
 
-def layout(sizes: str, *, first_rank: int = 0) -> Layout:
-    """As tables have it: tensor, pipeline and data parallel size."""
-    tp, pp, dp = map(int, sizes.split("/"))
-    return Layout(tp=tp, pp=pp, dp=dp, first_rank=first_rank)
-
-
-def images(decoder: str, vision: str) -> Placement:
-    """An encoder of images behind the decoder's ranks."""
-    language = layout(decoder)
-    vision_layout = layout(vision, first_rank=language.world_size)
-    return all_apart(language, {"images": vision_layout}, into="text")
-
-
-def pairs(placement: Placement, *, micro_batch_size: int) -> list[tuple[int, int]]:
-    pieces = placement.pieces("images", micro_batch_size=micro_batch_size)
-    return [(each.replica, each.decoder) for each in pieces]
-
-
-def ranks(
-    placement: Placement, name: str = "images", *, micro_batch_size: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    pieces = placement.pieces(name, micro_batch_size=micro_batch_size)
-    return [(each.ranks, each.edge.consumers) for each in pieces]
+def images(decoder: Layout, vision: Layout) -> Placement:
+    return all_apart(decoder, {"images": vision}, into="text")
 
 
 def meetings(placement: Placement, *, micro_batch_size: int, cp: int) -> list[tuple[Meeting, ...]]:
@@ -93,88 +75,37 @@ def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement,
 
 def test_replicas_and_their_ranks_take_turns_in_what_they_bring():
     """Rank e to rank e mod TP, counted from the group's first: 4 to 0, 5 to 1."""
-    one = images("2/2/1", "4/1/1")
-    assert ranks(one, micro_batch_size=1) == [((4, 5, 6, 7), (0, 1))]
+    one = images(Layout(tp=2, pp=2), Layout(tp=4, first_rank=4))
     assert meetings(one, micro_batch_size=1, cp=1) == [((4, 0),)]
     assert meetings(one, micro_batch_size=1, cp=2) == [((4, 0), (4, 1))]
-    two = images("2/2/1", "2/1/2")
+    two = images(Layout(tp=2, pp=2), Layout(tp=2, dp=2, first_rank=4))
     assert meetings(two, micro_batch_size=2, cp=1) == [((4, 0),), ((7, 1),)]
+
+
+def test_each_sample_is_made_once_by_the_replica_whose_interval_it_is_in():
+    """Asked sample by sample, in whole numbers: floor(a / b) <= s is the same as a < (s + 1) b.
+
+    All that one replica makes of a microbatch is one piece.
+    """
+    for encoders, decoders, size in product(range(1, 13), range(1, 13), (1, 2, 3, 5, 12)):
+        placement = images(Layout(dp=decoders), Layout(dp=encoders, first_rank=decoders))
+        slot = placement.pieces("images", micro_batch_size=size)
+        made = [(each.decoder, place) for each in slot for place in each.samples]
+        assert made == list(product(range(decoders), range(size))), (encoders, decoders, size)
+        assert len({(each.replica, each.decoder) for each in slot}) == len(slot)
+        total = decoders * size
+        for each in slot:
+            assert len(each.samples)
+            for place in each.samples:
+                sample = each.decoder * size + place
+                assert each.replica * total < (sample + 1) * encoders
+                assert not (each.replica + 1) * total < (sample + 1) * encoders
 
 
 @given(worlds())
 def test_gradients_of_replicas_are_added_as_they_are(placement):
     """Each sample is encoded once: whatever the two numbers of replicas, nothing is scaled."""
     assert {placement.gradient_factor(entry.name) for entry in placement.entries} == {1.0}
-
-
-def test_figure_9_of_the_mimo_paper():
-    placement = images("2/2/1", "1/1/4")
-    assert ranks(placement, micro_batch_size=4) == [
-        ((4,), (0, 1)),
-        ((5,), (0, 1)),
-        ((6,), (0, 1)),
-        ((7,), (0, 1)),
-    ]
-
-
-def test_figure_4a_s_six_ranks():
-    placement = all_apart(
-        layout("1/3/1", first_rank=3),
-        {"images": layout("1/2/1"), "audio": layout("1/1/1", first_rank=2)},
-        into="text",
-    )
-    assert ranks(placement, micro_batch_size=1) == [((1,), (3,))]
-    assert ranks(placement, "audio", micro_batch_size=1) == [((2,), (3,))]
-
-
-ONE, EACH = [(0, 0)], [(0, 0), (1, 1)]
-TABLE_A7 = [  # decoder, vision, pairs of replicas that meet at one sample a microbatch
-    ("4/1/1", "4/1/1", ONE),
-    ("2/1/2", "2/1/2", EACH),
-    ("2/2/1", "4/1/1", ONE),
-    ("1/1/4", "1/1/4", [(0, 0), (1, 1), (2, 2), (3, 3)]),
-    ("1/4/1", "4/1/1", ONE),
-    ("1/4/1", "1/1/4", [(3, 0)]),
-    ("1/2/2", "2/1/2", EACH),
-    ("4/1/1", "1/1/4", [(3, 0)]),
-    ("2/2/1", "2/1/2", [(1, 0)]),
-    ("2/1/2", "1/1/4", [(1, 0), (3, 1)]),
-]
-TWO = [(0, 0), (1, 0)]
-TABLE_A8 = [  # at two samples a microbatch
-    ("4/1/1", "4/1/1", ONE),
-    ("2/1/2", "2/1/2", EACH),
-    ("2/2/1", "4/1/1", ONE),
-    ("1/4/1", "4/1/1", ONE),
-    ("1/2/2", "2/1/2", EACH),
-    ("2/2/1", "2/1/2", TWO),
-    ("1/4/1", "2/1/2", TWO),
-    ("4/1/1", "2/1/2", TWO),
-]
-
-
-@pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A7)
-def test_table_a7_of_the_mimo_paper(decoder, vision, met):
-    assert pairs(images(decoder, vision), micro_batch_size=1) == met
-
-
-@pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A8)
-def test_table_a8_of_the_mimo_paper(decoder, vision, met):
-    assert pairs(images(decoder, vision), micro_batch_size=2) == met
-
-
-@pytest.mark.parametrize(
-    ("decoders", "encoders", "size", "met"),
-    [
-        (2, 3, 3, [(0, 0), (1, 0), (1, 1), (2, 1)]),
-        (3, 2, 2, [(0, 0), (0, 1), (1, 1), (1, 2)]),
-        (1, 4, 4, [(0, 0), (1, 0), (2, 0), (3, 0)]),
-        (4, 1, 1, [(0, 0), (0, 1), (0, 2), (0, 3)]),
-    ],
-)
-def test_numbers_of_replicas_that_do_not_divide(decoders, encoders, size, met):
-    placement = images(f"1/1/{decoders}", f"1/1/{encoders}")
-    assert pairs(placement, micro_batch_size=size) == met
 
 
 @pytest.mark.parametrize(
@@ -191,11 +122,6 @@ def test_numbers_of_replicas_that_do_not_divide(decoders, encoders, size, met):
             {"images": Layout(dp=4, first_rank=2)},
             "'images' on ranks 2 to 5 and 'text' on ranks 0 to 3 share ranks 2 to 3: change a "
             "rank_offset or a size",
-        ),
-        (
-            Layout(tp=2, pp=2),
-            {"images": Layout(dp=2)},
-            "'images' on ranks 0 to 1 and 'text' on ranks 0 to 3 share ranks 0 to 1",
         ),
         (
             Layout(tp=4),
@@ -219,7 +145,7 @@ def test_numbers_of_replicas_that_do_not_divide(decoders, encoders, size, met):
             "no module lies on ranks 0, 3:",
         ),
     ],
-    ids=["equal", "partly", "first stage", "encoders", "equal encoders", "gap", "two gaps"],
+    ids=["equal", "partly", "encoders", "equal encoders", "gap", "two gaps"],
 )
 def test_what_cannot_be_apart_is_one_sentence(decoder, encoders, said):
     with pytest.raises(ValueError, match=said) as caught:
@@ -230,9 +156,8 @@ def test_what_cannot_be_apart_is_one_sentence(decoder, encoders, said):
 
 @pytest.mark.parametrize("rank_offset", [0, 1, 3])
 def test_one_encoder_s_own_ranks_are_none_of_the_decoder_s(rank_offset: int) -> None:
-    encoder = Entry(name="images", role=Role.ENCODER, into="text")
     with pytest.raises(ValueError, match=r"'images'.* ranks 0 to 3"):
-        one_apart(Layout(tp=4), entry=encoder, tp=2, dp=2, rank_offset=rank_offset)
+        one_apart(Layout(tp=4), entry=IMAGES, tp=2, dp=2, rank_offset=rank_offset)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=2, max_size=4))
@@ -248,17 +173,9 @@ def test_ranges_that_part_the_world_and_no_others(spans):
 
 
 def test_edges_of_one_kind_are_not_asked_for_the_other():
-    placement = images("2/1/2", "1/1/4")
     with pytest.raises(AssertionError, match="see pieces"):
-        placement.edge("images", rank=0)
-    with pytest.raises(AssertionError, match="see pieces"):
-        placement.edges("images")
-    colocated = Placement(
-        entries=(
-            PlacedEntry(name="images", layout=Layout(dp=4), into="text"),
-            PlacedEntry(name="text", layout=Layout(tp=2, dp=2)),
-        )
-    )
+        images(Layout(tp=2), Layout(first_rank=2)).edges("images")
+    colocated = all_ranks_dp(Layout(tp=2, dp=2), entry=IMAGES, tp=1)
     assert not colocated.is_apart("images")
     with pytest.raises(AssertionError, match="see edges"):
         colocated.pieces("images", micro_batch_size=1)

@@ -11,31 +11,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from streamed_steps import busiest, simulate
+from walked_plans import walked
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment
 from loongplug.hetero.balance import Balance
 from loongplug.hetero.bubble_drafts import streamed as plan_of
-from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.encoder_steps import EncoderStep
-from loongplug.hetero.operations import (
-    BEGIN,
-    END,
-    Backward,
-    Cargo,
-    Encode,
-    Event,
-    Hand,
-    Kept,
-    Move,
-    Operation,
-    Receive,
-    Send,
-    StepPlan,
-    To,
-    Weights,
-)
+from loongplug.hetero.operations import Cargo, Encode, Kept, Receive, Send
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import separated, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
 
@@ -181,7 +167,7 @@ def as_planned(units: Units, joined_rows: int | None) -> int:
             joined_rows=joined_rows or 0,
         )
     )
-    return sum(bool(each.pieces) for each in done(plan, Encode))
+    return sum(isinstance(x, Encode) and bool(x.pieces) for each in plan.values() for x in each)
 
 
 def test_where_nothing_is_gained_nothing_is_planned() -> None:
@@ -248,135 +234,40 @@ def test_what_goes_through_in_one_pass_is_sent_as_one() -> None:
     assert alone is None or all(len(x.pieces) == 1 for work in alone.work for x in work)
 
 
-def plans(
-    found: StreamedStep, *, stages: int, trains: bool, on_host: frozenset[Kept] = frozenset()
-) -> list[StepPlan]:
-    """Of one replica to a stage."""
-    return [
-        streamed(
-            EncoderStep(
-                encoder_replicas=((0,),) * len(found.shares),
-                replicas=stages,
-                replica=stage,
-                consumes=stage == 0,
-                training=True,
-                trains=trains,
-                last_stage=stage == stages - 1,
-                on_host=on_host,
-                stream=found.stream(stage),
-            )
-        )
-        for stage in range(stages)
-    ]
-
-
-ACTIVATIONS = frozenset({Kept.ACTIVATIONS})
-AWAY = (Encode, *To, Backward)
-
-
-def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
-    """By the first piece of each pass that leaves: what is done with it, in order."""
-    found: dict[int, list[type[Operation]]] = {}
-    moments = sorted(
-        (when for when in plan if when.event is Event.PASS), key=lambda x: x.number or 0
-    )
-    for each in chain(*(plan[when] for when in moments)):
-        match each:
-            case Encode(pieces=pieces, movable=True):
-                found[pieces[0]] = [Encode]
-            case Backward(pieces=pieces) if pieces[0] in found:
-                found[pieces[0]].append(Backward)
-            case Move(to=to, what=Kept.ACTIVATIONS, pieces=(piece,)):
-                found[piece].append(to)
-    return found
-
-
-@given(UNITS, st.integers(2, 4), st.sampled_from([FREE, PieceCost(100, 200)]))
-@settings(max_examples=60)
-def test_activations_leave_and_are_back_before_they_are_needed(
-    units: list[list[Grid]], stages: int, each: PieceCost
-) -> None:
-    found = planner(stages, each=each).plan(units)
-    assume(found is not None)
-    assert found is not None
-    for plan in plans(found, stages=stages, trains=True, on_host=ACTIVATIONS):
-        assert all(tuple(life) == AWAY for life in away(plan).values())
-        count = sum(map(len, away(plan).values()))
-        moved = len(done(plan, Move))
-        assert moved == count * 4 // len(AWAY), "nothing else moves"
-
-
-def test_which_activations_leave() -> None:
-    """Most of them where many microbatches lie between; of a frozen encoder there are none."""
-    media = [[(1, 4, 4)] * 4] * 16
-    found = planner(4).plan(media)
-    assert found is not None
-    for plan in plans(found, stages=4, trains=True, on_host=ACTIVATIONS):
-        assert 2 * len(away(plan)) > len(done(plan, Encode)) > 0
-    frozen = planner(4, trains=False).plan(media)
-    assert frozen is not None
-    assert not any(map(away, plans(frozen, stages=4, trains=False, on_host=ACTIVATIONS)))
-
-
-def done(plan: StepPlan, kind: type[Operation]) -> list[Any]:
-    """All operations of a kind; events of a kind are in the plan in their order."""
-    return [each for operations in plan.values() for each in operations if isinstance(each, kind)]
-
-
-def carried(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
-    """The pieces that are sent, or received."""
-    return [each.piece for each in done(plan, kind) if each.what is what]
-
-
-@given(UNITS, st.integers(2, 4), st.booleans())
+@given(UNITS, st.integers(2, 4), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_every_piece_goes_there_and_back_once(
-    units: list[list[Grid]], stages: int, trains: bool
+    units: list[list[Grid]], stages: int, trains: bool, joined: bool
 ) -> None:
-    found = planner(stages, trains=trains).plan(units)
+    """The plans of one replica to a stage are walked, where activations leave for the host."""
+    each = PieceCost(100, 200) if joined else FREE
+    found = planner(stages, each=each, trains=trains).plan(units)
     assume(found is not None)
     assert found is not None
-    all_pieces = list(range(len(found.pieces)))
-    ranks = plans(found, stages=stages, trains=trains)
-    back = all_pieces if trains else []
-    for kind, what, pieces in (
-        (Send, Cargo.FEATURES, all_pieces),
-        (Receive, Cargo.GRADIENTS, back),
-    ):
-        assert sorted(n for plan in ranks for n in carried(plan, kind, what)) == pieces
-    for kind, pieces in ((Encode, all_pieces), (Backward, back)):
-        passes = [each.pieces for plan in ranks for each in done(plan, kind)]
-        assert sorted(chain(*passes)) == pieces
-    first, *others = ranks
-    for kind, what, pieces in (
-        (Receive, Cargo.FEATURES, all_pieces),
-        (Send, Cargo.GRADIENTS, back),
-    ):
-        assert carried(first, kind, what) == pieces
-        assert not any(carried(plan, kind, what) for plan in others)
-    handed = {what: [x.microbatch for x in done(first, Hand) if x.what is what] for what in Cargo}
-    assert handed[Cargo.FEATURES] == [*range(len(units))]
-    assert sorted(handed[Cargo.GRADIENTS]) == ([*range(len(units))] if trains else [])
-    for plan in ranks:
-        # Collective over all replicas: on every rank, with pieces or without, outside of passes.
-        assert plan.get(BEGIN, ()) == ((Weights(gather=True),) if trains else ())
-        assert plan.get(END, ()) == ((Weights(gather=False),) if trains else ())
-        assert {when.event for when in plan} <= {*Event} - {Event.BACKWARD}
-
-
-def test_a_step_that_does_not_stream_reduces_behind_the_plan_too() -> None:
-    """Another data parallel replica may stream in it."""
-    step = EncoderStep(
-        encoder_replicas=((0,), (1,), (0,)),
-        replicas=2,
-        replica=0,
-        consumes=True,
-        training=True,
-        trains=True,
-        last_stage=False,
-    )
-    plan = streamed(step)
-    assert plan[BEGIN][0] == Weights(gather=True)
-    assert plan[END][-1] == Weights(gather=False)
-    assert all(each.more for each in done(plan, Backward))
-    assert len(done(plan, Backward)) == 2
+    walks = []
+    for stage in range(stages):
+        step = EncoderStep(
+            encoder_replicas=((0,),) * len(found.shares),
+            replicas=stages,
+            replica=stage,
+            consumes=stage == 0,
+            training=True,
+            trains=trains,
+            last_stage=stage == stages - 1,
+            on_host=frozenset({Kept.ACTIVATIONS}),
+            stream=found.stream(stage),
+        )
+        pipeline = Pipeline(stages=stages, stage=stage, chunks=1, group=stages)
+        walks.append(walked(streamed(step), step, pipeline))
+    pieces = list(range(len(found.pieces)))
+    assert sorted(chain(*(walk.encoded for walk in walks))) == pieces
+    back = pieces if trains else []
+    for what, there, expected in ((Cargo.FEATURES, Send, pieces), (Cargo.GRADIENTS, Receive, back)):
+        # The encoder's ends of messages, and those of the decoder's first stage, in their order.
+        ends: list[list[int]] = [[], []]
+        for rank, walk in enumerate(walks):
+            for one in walk.wired:
+                if isinstance(one, Send | Receive) and one.what is what:
+                    ends[not isinstance(one, there)].append(one.piece)
+                    assert rank == 0 or isinstance(one, there)
+        assert [sorted(ends[0]), ends[1]] == [expected, expected]

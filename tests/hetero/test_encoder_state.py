@@ -66,15 +66,6 @@ class Part:
         return [each.detach().clone() for each in self.values]
 
 
-def cycle(part: Part, device: Device) -> None:
-    state = EncoderState(part, part.optimizers, platform=device)
-    queue = PrefetchQueue(device.copies())
-    queue.leave({"state": state.movable()})
-    queue.let_go("state")
-    queue.send_for("state")
-    queue.take("state")
-
-
 @pytest.mark.parametrize("platform", [Device, Freeing])
 @pytest.mark.parametrize("copies", [LazyCopies, HostCopies, CudaCopies])
 def test_all_of_it_goes_and_comes_back_as_it_was(platform, copies):
@@ -138,21 +129,6 @@ def test_frozen_weights_are_copied_to_the_host_once(platform):
     frozen.data += 1
     assert away_and_back(state, device) == first
     assert torch.equal(frozen, torch.arange(1.0, 5.0))
-
-
-def waits() -> int:
-    copies = LazyCopies()
-    cycle(Part(), Device(copies))
-    return copies.waits
-
-
-@pytest.mark.parametrize("forgotten", range(waits()))
-def test_without_any_of_its_waits_it_is_wrong(forgotten):
-    part = Part()
-    before = part.copy()
-    cycle(part, Device(LazyCopies(forgotten=forgotten)))
-    equal = [torch.equal(now, was) for now, was in zip(part.values, before, strict=True)]
-    assert not all(equal)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from on_a_gpu import in_fresh_interpreter
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from toy_step import ENTRY, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
+from toy_step import WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
@@ -96,19 +96,6 @@ def test_without_any_of_its_waits_numbers_are_wrong(what, last_stage):
         if same(one_step(LazyCopies(forgotten=forgotten), on_host, last_stage=last_stage), expected)
     }
     assert not unseen
-
-
-def test_numbers_are_those_of_one_graph_for_all():
-    """Of torch alone: the losses and the gradients of a model that encodes in each forward."""
-    model, executor = Model(), executor_of(separated, HostCopies())
-    found = run_step(executor, model, ROWS)
-    plain = Model()
-    for microbatch, loss in zip(microbatches(ROWS), found, strict=True):
-        features = plain.encode(ENTRY, microbatch.units[ENTRY.name].media).embeddings
-        expected = (features * (microbatch.number + 1)).tanh().sum()
-        assert torch.equal(expected, loss)
-        expected.backward()
-    assert torch.allclose(model.gradients, plain.gradients, rtol=1e-6)
 
 
 @pytest.mark.parametrize("on_host", SETS, ids=lambda each: "+".join(k.name for k in each) or "none")

@@ -5,18 +5,17 @@ is posted ahead holds up what follows, where another one stands before it on the
 each communicator has a stream of a pool of 32, which two share where a rank has more.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import pytest
 import torch
 from placed import ENCODER
+from queued import Queues, Sent, finish
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero import dealing, exchange, wire
 from loongplug.hetero.carrier import Carrier, StageSpec, stage_links
 from loongplug.hetero.communicators import apart_pairs, count, there_and_back
 from loongplug.hetero.crossings import apart_crossings
@@ -31,15 +30,15 @@ from loongplug.hetero.operations import (
     Receive,
     Send,
 )
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn, ahead, warmup
+from loongplug.hetero.pass_order import Pipeline, Turn, ahead, warmup
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
 from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
 from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
-from loongplug.simulate.order import Deadlock, order
-from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
+from loongplug.simulate.order import order
+from loongplug.simulate.programs import Programs
 from loongplug.simulate.wires import on_streams
 
 pytestmark = pytest.mark.quick
@@ -48,64 +47,17 @@ HOST = torch.device("cpu")
 ROW = torch.zeros(1, 1)
 
 
-class Queue:
-    """Stands in for ``torch.distributed`` on one rank, and keeps what the rank gives its GPU."""
-
-    def __init__(self, rank: int, build: Build) -> None:
-        self.rank, self.given = rank, list[Act]()
-        self._build, self._counts = build, Counter[tuple[int, int, str]]()
-
-    def get_rank(self) -> int:
-        return self.rank
-
-    def get_process_group_ranks(self, group: Sequence[int]) -> Sequence[int]:
-        return group
-
-    def isend(self, rows: torch.Tensor, *, dst: int, group: str) -> "Sent":
-        return self._message((self.rank, dst, group), sends=True)
-
-    def irecv(self, rows: torch.Tensor, *, src: int, group: str) -> "Sent":
-        return self._message((src, self.rank, group), sends=False)
-
-    def all_to_all_single(self, rows: Any, out: Any, coming: Any, given: Any, group: Any) -> None:
-        self.meet(group)
-
-    def broadcast(self, rows: torch.Tensor, *, src: int, group: Any) -> None:
-        self.meet(group)
-
-    def meet(self, group: Sequence[int]) -> None:
-        if len(group) > 1:
-            self.given.append(Meet(self._build.group(group)))
-
-    def _message(self, stream: tuple[int, int, str], *, sends: bool) -> "Sent":
-        message = self._build.message(stream, self._counts[stream], eager=False)
-        self._counts[stream] += 1
-        self.given.append(Post(((message, sends),)))
-        return Sent(self, Wait(((message, sends),)))
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A message on the queue."""
-
-    queue: Queue
-    waits: Wait
-
-    def is_completed(self) -> bool:
-        """As gloo says it; who waits for it to be so has what stands behind wait."""
-        return self.waits in self.queue.given
-
-    def wait(self) -> None:
-        self.queue.given.append(self.waits)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """An encoder, and what it has of the messages of a step."""
+    """An encoder, and what it has of the messages of a step.
+
+    ``trains``: whether each stage's own parameters do.
+    """
 
     number: int
     layout: Layout
     pieces: tuple[ApartPiece, ...]
+    trains: Sequence[bool]
 
 
 class Ranks:
@@ -120,25 +72,30 @@ class Ranks:
         microbatches: int,
         samples: int = 1,
         split: bool = False,
-        chunks: int = 1,
         overlap: bool = False,
         more: int = 0,
         without: Sequence[int] = (),
+        trains: Sequence[Sequence[bool]] = (),
+        **pipeline: Any,
     ) -> None:
         """A microbatch has so many ``samples``; ``split``: with sequence parallelism.
 
-        ``chunks``: virtual stages of each of the decoder's. ``overlap``: with their passes beside
-        what is sent. ``without``: microbatches without rows. ``more``: so many more pieces are
-        received ahead.
+        ``pipeline``: of the decoder's :class:`Pipeline`, what is not as without virtual stages.
+        ``overlap``: with their passes beside what is sent. ``without``: microbatches without rows.
+        ``more``: so many more pieces are received ahead. ``trains``: of each encoder, which stages
+        do; else all.
         """
         self._patch = patch
         self._decoder = decoder
-        self._pipeline = Pipeline(stages=decoder.pp, stage=0, chunks=chunks, group=decoder.pp)
+        plain = {"stages": decoder.pp, "stage": 0, "chunks": 1, "group": decoder.pp}
+        self._pipeline = Pipeline(**(plain | pipeline))
         self._overlap = overlap
         self._microbatches = microbatches
         self._samples, self._split = samples, split
         self._more = more
-        self._ahead = ahead(pipeline=decoder.pp, virtual=chunks > 1)
+        self.ahead = ahead(
+            pipeline=decoder.pp, virtual=self._pipeline.chunks > 1, group=self._pipeline.group
+        )
         self._placed = []
         offset = decoder.world_size
         for number, each in enumerate(encoders):
@@ -150,6 +107,7 @@ class Ranks:
                     number=number,
                     layout=placement.entry(entry.name).layout,
                     pieces=placement.pieces(entry.name, micro_batch_size=samples),
+                    trains=trains[number] if trains else (True,) * each.pp,
                 )
             )
             offset += each.world_size
@@ -157,34 +115,24 @@ class Ranks:
 
     def programs(self, *, less: int = 0) -> Programs:
         """Of all ranks; ``less``: with so many forwards of the encoders fewer ahead."""
-        self._build = Build()
-        acts = [self._decoders(rank) for rank in self._decoder.ranks]
-        acts += [
-            self._encoders(encoder, rank, less=less)
-            for encoder in self._placed
-            for rank in encoder.layout.ranks
-        ]
-        return self._build.programs(acts)
+        self._queues = Queues(self._patch)
+        for rank in self._decoder.ranks:
+            self._queues.turn_to(rank)
+            self._decodes(rank)
+        for encoder in self._placed:
+            for rank in encoder.layout.ranks:
+                self._queues.turn_to(rank)
+                self._encodes(encoder, rank, less=less)
+        return self._queues.programs()
 
-    def finish(self, *, less: int = 0) -> bool:
+    def finish(self) -> bool:
         """Whether a step ends that goes through one queue of each rank."""
-        programs = self.programs(less=less)
-        try:
-            order(on_streams(programs, communicator=lambda stream: stream, one_queue=True))
-        except Deadlock:
-            return False
-        return True
+        return finish(in_one_queue(self.programs()))
 
     def most(self) -> int:
         """The communicators of the rank that has most between encoders and the decoder."""
         pairs = [there_and_back(apart_pairs(each.pieces, cp=1)) for each in self._placed]
         return max(count(group for each in pairs for group in each).values())
-
-    def _queue(self, rank: int) -> Queue:
-        queue = Queue(rank, self._build)
-        for module in (dealing, exchange, wire):
-            self._patch.setattr(module, "dist", queue)
-        return queue
 
     def _carrier(self, encoder: Placed, rank: int) -> Carrier:
         """Of a rank of the encoder, or of the decoder's first stage."""
@@ -208,7 +156,7 @@ class Ranks:
     def _in_flight(self, encoder: Placed, rank: int) -> int:
         layout = encoder.layout
         stage = layout.coordinates(rank).pp if rank in layout.ranks else layout.pp - 1
-        return 1 + warmup(ahead=self._ahead, stages=layout.pp, stage=stage)
+        return 1 + warmup(ahead=self.ahead, stages=layout.pp, stage=stage)
 
     def _begin(self, carrier: Carrier, encoder: Placed, rank: int) -> None:
         samples = [range(self._samples)]
@@ -235,18 +183,25 @@ class Ranks:
                 dtype=ROW.dtype,
             )
         crossings = apart_crossings(encoder.pieces, units, cp=1, rank=rank)
-        carrier.begin(crossings, states, trains=True)
+        carrier.begin(crossings, states, trains=self._trains(encoder, rank))
+
+    def _trains(self, encoder: Placed, rank: int) -> bool:
+        """Whether gradients of the encoder come to a rank of it, or from one of the decoder."""
+        if rank not in encoder.layout.ranks:
+            return any(encoder.trains)
+        return any(encoder.trains[: encoder.layout.coordinates(rank).pp + 1])
 
     def _made(self, encoder: Placed, rank: int) -> list[ApartPiece]:
         replica = encoder.layout.coordinates(rank).dp
         return [each for each in encoder.pieces if each.replica == replica]
 
-    def _decoders(self, rank: int) -> list[Act]:
+    def _decodes(self, rank: int) -> None:
         """What a rank of the decoder does under Megatron's schedule."""
-        queue, place = self._queue(rank), self._decoder.coordinates(rank)
+        queues, place = self._queues, self._decoder.coordinates(rank)
         tp_group, pipeline = self._decoder.group("tp", rank), self._decoder.group("pp", rank)
-        carriers = [self._carrier(each, rank) for each in self._placed] if place.pp == 0 else []
-        for each, encoder in zip(carriers, self._placed, strict=False):
+        encoders = self._placed if place.pp == 0 else []
+        carriers = [self._carrier(each, rank) for each in encoders]
+        for each, encoder in zip(carriers, encoders, strict=True):
             self._begin(each, encoder, rank)
         posted: dict[StageEnd, Sent] = {}
         needed: dict[int, list[torch.Tensor]] = {}
@@ -258,33 +213,34 @@ class Ranks:
                         peer = pipeline[(place.pp + (1 if way.to_next else -1)) % len(pipeline)]
                         # States and gradients of virtual stages alike are one stream of two ranks.
                         posted[way] = (
-                            queue.isend(ROW, dst=peer, group="decoder")
+                            queues.isend(ROW, dst=peer, group="decoder")
                             if way.sends
-                            else queue.irecv(ROW, src=peer, group="decoder")
+                            else queues.irecv(ROW, src=peer, group="decoder")
                         )
                 case Waited(ends=ends):
                     for way in ends:
                         posted[way].wait()
-                case Turn(forward=Pass(chunk=0, microbatch=number)):
-                    needed[number] = [
-                        each.dealt(number, [each.wire.receive(Cargo.FEATURES, number)])
-                        for each in carriers
-                    ]
-                    queue.meet(tp_group)
-                case Turn(backward=Pass(chunk=0, microbatch=number)):
-                    queue.meet(tp_group)
-                    for each, gradient in zip(carriers, needed.pop(number), strict=True):
-                        (held,) = each.collected(number, (number,), gradient)
-                        each.wire.send(Cargo.GRADIENTS, number, held)
-                case Turn():
-                    queue.meet(tp_group)
+                case Turn(forward=there, backward=back):
+                    if there is not None and there.chunk == 0:
+                        number = there.microbatch
+                        needed[number] = [
+                            each.dealt(number, [each.wire.receive(Cargo.FEATURES, number)])
+                            for each in carriers
+                        ]
+                    queues.meet(tp_group)
+                    if back is not None and back.chunk == 0:
+                        number = back.microbatch
+                        each_with = zip(carriers, encoders, needed.pop(number), strict=True)
+                        for each, encoder, gradient in each_with:
+                            if self._trains(encoder, rank):
+                                (held,) = each.collected(number, (number,), gradient)
+                                each.wire.send(Cargo.GRADIENTS, number, held)
         for each in carriers:
             each.wire.drain()
-        return queue.given
 
-    def _encoders(self, encoder: Placed, rank: int, *, less: int) -> list[Act]:
+    def _encodes(self, encoder: Placed, rank: int, *, less: int) -> None:
         """What a rank of the encoder does by its plan."""
-        queue, tp_group = self._queue(rank), encoder.layout.group("tp", rank)
+        tp_group = encoder.layout.group("tp", rank)
         carrier, made = self._carrier(encoder, rank), self._made(encoder, rank)
         self._begin(carrier, encoder, rank)
         came: dict[int, torch.Tensor] = {}
@@ -297,12 +253,11 @@ class Ranks:
                 case Receive(what=what, piece=piece):
                     came[piece] = carrier.wire.receive(what, piece)
                 case Encode():
-                    queue.meet(tp_group)
+                    self._queues.meet(tp_group)
                 case Backward(pieces=(piece,) as pieces):
                     carrier.shared(pieces, came.pop(piece))
-                    queue.meet(tp_group)
+                    self._queues.meet(tp_group)
         carrier.wire.drain()
-        return queue.given
 
     def _step(self, encoder: Placed, rank: int, *, less: int) -> EncoderStep:
         count = self._microbatches * len(self._made(encoder, rank))
@@ -312,34 +267,50 @@ class Ranks:
         step = place.step(
             rank,
             training=True,
-            ahead=self._ahead,
+            ahead=self.ahead,
             encoder_replicas=((0,),) * count,
-            trains=True,
-            trains_before=encoder.layout.coordinates(rank).pp > 0,
+            trains=self._trains(encoder, rank),
+            trains_before=any(encoder.trains[: encoder.layout.coordinates(rank).pp]),
             last_stage=False,
         )
         return replace(step, warmup=max(0, step.warmup - less))
 
 
-# Stages of a decoder and of its encoders, virtual stages of each of the decoder's, and whether
-# their passes go on beside what is sent.
+def in_one_queue(programs: Programs) -> Programs:
+    return on_streams(programs, communicator=lambda stream: stream, one_queue=True)
+
+
+ENCODERS = [*product((1, 2, 3)), *combinations_with_replacement((1, 2, 3), 2)]
+# Stages of a decoder and of its encoders, virtual stages of each of the decoder's, whether their
+# passes go on beside what is sent, and whether a forward runs together with a backward.
 GRAPHS = [
-    *((decoder, (stages,), 1, False) for decoder, stages in product((1, 2, 3), (1, 2, 3))),
-    *((decoder, (2, 1), 1, False) for decoder in (1, 2, 3)),
-    *((2, encoders, 2, overlap) for encoders in ((1,), (2, 1)) for overlap in (False, True)),
-    *((3, (1,), 2, True), (2, (2,), 3, True)),
+    *(
+        (decoder, encoders, 1, False, False)
+        for decoder, encoders in product((1, 2, 3, 4), ENCODERS)
+    ),
+    *(
+        (*sizes, *virtual)
+        for sizes in product((2, 3, 4), ((1,), (2,), (3,), (2, 1)))
+        for virtual in ((2, False, False), (2, True, False), (3, True, True))
+    ),
 ]
 
 
-@pytest.mark.parametrize(("decoder", "encoders", "chunks", "overlap"), GRAPHS)
+@pytest.mark.parametrize(("decoder", "encoders", "chunks", "overlap", "overlaps"), GRAPHS)
 def test_no_step_hangs_and_one_less_is_too_few(
     monkeypatch: pytest.MonkeyPatch,
     decoder: int,
     encoders: tuple[int, ...],
     chunks: int,
     overlap: bool,
+    overlaps: bool,
 ) -> None:
-    each = range(1, 8) if chunks == 1 else range(decoder, 4 * decoder + 1, decoder)
+    """And where no receive holds up what follows, one less is the least.
+
+    The first output behind the warm-up sets out before a gradient is waited for. With two less, the
+    decoder lacks what its first backward waits for, where a step has as many microbatches.
+    """
+    each = range(1, 10) if chunks == 1 else range(decoder, 4 * decoder + 1, decoder)
     for microbatches in each:
         ranks = Ranks(
             monkeypatch,
@@ -348,10 +319,69 @@ def test_no_step_hangs_and_one_less_is_too_few(
             microbatches=microbatches,
             chunks=chunks,
             overlap=overlap,
+            overlaps=overlaps,
         )
-        assert ranks.finish(), microbatches
-        forwards = ahead(pipeline=decoder, virtual=chunks > 1)
-        assert ranks.finish(less=1) == (microbatches < forwards + 2), microbatches
+        none, one, two = (ranks.programs(less=less) for less in range(3))
+        assert finish(in_one_queue(none)), microbatches
+        assert finish(in_one_queue(one)) == (microbatches < ranks.ahead + 2), microbatches
+        assert finish(one), microbatches
+        assert finish(two) == (microbatches < ranks.ahead or ranks.ahead < 2), microbatches
+
+
+@pytest.mark.parametrize(
+    "eyes", [(True, True, True), (False, True, True), (False, False, True), (False, False)]
+)
+@pytest.mark.parametrize("ears", [True, False])
+def test_stages_that_do_not_train_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, eyes: tuple[bool, ...], ears: bool
+) -> None:
+    """Their own sends alone hold them back, and no number of forwards ahead is too few."""
+    for decoder, chunks in ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2)):
+        ranks = Ranks(
+            monkeypatch,
+            decoder=Layout(pp=decoder),
+            encoders=[Layout(pp=len(eyes)), Layout()],
+            microbatches=4 * decoder,
+            chunks=chunks,
+            trains=[eyes, (ears,)],
+        )
+        assert ranks.finish()
+        assert finish(ranks.programs())
+
+
+def test_larger_groups_of_virtual_stages_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With groups as large as the flag says, as many forwards as without it are too few."""
+    hangs = 0
+    for decoder, chunks, more in product((2, 3), (2, 3), (1, 3)):
+        group = decoder + more
+        for microbatches in (group, 2 * group, 3 * group):
+            ranks = Ranks(
+                monkeypatch,
+                decoder=Layout(pp=decoder),
+                encoders=[Layout()],
+                microbatches=microbatches,
+                chunks=chunks,
+                group=group,
+            )
+            assert finish(ranks.programs())
+            hangs += not finish(ranks.programs(less=2 * more))
+    assert hangs
+
+
+def test_a_forward_beside_the_backward_before_it_without_a_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The overlap of MoE communication: the forward ahead that is not least else is needed."""
+    for microbatches in range(1, 6):
+        ranks = Ranks(
+            monkeypatch,
+            decoder=Layout(),
+            encoders=[Layout()],
+            microbatches=microbatches,
+            overlaps=True,
+        )
+        assert finish(ranks.programs())
+        assert finish(ranks.programs(less=1)) == (microbatches == 1)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

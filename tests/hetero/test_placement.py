@@ -48,6 +48,8 @@ def test_every_rank_of_a_model_replica_has_its_edge(made):
     for number, ranks in enumerate(decoder.groups("tp_cp_pp")):
         assert {placement.edge(NAME, rank=each) for each in ranks} == {edges[number]}
         assert set(edges[number].ranks) <= set(ranks)
+        encoding = {each for replica in edges[number].replicas for each in replica}
+        assert {*edges[number].ranks} == {*edges[number].consumers} | encoding
 
 
 @FEW
@@ -61,8 +63,10 @@ def test_encoder_replicas_of_the_modes(made):
         together = first_stage_tp(decoder, entry=ENCODER, tp=tp).edge(NAME, rank=rank)
         assert together == Edge(replicas=(tuple(first),), consumers=tuple(first))
         for place, encoding in ((first_stage_dp, first), (all_ranks_dp, whole)):
-            replicas = place(decoder, entry=ENCODER, tp=tp).edge(NAME, rank=rank).replicas
+            placement = place(decoder, entry=ENCODER, tp=tp)
+            replicas = placement.edge(NAME, rank=rank).replicas
             assert [each for ranks in replicas for each in ranks] == encoding
+            assert [each for each in whole if placement.entry(NAME).holds(each)] == encoding
             assert {len(ranks) for ranks in replicas} == {tp}
 
 
@@ -77,36 +81,6 @@ def test_a_replica_is_a_tensor_parallel_group_of_the_encoder_s_layout(made):
             group = entry.layout.group("tp", each)
             assert set(group) <= set(ranks)
             assert entry.same_units or tuple(group) == ranks
-
-
-@FEW
-@given(placements())
-def test_every_rank_of_the_encoder_is_of_one_replica_of_one_edge(made):
-    """No rank encodes for two model replicas, and none is idle because nobody counts it."""
-    placement, decoder, _ = made
-    entry, edges = placement.entry(NAME), placement.edges(NAME)
-    encoding = Counter(rank for edge in edges for ranks in edge.replicas for rank in ranks)
-    assert set(encoding.values()) == {1}
-    assert sorted(encoding) == [rank for rank in decoder.ranks if entry.holds(rank)]
-    for rank in decoder.ranks:
-        edge = placement.edge(NAME, rank=rank)
-        number = edge.replica_of(rank)
-        assert (number is not None) == entry.holds(rank)
-        assert number is None or rank in edge.replicas[number]
-
-
-@FEW
-@given(placements())
-def test_process_groups_of_an_exchange_part_the_ranks_that_take_part(made):
-    placement, decoder, _ = made
-    groups = [each.ranks for each in placement.edges(NAME)]
-    entry = placement.entry(NAME)
-    everyone = [rank for ranks in groups for rank in ranks]
-    assert len(everyone) == len(set(everyone))
-    first = {rank for rank in decoder.ranks if decoder.coordinates(rank).pp == 0}
-    assert set(everyone) == first | {rank for rank in decoder.ranks if entry.holds(rank)}
-    for ranks, edge in zip(groups, placement.edges(NAME), strict=True):
-        assert {*edge.consumers, *(each for them in edge.replicas for each in them)} == set(ranks)
 
 
 @FEW

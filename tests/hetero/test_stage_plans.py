@@ -1,12 +1,8 @@
-"""Plans of an encoder's pipeline stages: each hands on what the next takes, and no rank hangs."""
-
-from collections.abc import Iterator
-from dataclasses import replace
+"""Plans of an encoder's pipeline stages: each hands on what the next takes."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import DECODER, decoder_acts, finish
 
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
@@ -19,9 +15,8 @@ from loongplug.hetero.operations import (
     Send,
     StepPlan,
 )
-from loongplug.hetero.pass_order import Pipeline, ahead, warmup
+from loongplug.hetero.pass_order import warmup
 from loongplug.hetero.policies import apart
-from loongplug.simulate.programs import Act, Build, Post, Wait
 
 pytestmark = pytest.mark.quick
 
@@ -109,79 +104,3 @@ def test_what_one_stage_gives_the_next_takes(trains: list[bool], units: int, in_
     assert not pieces(plans[0], Receive, Cargo.STATES)
     assert not pieces(plans[0], Send, Cargo.STATE_GRADIENTS)
     assert not pieces(plans[-1], Send, Cargo.STATES)
-
-
-def test_a_replica_without_samples_encodes_a_blank_on_every_stage() -> None:
-    for stage in range(2):
-        step = replace(step_of(stage, 2, units=1, in_front=1, trains=ALL), encoder_replicas=())
-        assert operations(apart(step)) == [
-            Encode(pieces=()),
-            Backward(pieces=(), more=False),
-        ]
-
-
-def acts(build: Build, stage: int, plan: StepPlan, *, most: int, name: str) -> Iterator[Act]:
-    """What a stage of the encoder exchanges.
-
-    A send of features and states waits for that of ``most`` microbatches before, one of gradients
-    for nothing: its receive is posted long before.
-    """
-    own = name, stage
-    for each in operations(plan):
-        if not isinstance(each, Receive | Send):
-            continue
-        sends, what, other = isinstance(each, Send), each.what, DECODER
-        if what in (Cargo.STATES, Cargo.STATE_GRADIENTS):
-            other = name, stage + (1 if sends != what.back else -1)
-        way = (own, other) if sends else (other, own)
-        message = build.message(way, each.piece, eager=False)
-        yield Post(((message, sends),))
-        if not sends:
-            yield Wait(((message, sends),))
-        elif not what.back and each.piece >= most:
-            late = build.message(way, each.piece - most, eager=False)
-            yield Wait(((late, sends),))
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("decoder", [1, 2, 3])
-@pytest.mark.parametrize(
-    "eyes", [ALL, ALL[:2], (False, True, True), (False, False, True), (False,) * 3]
-)
-@pytest.mark.parametrize("ears", [True, False])
-def test_no_rank_waits_for_ever(
-    eyes: tuple[bool, ...], ears: bool, decoder: int, chunks: int
-) -> None:
-    """Two or three stages that see, one that hears, beside Megatron's schedule of the decoder.
-
-    Some train; what does not is held by the bound on what is sent. Where all do, fewer forwards
-    ahead than the least hang.
-    """
-    if chunks > 1 and decoder == 1:
-        return
-    microbatches = 4 * decoder
-    in_front = ahead(pipeline=decoder, virtual=chunks > 1)
-    pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
-    encoders = {"eyes": eyes, "ears": (ears,)}
-
-    def finishes(most: int | None = None, *, less: int = 0) -> bool:
-        """With the bound of a run or another one; ``less`` forwards ahead on the first stage."""
-        build = Build()
-        sources = [(name, len(trains) - 1) for name, trains in encoders.items()]
-        found = decoder_acts(build, pipeline, microbatches, sources=sources, eager=False)
-        for name, trains in encoders.items():
-            for stage in range(len(trains)):
-                step = step_of(
-                    stage, len(trains), units=microbatches, in_front=in_front, trains=trains
-                )
-                if (name, stage) == ("eyes", 0):
-                    step = replace(step, warmup=step.warmup - less)
-                own = 1 + warmup(ahead=in_front, stages=len(trains), stage=stage)
-                bound = own if most is None else most
-                found.append(acts(build, stage, apart(step), most=bound, name=name))
-        return finish(build.programs([[*each] for each in found]))
-
-    assert finishes()
-    assert finishes(0)  # each send waits for its own receive
-    assert not finishes(-1)  # for one that nothing was sent for yet
-    assert finishes(less=2) is not all(eyes)

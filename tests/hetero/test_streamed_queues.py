@@ -5,18 +5,16 @@ full separation stand for Megatron's schedule.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate, product
 from math import inf
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import finish
+from queued import Queues, Sent, finish
 from streamed_steps import even, filled, separated, steps
 
 from loongplug.data.microbatch import Share
@@ -32,113 +30,26 @@ from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.wire import Wire
 from loongplug.simulate.order import Deadlock, order
-from loongplug.simulate.programs import Act, Build, Meet, Post, Programs, Wait
+from loongplug.simulate.programs import Programs
 from loongplug.simulate.wires import on_streams
 
-Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Wires:
-    """What ranks send, post and wait for, in the place of process groups."""
-
-    rank: int = 0
-    # By group and both ranks: the rows of each message, at either end.
-    sent: defaultdict[tuple[Any, int, int], list[int]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    posted: defaultdict[tuple[Any, int, int], list[int]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    did: defaultdict[int, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-
-    def get_rank(self) -> int:
-        return self.rank
-
-    def isend(self, rows: torch.Tensor, *, dst: int, group: Any) -> "Sent":
-        way = group, self.rank, dst
-        self.sent[way].append(len(rows))
-        self.does("moves", (*way, len(self.sent[way])))
-        return Sent()
-
-    def irecv(self, rows: torch.Tensor, *, src: int, group: Any) -> "Posted":
-        way = group, src, self.rank
-        self.posted[way].append(len(rows))
-        message = *way, len(self.posted[way])
-        self.does("moves", message)
-        return Posted(self, message)
-
-    def all_to_all_single(
-        self, rows: torch.Tensor, out: torch.Tensor, coming: Any, given: Any, group: Any
-    ) -> None:
-        assert (len(rows), len(out)) == (sum(coming), sum(given))
-        self.does("meets", group)
-
-    def broadcast(self, rows: torch.Tensor, *, src: int, group: Any) -> None:
-        assert src in group
-        self.does("meets", group)
-
-    def get_process_group_ranks(self, group: Any) -> Any:
-        return group
-
-    def does(self, what: str, which: Any) -> None:
-        self.did[self.rank].append((what, which))
-
-
-@dataclass
-class Posted:
-    wires: Wires
-    message: Message
-
-    def wait(self) -> None:
-        self.wires.does("waits", self.message)
-
-
-class Sent:
-    """Which nobody waits for while the step goes on."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return False
-
-
-def programs_of(did: dict[int, list[tuple[str, Any]]]) -> Programs:
-    """What ranks do, as programs; messages of two ranks in a group are one stream."""
-    build = Build()
-
-    def acts(rank: int) -> Iterator[Act]:
-        for what, which in did[rank]:
-            if what == "says":
-                yield Post(((build.message("says", which), True),))
-                continue
-            if what == "meets":
-                yield Meet(build.group(which))
-                continue
-            if which[0] == "pass":
-                yield Wait(((build.message("says", which), False),))
-                continue
-            group, source, target, number = which
-            stream = (group, source, target)
-            end = build.message(stream, number, eager=False), rank == source
-            yield Post((end,)) if what == "moves" else Wait((end,))
-
-    return build.programs([[*acts(rank)] for rank in sorted(did)])
+# The names of groups stand for them.
+GROUPS: dict[Cargo, Any] = {what: what.said for what in (Cargo.FEATURES, Cargo.GRADIENTS)}
+OF_PIECES = {*GROUPS.values()}
 
 
 def communicator(stream: Any) -> Any:
-    """That of a message; what ranks of a stage say is none."""
-    return None if stream == "says" else (stream[0], *sorted(stream[1:]))
+    """Of two ranks in a group, whichever of them sends."""
+    return stream[2], *sorted(stream[:2])
 
 
-def ends(did: dict[int, list[tuple[str, Any]]], **options: Any) -> bool:
+def ends(programs: Programs, **options: Any) -> bool:
     """Whether a step ends where what two ranks move in a group goes through one queue on each.
 
     As with NCCL; ``options`` are those of :func:`on_streams`.
     """
-    return finish(on_streams(programs_of(did), communicator=communicator, **options))
+    return finish(on_streams(programs, communicator=communicator, **options))
 
 
 def drive(
@@ -147,7 +58,7 @@ def drive(
     *,
     step: Step,
     plan: EncoderPlan,
-    wires: Wires,
+    queues: Queues,
     pieces: Sequence[Piece],
 ) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
@@ -156,7 +67,7 @@ def drive(
     work = list(plan[replica])
     needed: dict[int, torch.Tensor] = {}
     for place, one in enumerate([*step.passes[stage], None]):
-        posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
+        posted = None if one is None else pipeline_input(step, replica, one, queues=queues)
         while work and (one is None or work[0].before <= place):
             forward, names = work.pop(0)[1:]
             for number in map(numbers.__getitem__, names):
@@ -177,15 +88,13 @@ def drive(
         if one.forward and one.place == 0:
             came = [edges.receive(Cargo.FEATURES, number) for number in own]
             needed[one.microbatch] = carrier.dealt(one.microbatch, came)
-        wires.does("says", ("pass", one, replica))
-        for other in step.lanes[stage]:  # of one tensor parallel group, or of parts of a sequence
-            wires.does("waits", ("pass", one, other))
+        queues.meet(step.lanes[stage])  # a tensor parallel group, or parts of a sequence
         if not one.forward and one.place == 0 and step.encoder.trains:
             gradient = needed.pop(one.microbatch)
             held_back = carrier.collected(one.microbatch, own, gradient)
             for number, part in zip(own, held_back, strict=True):
                 edges.send(Cargo.GRADIENTS, number, part)
-        pipeline_output(step, replica, one, wires=wires)
+        pipeline_output(step, replica, one, queues=queues)
     edges.drain()
 
 
@@ -202,28 +111,27 @@ def group_of(step: Step, one: DecoderPass) -> str:
     return f"{'activations' if one.forward else 'gradients'} {around}"
 
 
-def pipeline_input(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> Posted | None:
+def pipeline_input(step: Step, replica: int, one: DecoderPass, *, queues: Queues) -> Sent | None:
     before = step.before(one)
     if before is None or (source := peer(step, replica, before)) == replica:
         return None
-    return wires.irecv(torch.zeros(1), src=source, group=group_of(step, before))
+    return queues.irecv(torch.zeros(1), src=source, group=group_of(step, before))
 
 
-def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> None:
+def pipeline_output(step: Step, replica: int, one: DecoderPass, *, queues: Queues) -> None:
     behind = step.behind.get(one)
     if behind is not None and (target := peer(step, replica, behind)) != replica:
-        wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
+        queues.isend(torch.zeros(1), dst=target, group=group_of(step, one))
 
 
 def drawn(
     step: Step,
     plan: EncoderPlan,
     *,
-    groups: dict[Cargo, Any],
     window: int = 2,
     cp: int = 1,
     chunked: bool = False,
-) -> Wires:
+) -> Queues:
     """All ranks' step, by real wires and the names of their groups.
 
     The lanes of a stage are those of so many context parts; ``chunked``: with sequence parallelism.
@@ -257,24 +165,22 @@ def drawn(
         if number > 1
         else None,
     )
-    wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
-        names = ("get_rank", "isend", "irecv", "all_to_all_single", "broadcast")
-        for name in (*names, "get_process_group_ranks"):
-            patch.setattr(dist, name, getattr(wires, name))
+        queues = Queues(patch)
         patch.setattr(wire, "WINDOW", window)
-        for wires.rank in ranks:
-            group: Any = edge.consumers if wires.rank in edge.consumers else None
+        for rank in ranks:
+            queues.turn_to(rank)
+            group: Any = edge.consumers if rank in edge.consumers else None
             carrier = Carrier(
-                wire=Wire(groups, most=inf, device=CPU),
+                wire=Wire(GROUPS, most=inf, device=CPU),
                 deals=None if group is None else Dealer(group),
                 shares=None,
                 crossings=lambda *_: None,
             )
-            crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=wires.rank)
+            crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=rank)
             carrier.begin(crossings, None, trains=step.encoder.trains)
-            drive(carrier, wires.rank, step=step, plan=plan, wires=wires, pieces=pieces)
-    return wires
+            drive(carrier, rank, step=step, plan=plan, queues=queues, pieces=pieces)
+    return queues
 
 
 def _shards(sizes: Sequence[int], *, cp: int, chunks: int) -> tuple[tuple[slice, ...], ...]:
@@ -295,14 +201,6 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     }
 
 
-KINDS = (Cargo.FEATURES, Cargo.GRADIENTS)
-
-
-# The names of groups stand for them.
-GROUPS: dict[Cargo, Any] = {what: what.said for what in KINDS}
-OF_PIECES = {*GROUPS.values()}
-
-
 @given(steps(), st.integers(1, 5), st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_every_pair_has_one_order_in_each_direction(
@@ -310,16 +208,16 @@ def test_every_pair_has_one_order_in_each_direction(
 ) -> None:
     """A message's rows are the number of its piece: queues of one stream cannot cross."""
     plan = (filled(step) if fills else None) or separated(step)
-    wires = drawn(step, plan, window=window, groups=GROUPS, chunked=chunked)
-    assert wires.sent == wires.posted
-    for (name, *_), rows in (*wires.sent.items(), *wires.posted.items()):
+    queues = drawn(step, plan, window=window, chunked=chunked)
+    sent, posted = queues.rows[True], queues.rows[False]
+    assert sent == posted
+    for (*_, name), rows in sent.items():
         assert rows == sorted(rows) or name not in OF_PIECES
-    one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
-    assert len(one_way) == len(wires.sent)
+    assert len({communicator(stream) for stream in sent}) == len(sent)
     # Of the features, what the first stage has not made itself: once.
-    count = sum(len(rows) for way, rows in wires.sent.items() if way[0].startswith("features"))
+    count = sum(len(rows) for (*_, name), rows in sent.items() if name == GROUPS[Cargo.FEATURES])
     assert count == sum(owner not in step.lanes[0] for owner in owners_of(plan).values())
-    assert ends(wires.did)
+    assert ends(queues.programs())
 
 
 @pytest.mark.parametrize("window", [1, 4, 100])
@@ -329,9 +227,9 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
         step = even(stages, percent=percent)
         for plan in (filled(step), separated(step)):
             assert plan is not None
-            did = drawn(step, plan, window=window, groups=GROUPS).did
-            assert ends(did)
-            assert not ends(did, one_queue=True)
+            programs = drawn(step, plan, window=window).programs()
+            assert ends(programs)
+            assert not ends(programs, one_queue=True)
 
 
 # Tensor parallel, context parallel and pipeline parallel sizes.
@@ -347,14 +245,13 @@ def test_no_layout_hangs_on_32_streams(tp: int, cp: int, pp: int) -> None:
     fills = streamed(step, otherwise=2**62)  # whether or not it is faster
     for plan, chunked in ((fills, True), (separated(step), False)):
         assert plan is not None
-        did = drawn(step, plan, groups=GROUPS, cp=cp, chunked=chunked).did
+        queues = drawn(step, plan, cp=cp, chunked=chunked)
         used: dict[int, set[Any]] = defaultdict(set)
-        for rank, all_of_it in did.items():
-            moved = (which for what, which in all_of_it if what == "moves")
-            used[rank] |= {communicator(which[:3]) for which in moved}
-        of_pieces = {rank: {x for x in some if x[0] in OF_PIECES} for rank, some in used.items()}
-        assert max(map(len, of_pieces.values())) <= 2 * pp * cp
-        order(on_streams(programs_of(did), communicator=communicator, pool=32))
+        for stream in queues.rows[True]:
+            for rank in stream[:2] if stream[2] in OF_PIECES else ():
+                used[rank].add(communicator(stream))
+        assert max(map(len, used.values()), default=0) <= 2 * pp * cp
+        order(on_streams(queues.programs(), communicator=communicator, pool=32))
 
 
 def test_a_pool_that_is_too_small_is_a_circle_with_names() -> None:
@@ -362,14 +259,13 @@ def test_a_pool_that_is_too_small_is_a_circle_with_names() -> None:
     step = even(4, percent=40, lanes=4, microbatches=8)
     plan = filled(step)
     assert plan is not None
-    did = drawn(step, plan, groups=GROUPS).did
-    programs = on_streams(programs_of(did), communicator=communicator, pool=2)
+    programs = on_streams(drawn(step, plan).programs(), communicator=communicator, pool=2)
     with pytest.raises(Deadlock, match=r"rank \d+ waits for rank \d+ to (send|receive) .*for ever"):
         order(programs)
 
 
 @pytest.mark.quick
-def test_a_piece_out_of_turn_is_refused() -> None:
+def test_a_piece_out_of_turn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     edge = Edge(replicas=((0,), (1,)), consumers=(0,))
     units = ExchangeSpec(
         tokens=(1, 1), shares=((Share(encoder_replica=1),),) * 2, width=1, dtype=torch.float32
@@ -377,16 +273,13 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     pieces = [
         Piece(microbatch=each, media=range(0), rows=slice(0, 1), replica=1) for each in range(2)
     ]
-    wires = Wires()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("get_rank", "isend", "irecv"):
-            patch.setattr(dist, name, getattr(wires, name))
-        edges = Wire(GROUPS, most=inf, device=CPU)
-        edges.windows[Cargo.FEATURES] = 1
-        crossings = streamed_crossings(pieces, units, edge=edge, cp=1, rank=0)
-        edges.begin({Cargo.FEATURES: crossings.of_step(Cargo.FEATURES)})
-        with pytest.raises(AssertionError, match="is not the next of features"):
-            edges.receive(Cargo.FEATURES, 1)
-        edges.receive(Cargo.FEATURES, 0)
-        with pytest.raises(AssertionError, match="nobody took features"):
-            edges.drain()
+    Queues(monkeypatch).turn_to(0)
+    edges = Wire(GROUPS, most=inf, device=CPU)
+    edges.windows[Cargo.FEATURES] = 1
+    crossings = streamed_crossings(pieces, units, edge=edge, cp=1, rank=0)
+    edges.begin({Cargo.FEATURES: crossings.of_step(Cargo.FEATURES)})
+    with pytest.raises(AssertionError, match="is not the next of features"):
+        edges.receive(Cargo.FEATURES, 1)
+    edges.receive(Cargo.FEATURES, 0)
+    with pytest.raises(AssertionError, match="nobody took features"):
+        edges.drain()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from loongplug.hetero.encoder_steps import EncoderStep
+from loongplug.hetero.encoder_steps import EncoderStep, Stream
 from loongplug.hetero.operations import (
     Backward,
     Cargo,
@@ -75,6 +75,9 @@ class Walk:
         match operation:
             case Encode(pieces=pieces, movable=movable):
                 assert self.here(Kept.STATE)
+                if step.stream:
+                    leaves = Kept.ACTIVATIONS in step.on_host and pieces in _stay_long(step.stream)
+                    assert movable == leaves
                 if movable:
                     assert step.stream or not pieces[1:], "they would be on the device together"
                     self.movable.add(pieces[0])  # it stands for all of the pass
@@ -191,8 +194,8 @@ class Walk:
                 if (isinstance(each, Move) and each.what is what)
                 or (isinstance(each, Exchange) and each.to_host and what is Kept.FEATURES)
             ]
-            owns = what is not Kept.ACTIVATIONS or _stays_long(step)
-            assert leaves or not owns, f"{what} was to leave"
+            owns = what is not Kept.ACTIVATIONS or step.mine(step.units)
+            assert leaves or step.stream or not owns, f"{what} was to leave"
 
 
 def _to_encode(step: EncoderStep) -> list[int]:
@@ -202,13 +205,11 @@ def _to_encode(step: EncoderStep) -> list[int]:
     return sorted(piece for each in step.stream.work if each.forward for piece in each.pieces)
 
 
-def _stays_long(step: EncoderStep) -> bool:
-    """Whether a pass through the encoder waits so long for its backward that it should leave."""
-    if step.stream is None:
-        return bool(step.mine(step.units))
-    begin = {each.pieces: each.before for each in step.stream.work if each.forward}
-    ends = (each for each in step.stream.work if not each.forward)
-    return any(each.before - begin[each.pieces] > 2 for each in ends)
+def _stay_long(stream: Stream) -> set[tuple[int, ...]]:
+    """Passes through the encoder that wait so long for their backward that they should leave."""
+    begin = {each.pieces: each.before for each in stream.work if each.forward}
+    ends = (each for each in stream.work if not each.forward)
+    return {each.pieces for each in ends if each.before - begin[each.pieces] > 2}
 
 
 def walked(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Walk:

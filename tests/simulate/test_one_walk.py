@@ -22,16 +22,6 @@ ASKS = {
     ("EstimatedStep", "turns"): "the bytes of each turn, where passes are traced one by one",
     ("decoder_passes", "turns"): "what drafts of streamed plans go through, until they go",
 }
-TESTS_ASK = {
-    ("order", "turns"): "a few orders, written out",
-    ("test_a_shorter_step_has_a_turn_like_each_of_a_long_one", "turns"): "it stands for a long one",
-    ("test_a_shorter_step_has_a_turn_like_each_of_a_long_one", "shortened"): "the same",
-    ("test_what_a_stage_sends_the_next_one_receives", "calls"): "the recorder",
-    ("test_passes_go_on_beside_what_is_sent", "calls"): "the recorder",
-    ("one_by_one", "turns"): "the clock, by a walk with no programs",
-    ("Ranks", "calls"): "one queue, with the product's own messages between passes",
-    ("rank_acts", "calls"): "more forwards ahead than any schedule has, and several neighbours",
-}
 
 
 def asks(path: Path) -> Iterator[tuple[str, str]]:
@@ -51,7 +41,6 @@ def asks(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_each_walk_over_a_stage_s_passes_has_a_reason() -> None:
-    root = PRODUCT.parent
-    for folders, reasons in (([PRODUCT, root / "benchmarks"], ASKS), ([root / "tests"], TESTS_ASK)):
-        files = (path for folder in folders for path in folder.rglob("*.py"))
-        assert {found for path in files for found in asks(path)} == reasons.keys(), folders
+    folders = (PRODUCT, PRODUCT.parent / "benchmarks")
+    files = (path for folder in folders for path in folder.rglob("*.py"))
+    assert {found for path in files for found in asks(path)} == ASKS.keys()

@@ -1,0 +1,94 @@
+"""In the place of ``torch.distributed``: what ranks give their GPUs, as programs of the clock."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from loongplug.hetero import dealing, exchange, wire
+from loongplug.simulate.order import Deadlock, order
+from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait
+
+Stream = tuple[int, int, Hashable]  # a source, a target, and their group
+
+
+class Queues:
+    """Those of all ranks, which come to them one after the other (:meth:`turn_to`)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rank, self.build = 0, Build()
+        self.given: dict[int, list[Act]] = {}
+        # The rows of each message of a stream, at the end that sends and at the other one.
+        self.rows = {sends: defaultdict[Stream, list[int]](list) for sends in (True, False)}
+        for module in (dealing, exchange, wire):
+            patch.setattr(module, "dist", self)
+
+    def turn_to(self, rank: int) -> None:
+        self.rank = rank
+        self.mine = self.given[rank] = []
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def get_process_group_ranks(self, group: Sequence[int]) -> Sequence[int]:
+        return group
+
+    def isend(self, rows: torch.Tensor, *, dst: int, group: Hashable) -> "Sent":
+        return self._message((self.rank, dst, group), rows, sends=True)
+
+    def irecv(self, rows: torch.Tensor, *, src: int, group: Hashable) -> "Sent":
+        return self._message((src, self.rank, group), rows, sends=False)
+
+    def all_to_all_single(
+        self, rows: torch.Tensor, out: torch.Tensor, coming: Any, given: Any, group: Sequence[int]
+    ) -> None:
+        assert (len(rows), len(out)) == (sum(coming), sum(given))
+        self.meet(group)
+
+    def broadcast(self, rows: torch.Tensor, *, src: int, group: Sequence[int]) -> None:
+        assert src in group
+        self.meet(group)
+
+    def meet(self, group: Sequence[int]) -> None:
+        if len(group) > 1:
+            self.does(Meet(self.build.group(group)))
+
+    def does(self, act: Act) -> None:
+        self.mine.append(act)
+
+    def programs(self) -> Programs:
+        return self.build.programs([self.given[rank] for rank in sorted(self.given)])
+
+    def _message(self, stream: Stream, rows: torch.Tensor, *, sends: bool) -> "Sent":
+        messages = self.rows[sends][stream]
+        message = self.build.message(stream, len(messages), eager=False)
+        messages.append(len(rows))
+        self.does(Post(((message, sends),)))
+        return Sent(self, (message, sends))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One end of a message."""
+
+    queues: Queues
+    end: End
+
+    def is_completed(self) -> bool:
+        """As gloo says it; who waits for it to be so has what stands behind wait."""
+        return any(isinstance(x, Wait) and self.end in x.ends for x in self.queues.mine)
+
+    def wait(self) -> None:
+        self.queues.does(Wait((self.end,)))
+
+
+def finish(programs: Programs) -> bool:
+    """Whether all ranks come to the end of their programs."""
+    try:
+        order(programs)
+    except Deadlock:
+        return False
+    return True
