@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import Layout, reference_model
+from hf_models import Layout, reference_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_qwen2_5_omni_agreement import MODEL as OMNI
-from test_qwen2_audio_agreement import MODEL as QWEN2_AUDIO
 from there_and_back import assert_there_and_back
+from tiny_families import OMNI, QWEN2_AUDIO
 from transformers import (
     AutoModelForMultimodalLM,
     Qwen2_5OmniConfig,

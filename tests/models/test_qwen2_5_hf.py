@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_reference import Layout, reference_model
+from hf_models import Layout, reference_model
 from there_and_back import assert_there_and_back
-from tiny_qwen2_5_vl import tiny_config
+from tiny_families import QWEN2_5_VL, tied
 
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.qwen2_5_vl.config import Qwen25VLConfig
@@ -118,7 +118,7 @@ def test_what_transformers_cannot_read_is_one_line(tmp_path):
 
 @pytest.mark.quick
 def test_heads_of_another_size_cannot_be_exchanged():
-    config = tiny_config(tied=False)
+    config = QWEN2_5_VL
     text = dataclasses.replace(config.foundation, kv_channels=32)
     with pytest.raises(ValueError, match=r"kv_channels is 32, but .* = 20 there"):
         hf_config(hugging_face(dataclasses.replace(config, foundation=text)))
@@ -126,7 +126,7 @@ def test_heads_of_another_size_cannot_be_exchanged():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def original(request, tmp_path_factory) -> tuple[Qwen25VLConfig, Path]:
-    config = tiny_config(tied=request.param)
+    config = tied(QWEN2_5_VL) if request.param else QWEN2_5_VL
     folder = tmp_path_factory.mktemp("original")
     reference_model(config).save_pretrained(folder)
     return config, folder

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_batches import IMAGE, TOKEN_IDS, VIDEO, Batch, batch
-from hf_reference import Layout, build_chunks, decoder_config
+from hf_models import Layout, build_chunks, decoder_config
 from image_units import media_of, unit_of
 from ranks import model_parallel, run_ranks
 from torch import Tensor
