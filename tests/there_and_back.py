@@ -42,16 +42,14 @@ def assert_there_and_back(
     layout: Layout,
     processor: Path,
     original: Path | None = None,
-) -> None:
-    """The folder's bits and config.json come back, or the ``original``'s; transformers loads it."""
-    run_ranks(
-        in_and_out,
-        layout.world_size,
-        model=model,
-        layout=layout,
-        source=source,
-        target=target,
-        processor=processor,
+) -> int:
+    """The folder's bits and config.json come back, or the ``original``'s; transformers loads it.
+
+    Returns how many bytes all ranks have read.
+    """
+    folders = {"source": source, "target": target, "processor": processor}
+    read: list[int] = run_ranks(
+        in_and_out, layout.world_size, model=model, layout=layout, **folders
     )
     original = original or source
     assert_same_weights(original, target)
@@ -63,3 +61,4 @@ def assert_there_and_back(
     architecture = hf_models.family_of(model).load_hugging_face(model).in_transformers.architecture
     assert type(loaded).__name__ == architecture
     assert not any(report.values()), report
+    return sum(read)
