@@ -10,11 +10,20 @@ from functools import cache
 
 import pytest
 import torch
-from hf_batches import batch
 from hf_models import Layout, reference_model
 from hf_reference import Reference, Step, assert_agrees, reference_step
 from peft import PeftModel
-from tiny_families import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SP, ragged, tied
+from tiny_families import (
+    QWEN2_5_VL,
+    QWEN2_AUDIO,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    SP,
+    Family,
+    hearing,
+    ragged,
+    tied,
+)
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
@@ -34,7 +43,7 @@ def adapted(
     model: VisionLanguageArchitecture, settings: dict[str, LoraSettings]
 ) -> VisionLanguageArchitecture:
     """``model`` with adapters; a module without any is frozen."""
-    frozen = {"image_encoder", "image_projector"} - settings.keys()
+    frozen = {*model.keys.values()} - settings.keys()
     parts = {
         name: dataclasses.replace(getattr(model, name), lora=lora)
         for name, lora in settings.items()
@@ -42,12 +51,14 @@ def adapted(
     return dataclasses.replace(model, **parts)
 
 
-# The model and its batch; tied, for that stages share the frozen embedding then.
+OF_SOUNDS = {name.replace("image", "audio"): settings for name, settings in ALL_THREE.items()}
+# The first is tied, for that stages share the frozen embedding then.
 MODELS = {
-    "qwen3_vl": (adapted(tied(QWEN3_VL), ALL_THREE), batch),
-    "qwen3_vl-text": (adapted(QWEN3_VL, {"foundation": ATTENTION}), batch),
-    "qwen2_5_vl": (adapted(QWEN2_5_VL, ALL_THREE), ragged),
-    "experts": (adapted(QWEN3_VL_MOE, ALL_THREE), batch),
+    "qwen3_vl": Family(adapted(tied(QWEN3_VL), ALL_THREE)),
+    "qwen3_vl-text": Family(adapted(QWEN3_VL, {"foundation": ATTENTION})),
+    "qwen2_5_vl": Family(adapted(QWEN2_5_VL, ALL_THREE), ragged),
+    "qwen2_audio": hearing(adapted(QWEN2_AUDIO, OF_SOUNDS)),
+    "experts": Family(adapted(QWEN3_VL_MOE, ALL_THREE)),
 }
 TP2_PP2 = Layout(tp=2, pp=2, sequence_parallel=True, recompute=True, micro_batch_size=2)
 CASES = [
@@ -57,6 +68,7 @@ CASES = [
     ("qwen3_vl", Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True)),
     ("qwen3_vl-text", TP2_PP2),
     ("qwen2_5_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("qwen2_audio", Layout(tp=2, pp=2)),
     ("experts", Layout(**SP)),
     ("experts", Layout(**SP, etp=1, ep=2)),
     ("experts", Layout(dp=2, **SP, ep=2)),
@@ -69,14 +81,15 @@ def references(tmp_path_factory):
 
     @cache
     def of(name: str) -> Reference:
-        (model, data), folder = MODELS[name], tmp_path_factory.mktemp(name)
+        family, folder = MODELS[name], tmp_path_factory.mktemp(name)
+        model, data = family.model, family.data()
         plain = reference_model(model)
         plain.save_pretrained(folder / "hf")
         table = adapter_table(model, family_of(model).load_hugging_face(model))
         write_random_adapters(folder / "adapters", table, seed=1)
         wrapped = PeftModel.from_pretrained(plain, folder / "adapters", is_trainable=True)
-        step = with_our_gradients(reference_step(wrapped, data()), table)
-        return Reference(model, folder / "hf", data(), step)
+        step = reference_step(wrapped, data, arguments=family.arguments)
+        return Reference(model, folder / "hf", data, with_our_gradients(step, table))
 
     return of
 
