@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import Layout
 from megatron.core import parallel_state
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_vl import build_chunks, hugging_face, save_random_hf_model, tiny_config
+from tiny_qwen3_vl import chunks_of, hugging_face, save_random_hf_model, tiny_config
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, open_tensors
 
 GATE = "model.language_model.layers.1.mlp.gate_proj.weight"
+ALONE, TP2_PP2 = Layout(), Layout(tp=2, pp=2)
 NORM = "model.language_model.norm.weight"
 
 
@@ -41,15 +43,14 @@ def change_config(folder: Path, change) -> None:
     path.write_text(json.dumps(config))
 
 
-def load(rank, *, folder, tp=1, pp=1, tied=False):
+def load(rank, *, folder, layout=ALONE, tied=False):
     """The error's text, and whether the parameters are still what they were."""
-    config = tiny_config(tied=tied)
-    with model_parallel(tp=tp, pp=pp):
-        chunks = build_chunks(config, tp=tp, pp=pp)
+    with model_parallel(tp=layout.tp, pp=layout.pp):
+        chunks = chunks_of(layout, tied=tied)
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
         own = folder[rank] if isinstance(folder, list) else folder
         with pytest.raises(ValueError, match=r".") as caught:
-            load_hf_weights(chunks, own, model=hugging_face(config))
+            load_hf_weights(chunks, own, model=hugging_face(tiny_config(tied=tied)))
         after = [p for chunk in chunks for p in chunk.parameters()]
         untouched = all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
         return str(caught.value), untouched
@@ -68,7 +69,7 @@ def test_all_differences_are_named_at_once_on_every_rank(folder):
         tensors["model.visual.extra"] = torch.zeros(2, 3)
 
     change_tensors(folder, change)
-    results = run_ranks(load, 4, folder=folder, tp=2, pp=2)
+    results = run_ranks(load, 4, folder=folder, layout=TP2_PP2)
     assert len(set(results)) == 1
     message, untouched = results[0]
     assert untouched
@@ -80,7 +81,7 @@ def test_all_differences_are_named_at_once_on_every_rank(folder):
 
 def test_one_ranks_error_is_everyones(folder, tmp_path):
     folders = [folder, folder, tmp_path / "nowhere", folder]
-    results = run_ranks(load, 4, folder=folders, tp=2, pp=2)
+    results = run_ranks(load, 4, folder=folders, layout=TP2_PP2)
     assert len({message for message, _ in results}) == 1
     assert results[0][0].startswith("rank 2: No Hugging Face model at")
 
@@ -118,8 +119,8 @@ def test_published_configs_spell_rope_otherwise(folder):
 
 def load_well(rank, *, folder, tied=False):
     with model_parallel():
-        config = tiny_config(tied=tied)
-        load_hf_weights(build_chunks(config), folder, model=hugging_face(config))
+        model = hugging_face(tiny_config(tied=tied))
+        load_hf_weights(chunks_of(ALONE, tied=tied), folder, model=model)
 
 
 def test_a_folder_without_config_is_judged_by_its_tensors(folder):
@@ -203,15 +204,14 @@ def test_a_bad_index_is_named(folder, index, message):
 
 
 def load_into_another_model(rank, *, folder):
-    config = tiny_config(tied=False)
     with model_parallel(tp=2, pp=2):
-        chunks = build_chunks(config, tp=2, pp=2)
+        chunks = chunks_of(TP2_PP2)
         if parallel_state.get_pipeline_model_parallel_rank() == 1:
             layer = chunks[0].text_decoder.decoder.layers[0]
             layer.mlp.linear_fc1.weight = torch.nn.Parameter(torch.zeros(8, 64))
             layer.adapter = torch.nn.Linear(2, 3, bias=False)
         with pytest.raises(ValueError, match="rank 2, 3") as caught:
-            load_hf_weights(chunks, folder, model=hugging_face(config))
+            load_hf_weights(chunks, folder, model=hugging_face(tiny_config(tied=False)))
         return str(caught.value)
 
 

@@ -1,6 +1,5 @@
-"""Weights from a Hugging Face folder into every layout, and back to the same bits."""
+"""Hugging Face folders that we write: as transformers takes them, whole or not at all."""
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -8,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from gathered import replica_differences
+from hf_models import Layout
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
 from tensor_files import assert_same_weights
+from there_and_back import in_and_out
 from tiny_qwen3_vl import (
-    build_chunks,
+    chunks_of,
     hugging_face,
     save_random_hf_model,
     tiny_config,
@@ -47,61 +48,13 @@ def processor_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def original(request, tmp_path_factory) -> tuple[bool, Path]:
-    folder = tmp_path_factory.mktemp("original")
-    return request.param, save_random_hf_model(folder, tied=request.param)
-
-
-def in_and_out(
-    rank, *, tp, pp, vpp, source, target, processor, tied, max_file_bytes=hf_export.MAX_FILE_BYTES
-):
-    config = tiny_config(tied=tied)
-    with model_parallel(tp=tp, pp=pp, vpp=vpp):
-        chunks = build_chunks(config, tp=tp, pp=pp, vpp=vpp)
-        load_hf_weights(chunks, source, model=hugging_face(config))
-        save_hf_folder(
-            chunks,
-            target,
-            model=hugging_face(config),
-            processor_folder=processor,
-            max_file_bytes=max_file_bytes,
-        )
-
-
-LAYOUTS = [  # ranks, tp, pp, vpp
-    (1, 1, 1, None),
-    (4, 2, 2, None),
-    (4, 4, 1, None),
-    (4, 2, 2, 2),
-    (4, 1, 4, None),
-    (4, 1, 2, None),  # two data-parallel ranks
-]
-
-
-@pytest.mark.parametrize(("ranks", "tp", "pp", "vpp"), LAYOUTS)
-def test_there_and_back_to_the_same_bits(original, processor_folder, tmp_path, ranks, tp, pp, vpp):
-    tied, source = original
-    run_ranks(
-        in_and_out,
-        ranks,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        source=source,
-        target=tmp_path / "out",
-        processor=processor_folder,
-        tied=tied,
-    )
-    assert_same_weights(source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing left beside it
-
-
-def test_transformers_loads_the_export(original, processor_folder, tmp_path):
-    tied, source = original
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_transformers_loads_the_export(tied, processor_folder, tmp_path):
+    source = save_random_hf_model(tmp_path / "hf", tied=tied)
     target = tmp_path / "out"
-    run = partial(run_ranks, in_and_out, 4, tp=2, pp=2, vpp=None, tied=tied)
-    run(source=source, target=target, processor=processor_folder, max_file_bytes=40_000)
+    run = partial(run_ranks, in_and_out, model=tiny_config(tied=tied), processor=processor_folder)
+    layout = Layout(tp=2, pp=2)
+    run(4, layout=layout, source=source, target=target, max_file_bytes=40_000)
     shards = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(shards) > 2
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
@@ -122,18 +75,8 @@ def test_transformers_loads_the_export(original, processor_folder, tmp_path):
         assert (target / name).read_bytes() == (processor_folder / name).read_bytes()
 
     again = tmp_path / "again"  # a folder with an index is read as well
-    run_ranks(
-        in_and_out,
-        1,
-        tp=1,
-        pp=1,
-        vpp=None,
-        source=target,
-        target=again,
-        processor=processor_folder,
-        tied=tied,
-    )
-    assert load_file(again / "model.safetensors").keys() == indexed_names(target)
+    run(1, layout=Layout(), source=target, target=again)
+    assert_same_weights(source, again)
 
 
 def picture_inputs() -> dict[str, torch.Tensor]:
@@ -146,15 +89,11 @@ def picture_inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def indexed_names(folder: Path) -> set[str]:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return set(index["weight_map"])
-
-
 def wrapped_and_bf16(rank, *, source, target, processor):
     config = tiny_config(tied=False)
     with model_parallel(tp=2, pp=2):
-        (chunk,) = build_chunks(config, tp=2, pp=2, dtype=torch.bfloat16)
+        half = {"params_dtype": torch.bfloat16, "bf16": True}
+        (chunk,) = chunks_of(Layout(tp=2, pp=2), **half)
         wrapped = DistributedDataParallel(
             config=chunk.config,
             ddp_config=DistributedDataParallelConfig(),
@@ -178,7 +117,7 @@ def test_wrapped_models_keep_their_precision(tmp_path, processor_folder):
 def drifted_replicas(rank, *, source):
     config = tiny_config(tied=False)
     with model_parallel(tp=2):
-        (chunk,) = build_chunks(config, tp=2)
+        (chunk,) = chunks_of(Layout(tp=2))
         load_hf_weights([chunk], source, model=hugging_face(config))
         before = replica_differences([chunk], hugging_face(config).mapping, what="weight")
         if rank == 1:
@@ -203,7 +142,7 @@ def export_twice(rank, *, source, target, processor):
     """A good export, then one whose writing fails after all was gathered."""
     config = tiny_config(tied=False)
     with model_parallel(tp=2):
-        chunks = build_chunks(config, tp=2)
+        chunks = chunks_of(Layout(tp=2))
         load_hf_weights(chunks, source, model=hugging_face(config))
         save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
         first = (target / "model.safetensors").stat().st_ino

@@ -1,19 +1,23 @@
-"""Global batches for the agreement tests: text, images and videos in one sample."""
+"""Global batches for the agreement tests: text, images, videos and sounds in one sample."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from image_units import ENCODER, unit_of
 
+from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.video import VideoStyle
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
+AUDIO, AUDIO_START, AUDIO_END = 7, 8, 9
+HEARS = "audio_encoder"
 TOKEN_IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -41,51 +45,104 @@ class Medium:
         return time * height * width
 
 
+@dataclass(frozen=True)
+class Sound:
+    """A sound of so many frames."""
+
+    frames: int
+
+
+Positions = Callable[[np.ndarray, Sequence[Medium]], np.ndarray]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """How a family writes its media: ``frames_apart`` puts text before each frame of a video.
 
+    ``patch_values``: values of a patch, where the model sees; ``sizes`` of sounds, where it hears.
     ``merge`` x ``merge`` patches become one token. With ``marks``, a token stands before a medium's
     tokens, and one behind them.
     """
 
-    patch_values: int
-    frames_apart: bool
+    patch_values: int | None = None
+    sizes: AudioSizes | None = None
+    frames_apart: bool = False
     merge: int = 2
     marks: bool = True
-    positions: Callable[[np.ndarray, Sequence[Medium]], np.ndarray]
+    positions: Positions
+
+    def words_of(self, medium: "Medium | Sound", words: Callable[[int], list[int]]) -> list[int]:
+        """The medium's tokens in the text."""
+        if isinstance(medium, Sound):
+            assert self.sizes is not None
+            token, start, end = AUDIO, AUDIO_START, AUDIO_END
+            counts = [self.sizes.tokens(medium.frames)]
+        else:
+            token, start, end = VIDEO if medium.is_video else IMAGE, VISION_START, VISION_END
+            frames = medium.grid[0] if self.frames_apart else 1
+            counts = [medium.patches // self.merge**2 // frames] * frames
+        ids: list[int] = []
+        for number, count in enumerate(counts):
+            ids += words(2) if number else []  # a timestamp
+            ids += [start, *[token] * count, end] if self.marks else [token] * count
+        return ids
+
+    def units(
+        self, ids: np.ndarray, media: Sequence["Medium | Sound"], generator: torch.Generator
+    ) -> dict[str, Unit]:
+        """A padded sample's, with random values."""
+
+        def drawn(grids: Sequence[Grid], *, values: int, tokens: tuple[int, ...]) -> Unit:
+            return _unit(
+                rows=torch.randn(sum(map(prod, grids)), values, generator=generator),
+                grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
+                places=(np.isin(ids, tokens).nonzero()[0],),
+            )
+
+        made = {}
+        if self.patch_values is not None:
+            grids = [each.grid for each in seen(media)]
+            made[ENCODER] = drawn(grids, values=self.patch_values, tokens=(IMAGE, VIDEO))
+        if (sizes := self.sizes) is not None:
+            grids = [sizes.grid(each.frames) for each in media if isinstance(each, Sound)]
+            made[HEARS] = drawn(grids, values=sizes.mel_bins, tokens=(AUDIO,))
+            assert made[HEARS].media is not None
+            for part in made[HEARS].media.rows.split([grid[2] for grid in grids]):
+                part[sizes.longest :] = 0  # as loaded: the model's window ends there
+        return made
 
 
-def qwen3_positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+def seen(media: Iterable[Medium | Sound]) -> tuple[Medium, ...]:
+    """What of them is no sound."""
+    return tuple(each for each in media if isinstance(each, Medium))
+
+
+def plain_positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+    return np.tile(np.arange(len(ids)), (3, 1))
+
+
+def qwen3_positions(ids: np.ndarray, media: Sequence[Medium], **more: Any) -> np.ndarray:
     return mrope_position_ids(
         ids,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         image_grids=[medium.grid for medium in media if not medium.is_video],
         video_grids=[medium.grid for medium in media if medium.is_video],
+        **more,
     )
 
 
-def timed_positions(
-    style: VideoStyle, *, after_times: bool = False
-) -> Callable[[np.ndarray, Sequence[Medium]], np.ndarray]:
+def timed_positions(style: VideoStyle, *, after_times: bool = False) -> Positions:
     """Ours where a video's frames are as far apart as the seconds between them."""
     assert not style.timestamps
 
     def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
-        return mrope_position_ids(
-            ids,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            image_grids=[medium.grid for medium in media if not medium.is_video],
-            video_grids=[medium.grid for medium in media if medium.is_video],
-            video_times=[
-                style.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
-                for medium in media
-                if medium.seconds is not None
-            ],
-            after_times=after_times,
-        )
+        times = [
+            style.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
+            for medium in media
+            if medium.seconds is not None
+        ]
+        return qwen3_positions(ids, media, video_times=times, after_times=after_times)
 
     return positions
 
@@ -149,11 +206,6 @@ def packed(data: Batch, packs: Sequence[tuple[int, ...]], *, seq_length: int) ->
     )
 
 
-def visual_places(input_ids: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Where each row of [b, s] has visual tokens."""
-    return tuple(np.isin(row, (IMAGE, VIDEO)).nonzero()[0] for row in input_ids.numpy())
-
-
 def joined(units: Sequence[Unit]) -> Unit:
     """One that has the media of all of these, one after the other."""
     media = [unit.media for unit in units if unit.media is not None]
@@ -161,21 +213,6 @@ def joined(units: Sequence[Unit]) -> Unit:
         rows=torch.cat([each.rows for each in media]),
         grids=torch.cat([each.grids for each in media]),
         places=sum((unit.places for unit in units), ()),
-    )
-
-
-def drawn_unit(
-    grids: Sequence[Grid],
-    *,
-    values: int,
-    places: tuple[np.ndarray, ...],
-    generator: torch.Generator,
-) -> Unit:
-    """Media of these sizes, whose rows have so many random values."""
-    return _unit(
-        rows=torch.randn(sum(map(prod, grids)), values, generator=generator),
-        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
-        places=places,
     )
 
 
@@ -199,13 +236,14 @@ def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
 
     input_ids = behind("input_ids", value=1)
     unit = joined([unit_of(sample) for sample in samples])
+    places = (np.isin(input_ids.numpy()[0], (IMAGE, VIDEO)).nonzero()[0],)
     return Microbatch(
         input_ids=input_ids,
         position_ids=behind("position_ids", value=0),
         labels=behind("labels", value=1),
         loss_mask=behind("loss_mask", value=0),
         tokens=sum(lengths),
-        units={ENCODER: replace(unit, places=visual_places(input_ids))},
+        units={ENCODER: replace(unit, places=places)},
         segments=tuple(lengths),
     )
 
@@ -213,7 +251,7 @@ def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
 def batch(
     style: Style = QWEN3,
     *,
-    media: Sequence[tuple[Medium, ...]] = MEDIA,
+    media: Sequence[tuple[Medium | Sound, ...]] = MEDIA,
     seed: int = 1,
 ) -> Batch:
     """One sample for each entry of ``media``, of different lengths, with uneven loss masks."""
@@ -227,39 +265,17 @@ def batch(
         ids: list[int] = []
         for medium in mine:
             ids += words(1 + number % 3)
-            token, (time, height, width) = VIDEO if medium.is_video else IMAGE, medium.grid
-            frames = time if style.frames_apart else 1
-            for frame in range(frames):
-                ids += words(2) if frames > 1 and frame else []  # a timestamp
-                visual = [token] * (time * height * width // style.merge**2 // frames)
-                ids += [VISION_START, *visual, VISION_END] if style.marks else visual
+            ids += style.words_of(medium, words)
         ids += words(7 + number)
-        samples.append(
-            sample_of(
-                ids,
-                positions=style.positions(np.array(ids), mine),
-                answer=3 + number,
-                units=lambda padded, mine=mine: {
-                    ENCODER: drawn_unit(
-                        [medium.grid for medium in mine],
-                        values=style.patch_values,
-                        places=visual_places(padded[None]),
-                        generator=generator,
-                    )
-                },
-            )
-        )
-    return Batch(samples=tuple(samples), media=tuple(media))
+        positions = style.positions(np.array(ids), seen(mine))
+        sample = _sample(ids, positions=positions, answer=3 + number)
+        units = style.units(sample.input_ids.numpy()[0], mine, generator)
+        samples.append(replace(sample, units=units))
+    return Batch(samples=tuple(samples), media=tuple(map(seen, media)))
 
 
-def sample_of(
-    ids: Sequence[int],
-    *,
-    positions: np.ndarray,
-    answer: int,
-    units: Callable[[torch.Tensor], Mapping[str, Unit]],
-) -> Microbatch:
-    """A padded sample whose last tokens are its answer; ``units`` are made for its tokens."""
+def _sample(ids: Sequence[int], *, positions: np.ndarray, answer: int) -> Microbatch:
+    """A padded sample without media, whose last tokens are its answer."""
     length = len(ids)
     padded = torch.full((SEQ_LENGTH,), 1)
     padded[:length] = torch.tensor(ids)
@@ -273,5 +289,5 @@ def sample_of(
         labels=F.pad(padded[1:], (0, 1), value=1)[None],
         loss_mask=mask[None],
         tokens=length,
-        units=units(padded),
+        units={},
     )

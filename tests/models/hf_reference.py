@@ -4,20 +4,19 @@ The families' tests bring their tiny architectures; the batches come from ``hf_b
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pytest
+import hf_models
 import torch
 import torch.nn.functional as F
-import transformers
 from gathered import gather_full_tensors, replica_differences
 from hf_batches import IMAGE, SEQ_LENGTH, VIDEO, Batch
+from hf_models import Layout, build_chunks, decoder_config, reference_model
 from image_units import media_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -28,102 +27,19 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
 )
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file
 
 from loongplug.checkpoint.adapter_files import load_adapters, save_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.decoder import DecoderConfig
-from loongplug.models.hf_config import hf_config
+from loongplug.models.hf_mapping import is_carried
 from loongplug.models.lora.mapping import adapter_table, with_adapters
-from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep, packed_segments
 
 LIMIT = 1e-4
-
-
-@contextmanager
-def trusted(package: str) -> Iterator[None]:
-    """The package of the folder ``outside`` on the path, and trusted by the comparison."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent / "outside"))
-        trusting = partial(family_of, trusted_packages=[package])
-        patch.setattr(sys.modules[__name__], "family_of", trusting)
-        yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        del sys.modules[name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a test run is laid out."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    dp: int = 1
-    ep: int = 1
-    etp: int | None = None  # as Megatron: tp
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    sequence_parallel: bool = False
-    recompute: bool = False
-    micro_batch_size: int = 1
-    distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def __str__(self) -> str:
-        parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
-        if self.vpp:
-            parts.append(f"vpp{self.vpp}")
-        if self.ep > 1:
-            parts.append(f"ep{self.ep}")
-        if self.etp:
-            parts.append(f"etp{self.etp}")
-        if self.dispatcher != "alltoall":
-            parts.append(self.dispatcher)
-        parts += [
-            name
-            for name in (
-                "sequence_parallel",
-                "recompute",
-                "distributed_optimizer",
-                "overlap_grad_reduce",
-            )
-            if getattr(self, name)
-        ]
-        return "-".join(parts)
-
-
-# What most families are held against transformers in.
-LAYOUTS = [
-    pytest.param(Layout(), marks=pytest.mark.quick),
-    Layout(micro_batch_size=4),
-    Layout(tp=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
-    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
-    Layout(pp=2, dp=2, overlap_grad_reduce=True),
-]
-
-
-def reference_model(model: VisionLanguageArchitecture, *, seed: int = 0) -> Any:
-    """The same architecture in transformers, randomly initialised, norms and biases too."""
-    hugging_face = family_of(model).load_hugging_face(model)
-    torch.manual_seed(seed)
-    reference = getattr(transformers, hugging_face.in_transformers.architecture)(
-        hf_config(hugging_face)
-    )
-    with torch.no_grad():
-        for parameter in reference.parameters():  # nothing left at 0 or 1, where mistakes hide
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return reference.float()
 
 
 @dataclass(frozen=True)
@@ -171,28 +87,60 @@ def reference_step(
         loss=loss.item(),
         logits=output.logits.detach(),
         gradients={
-            name: _as_saved(name, parameter.grad)
+            name: _turned(name, parameter.grad)
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         },
     )
 
 
-def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """A copy in the orientation of the files: there, experts are (inputs, outputs) each."""
+def _turned(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy in the orientation of published files: there, experts are (inputs, outputs) each."""
     experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     return (gradient.transpose(1, 2) if experts else gradient).clone()
 
 
-def by_file_names(step: Step) -> Step:
-    """Gradients by the names that transformers gives the tensors in files of before Qwen3-VL."""
+@dataclass(frozen=True)
+class Reference:
+    """A model, a batch and its step in transformers; ``folder`` has the weights."""
 
-    def in_file(name: str) -> str:
-        return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+    model: VisionLanguageArchitecture
+    folder: Path
+    data: Batch
+    step: Step
 
-    return dataclasses.replace(
-        step, gradients={in_file(name): tensor for name, tensor in step.gradients.items()}
-    )
+
+def reference(
+    folder: Path,
+    model: VisionLanguageArchitecture,
+    data: Batch,
+    arguments: Callable[[Batch, torch.Tensor], dict[str, Any]] = qwen_arguments,
+) -> Reference:
+    """Made in transformers; its step has gradients by the names in its files."""
+    theirs = reference_model(model)
+    theirs.save_pretrained(folder)
+    step = reference_step(theirs, data, arguments=arguments)
+    gradients = as_saved(theirs, folder / "gradients")
+    # The last layer's and the pooling's are not part of the loss, and have no gradient.
+    rows = hf_models.family_of(model).load_hugging_face(model).mapping.rows
+    carried = {row.sources[0].name for row in rows if is_carried(row.names[0])}
+    left = load_file(folder / "model.safetensors").keys() - gradients.keys()
+    assert left == carried or not any(data.media), left ^ carried
+    return Reference(model, folder, data, dataclasses.replace(step, gradients=gradients))
+
+
+def as_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients by the names, and in the shapes, that transformers gives tensors in its files.
+
+    It saves them as if they were weights; what has none is NaN there, and left out.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            grad = torch.tensor(torch.nan) if parameter.grad is None else parameter.grad
+            parameter.copy_(grad)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    return {name: _turned(name, each) for name, each in saved.items() if not each.isnan().all()}
 
 
 def media_arguments(data: Batch) -> dict[str, Any]:
@@ -212,61 +160,6 @@ def media_arguments(data: Batch) -> dict[str, Any]:
     return arguments
 
 
-def decoder_config(
-    model: VisionLanguageArchitecture, layout: Layout, **options: Any
-) -> DecoderConfig:
-    """The decoder's Megatron config for a layout, fp32."""
-    names = {field.name for field in dataclasses.fields(DecoderConfig)}
-    arguments = family_of(model).megatron_arguments(model)
-    architecture = {name: argument.value for name, argument in arguments.items() if name in names}
-    return DecoderConfig(
-        **architecture,
-        num_moe_experts=arguments["num_experts"].value,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=layout.tp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp or layout.tp,
-        moe_token_dispatcher_type=layout.dispatcher,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_dtype=torch.float32,
-        # as Megatron's arguments set them: two stages exchange in both directions at once
-        overlap_p2p_comm=layout.vpp is not None,
-        batch_p2p_comm=layout.vpp is None,
-        calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
-        recompute_granularity="full" if layout.recompute else None,
-        recompute_method="uniform" if layout.recompute else None,
-        recompute_num_layers=1 if layout.recompute else None,
-        **options,
-    )
-
-
-def build_chunks(model: VisionLanguageArchitecture, config: DecoderConfig, layout: Layout) -> list:
-    """This rank's chunks of the model, not wrapped."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), layout.pp
-    chunks = layout.vpp or 1
-    return [
-        family_of(model).load_builder(model)(
-            model,
-            config,
-            pre_process=stage == 0 and chunk == 0,
-            post_process=stage == stages - 1 and chunk == chunks - 1,
-            vp_stage=chunk if layout.vpp else None,
-            pg_collection=groups,
-            backend="local",
-        )
-        for chunk in range(chunks)
-    ]
-
-
 def our_step(
     rank: int,
     *,
@@ -284,7 +177,7 @@ def our_step(
     with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
         config = decoder_config(model, layout, **options)
         bare = build_chunks(model, config, layout)
-        hugging_face = family_of(model).load_hugging_face(model)
+        hugging_face = hf_models.family_of(model).load_hugging_face(model)
         load_hf_weights(bare, folder, model=hugging_face)
         table = adapter_table(model, hugging_face)
         mapping = with_adapters(hugging_face.mapping, table)
@@ -397,15 +290,38 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / (scale if scale > 0 else 1.0)).item()
 
 
-def expert_by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``gradients`` with each expert by itself: among all, a large one would hide a small one."""
+# A tower's, of keys that nothing turns: alone, it changes no output, so that its gradient is noise.
+KEY_BIAS = re.compile(r"^(vision_tower\..*\.)(k_proj|key)(\.bias)$")
+BESIDE_KEYS = {"k_proj": ("q_proj", "k_proj", "v_proj"), "key": ("query", "key", "value")}
+
+
+def measured(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is compared: each expert by itself, for among all, a large one would hide a small one;
+    and a tower's q, k and v biases in one where nothing turns keys.
+    """
     split: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         if ".mlp.experts." in name and gradient.dim() == 3:  # all in one tensor
             split |= {f"{name}[{number}]": each for number, each in enumerate(gradient)}
         else:
             split[name] = gradient
+    for name in [name for name in split if KEY_BIAS.search(name)]:
+        kinds = BESIDE_KEYS[name.split(".")[-2]]
+        apart = [KEY_BIAS.sub(rf"\g<1>{kind}\g<3>", name) for kind in kinds]
+        split[f"{name} and others"] = torch.stack([split.pop(each) for each in apart])
     return split
+
+
+def assert_agrees(reference: Reference, layout: Layout, **options: Any) -> None:
+    """As :func:`assert_agreement`, with a reference's own data and step."""
+    assert_agreement(
+        reference.model,
+        reference.folder,
+        layout=layout,
+        data=reference.data,
+        expected=reference.step,
+        **options,
+    )
 
 
 def assert_agreement(
@@ -417,13 +333,11 @@ def assert_agreement(
     expected: Step,
     limit: float = LIMIT,
     adapters: Path | None = None,
-    measured: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = expert_by_expert,
     **options: Any,
 ) -> None:
     """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
 
     Encoders are recomputed where the decoder is.
-    ``measured`` makes what is compared of the gradients, one error each.
     ``options`` are settings of the decoder's Megatron config, ``adapters`` is as in
     :func:`our_step`.
     """

@@ -183,9 +183,3 @@ def their_features(config: AudioTransformerConfig, model: Any, sounds: Sequence[
     )
     (states,) = caught
     return torch.cat([each[:count] for each, count in zip(states, tokens, strict=True)])
-
-
-def weights_of_loss(config: AudioTransformerConfig, *, tokens: int) -> torch.Tensor:
-    """What features are multiplied by to make a loss."""
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(tokens, config.hidden_size, generator=generator)

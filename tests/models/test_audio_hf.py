@@ -1,4 +1,4 @@
-"""Models that hear in and out of Hugging Face: the same bits, wholes, adapters as PEFT's."""
+"""Models that hear in and out of Hugging Face: wholes, and adapters as PEFT's."""
 
 import dataclasses
 import json
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import Layout, reference_model
+from hf_models import Layout, reference_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_qwen2_5_omni_agreement import MODEL as OMNI
-from test_qwen2_audio_agreement import MODEL as QWEN2_AUDIO
 from there_and_back import assert_there_and_back
+from tiny_families import OMNI, QWEN2_AUDIO
 from transformers import (
     AutoModelForMultimodalLM,
     Qwen2_5OmniConfig,
@@ -26,29 +25,11 @@ from loongplug.models.registry import family_of
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.weights import write_random_adapters
 
-MODELS: dict[str, Any] = {"qwen2_audio": QWEN2_AUDIO, "qwen2_5_omni": OMNI}
-LAYOUTS = [Layout(tp=2), Layout(tp=2, pp=2, vpp=2), Layout(pp=2, dp=2)]
 OTHERS = {"talker.model.norm.weight": torch.ones(2), "token2wav.code2wav.weight": torch.ones(3)}
 
 
 def hugging_face(config: Any) -> HuggingFaceModel:
     return family_of(config).load_hugging_face(config)
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model, its folder as transformers writes it, and a processor's."""
-    folder = tmp_path_factory.mktemp(request.param)
-    config = MODELS[request.param]
-    reference_model(config).save_pretrained(folder / "hf")
-    write_processor(folder / "processor", request.param)
-    return config, folder / "hf", folder / "processor"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_there_and_back_to_the_same_bits(original: Any, tmp_path: Path, layout: Layout) -> None:
-    config, source, processor = original
-    assert_there_and_back(config, source, tmp_path / "out", layout=layout, processor=processor)
 
 
 def whole_folder(folder: Path, source: Path) -> Path:
@@ -75,9 +56,10 @@ def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
     assert_there_and_back(OMNI, whole, tmp_path / "out", **options)
 
 
-def test_adapters_have_the_names_of_peft(original: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [QWEN2_AUDIO, OMNI], ids=["qwen2_audio", "qwen2_5_omni"])
+def test_adapters_have_the_names_of_peft(config: Any, tmp_path: Path) -> None:
     """Its model takes all of ours, on every linear of encoders, projectors and decoder."""
-    config, source, _ = original
+    reference_model(config).save_pretrained(tmp_path / "hf")
     lora = LoraSettings(rank=2, alpha=3.0)
     keys = dict.fromkeys(config.keys.values())
     adapted = dataclasses.replace(
@@ -86,7 +68,7 @@ def test_adapters_have_the_names_of_peft(original: Any, tmp_path: Path) -> None:
     table = adapter_table(adapted, hugging_face(adapted))
     assert table is not None
     write_random_adapters(tmp_path / "adapters", table, seed=1)
-    plain = AutoModelForMultimodalLM.from_pretrained(source)
+    plain = AutoModelForMultimodalLM.from_pretrained(tmp_path / "hf")
     wrapped = PeftModel.from_pretrained(plain, tmp_path / "adapters")
     saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     found = {

@@ -1,18 +1,22 @@
 """Audio transformers alone against transformers' encoders: features and every gradient."""
 
 import dataclasses
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gathered import gather_full_tensors, replica_differences
-from hf_reference import LIMIT, relative_error
 from host_waits import META, meta_device, no_waits
-from lone_parts import as_whole, assert_all_near
+from lone_parts import (
+    Result,
+    assert_same,
+    assert_same_files,
+    encoder_step,
+    loss_of,
+    refusal,
+)
 from ranks import RankError, model_parallel, run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sounds import (
     NAME,
     TOWERS,
@@ -23,10 +27,8 @@ from sounds import (
     their_model,
     tower_of,
     unit,
-    weights_of_loss,
 )
 
-from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.audio_transformer import encoder as module
 from loongplug.models.audio_transformer import plan
@@ -36,72 +38,16 @@ from loongplug.platform.transfers import to_device
 each_tower = pytest.mark.parametrize("name", TOWERS)
 
 
-@dataclass(frozen=True)
-class Result:
-    """Features [tokens, hidden] and gradients by the names of the files; of ours, more.
-
-    ``weights`` by the same names, how far copies of gradients are ``apart`` by our names, and the
-    fused biases and gradients of the keys.
-    """
-
-    features: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    apart: dict[str, float] = field(default_factory=dict)
-    of_keys: tuple[torch.Tensor, ...] = ()
-
-
 def reference(config: AudioTransformerConfig, folder: Path) -> Result:
     """transformers', whose tower is written to ``folder`` under its names in a whole model."""
     model, tower = their_model(config), tower_of(config)
     features = their_features(config, model, tower.sounds)
-    (features * weights_of_loss(config, tokens=len(features))).sum().backward()
-    encoder = encoder_within(model)
-    tensors = {
-        f"{tower.root}.{name}": each.detach()
-        for name, each in encoder.named_parameters()
-        if not name.startswith("proj.")  # the projector's
-    }
-    save_file(tensors, folder / "model.safetensors")
-    gradients = {
-        f"{tower.root}.{name}": each.grad
-        for name, each in encoder.named_parameters()
-        if each.grad is not None
-    }
+    loss_of(features).backward()
+    named = {f"{tower.root}.{n}": p for n, p in encoder_within(model).named_parameters()}
+    own = {n: p.detach() for n, p in named.items() if ".proj." not in n}  # the projector's
+    save_file(own, folder / "model.safetensors")
+    gradients = {name: each.grad for name, each in named.items() if each.grad is not None}
     return Result(features.detach(), gradients)
-
-
-def ours(
-    rank: int,
-    *,
-    config: AudioTransformerConfig,
-    folder: Path,
-    tp: int,
-    empty: bool,
-    only: int | None,
-) -> Result:
-    """Gradients and weights are rank 0's."""
-    with model_parallel(tp=tp):
-        model, mapping = our_model(config, tp=tp), mapping_of(config)
-        load_hf_weights([model], folder, model=as_whole(mapping))
-        encoder = model[NAME]
-        sounds = tower_of(config).sounds
-        states, taps = encoder(encoder.blank_unit() if empty else unit(config, sounds, only=only))
-        assert not taps
-        weights = weights_of_loss(config, tokens=len(states))
-        (states[:0].sum() if empty else (states * weights).sum()).backward()
-        keys = []
-        for layer in encoder.blocks.layers:
-            bias = layer.self_attention.linear_qkv.bias
-            for each in (bias.detach(), bias.grad):
-                keys.append(each.unflatten(0, (-1, 3, encoder.config.kv_channels))[:, 1])
-        return Result(
-            features=states.detach(),
-            gradients=gather_full_tensors([model], mapping, what="grad") or {},
-            weights=gather_full_tensors([model], mapping) or {},
-            apart=replica_differences([model], mapping, what="grad"),
-            of_keys=tuple(keys),
-        )
 
 
 def run(
@@ -113,15 +59,8 @@ def run(
     only: int | None = None,
 ) -> Result:
     """Ours, with the weights of ``folder``."""
-    results: list[Result] = run_ranks(
-        ours, tp, config=config, folder=folder, tp=tp, empty=empty, only=only
-    )
-    return results[0]
-
-
-def assert_same(config: AudioTransformerConfig, found: Result, wanted: Result) -> None:
-    assert relative_error(found.features, wanted.features) < LIMIT
-    assert_all_near(found.gradients, wanted.gradients)
+    media = None if empty else unit(config, tower_of(config).sounds, only=only)
+    return encoder_step(config, folder, media, name=NAME, mapping=mapping_of(config), tp=tp)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +80,10 @@ def test_features_and_gradients_are_those_of_transformers(
     config = TOWERS[name].config(**changes)
     expected = reference(config, tmp_path)
     found = run(config, tmp_path, tp=tp)
-    assert_same(config, found, expected)
-    assert max(found.apart.values()) < 1e-6
+    assert_same(found, expected)
     assert found.of_keys
-    assert not any(bool(each.any()) for each in found.of_keys)
-    before = load_file(tmp_path / "model.safetensors")
-    assert found.weights.keys() == before.keys()
-    for each, tensor in before.items():
-        assert found.weights[each].dtype == tensor.dtype
-        assert torch.equal(found.weights[each], tensor)
+    assert not any(bool(each.any()) for both in found.of_keys for each in both)
+    assert_same_files(found, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "omni"])
@@ -217,7 +151,7 @@ def test_mutated_code_is_seen(
     expected = reference(config, tmp_path)
     monkeypatch.setattr(target, attribute, mutation)
     with pytest.raises((AssertionError, RuntimeError, RankError)) as seen:
-        assert_same(config, run(config, tmp_path), expected)
+        assert_same(run(config, tmp_path), expected)
     # Of ranks that fail, only because positions that a sound has not are asked for.
     assert seen.type is not RankError or "index out of range in self" in str(seen.value)
 
@@ -229,7 +163,7 @@ def test_frames_behind_a_sound_are_heard(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sounds.SILENCE", 0.0)
         with pytest.raises(AssertionError):
-            assert_same(config, run(config, tmp_path), expected)
+            assert_same(run(config, tmp_path), expected)
 
 
 def on_meta(rank: int, *, config: AudioTransformerConfig) -> tuple[int, ...]:
@@ -253,18 +187,6 @@ def test_the_device_is_asked_for_nothing(name: str) -> None:
     assert run_ranks(on_meta, 1, config=config) == [(tokens, config.hidden_size)]
 
 
-def refusal(rank: int, *, config: AudioTransformerConfig, sounds: tuple[int, ...]) -> str:
-    with model_parallel():
-        try:
-            sizes = config.sizes
-            grids = torch.tensor([sizes.grid(each) for each in sounds])
-            rows = torch.zeros(int(grids[:, 2].sum()), config.mel_bins)
-            our_model(config)[NAME](MediaInput(rows=rows, grids=grids))
-        except ValueError as error:
-            return str(error)
-    return "nothing"
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "sounds", "said"),
     [
@@ -278,5 +200,7 @@ def refusal(rank: int, *, config: AudioTransformerConfig, sounds: tuple[int, ...
 def test_what_it_cannot_do_is_refused(
     name: str, changes: dict[str, Any], sounds: tuple[int, ...], said: str
 ) -> None:
-    (message,) = run_ranks(refusal, 1, config=TOWERS[name].config(**changes), sounds=sounds)
+    config = TOWERS[name].config(**changes)
+    grids = [config.sizes.grid(each) for each in sounds]
+    (message,) = run_ranks(refusal, 1, config=config, name=NAME, grids=grids)
     assert said in message

@@ -1,19 +1,18 @@
 """Parts of some families in others, which are data alone: built, loaded and trained in layouts."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
-from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
-from hf_reference import Layout, Step, assert_agreement, our_step, trusted
+from hf_batches import TOKEN_IDS, Medium, Style, batch, qwen3_positions
+from hf_models import Layout, trusted
+from hf_reference import Reference, assert_agrees, our_step
 from ranks import run_ranks
 from safetensors.torch import save_file
-from tiny_qwen2_5_vl import tiny_config
-from tiny_qwen3_vl_moe import architecture as tiny_moe
+from tiny_families import QWEN2_5_VL, QWEN3_VL_MOE
 from towers import TOWERS
 
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.projectors.config import PixelShuffleConfig
 from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig
 from loongplug.models.registry import families, family_of
@@ -56,11 +55,10 @@ def _trusted() -> Iterator[None]:
 
 def parts_of(name: str) -> dict[str, Any]:
     if name == "composed_vl":
-        vision = tiny_config(tied=False)
         return {
-            "image_encoder": vision.image_encoder,
-            "image_projector": vision.image_projector,
-            "foundation": tiny_moe().foundation,
+            "image_encoder": QWEN2_5_VL.image_encoder,
+            "image_projector": QWEN2_5_VL.image_projector,
+            "foundation": QWEN3_VL_MOE.foundation,
         }
     text = Qwen3DecoderConfig(
         num_layers=2,
@@ -81,35 +79,29 @@ def parts_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a family a model, its weights, its data and its step on one rank, made once."""
-    made: dict[str, tuple[VisionLanguageArchitecture, Path, Batch, Step]] = {}
+    """A family's step on one rank, made once."""
 
-    def of(name: str) -> tuple[VisionLanguageArchitecture, Path, Batch, Step]:
-        if name not in made:
-            values, media, behind = DATA[name]
-            style = Style(patch_values=values, frames_apart=False, positions=qwen3_positions)
-            data = batch(style, media=media)
-            family = families([PACKAGE])[name]
-            model = family.config_class(**parts_of(name), **TOKEN_IDS)
-            folder = tmp_path_factory.mktemp("weights")
-            described = family_of(model, trusted_packages=[PACKAGE]).load_hugging_face(model)
-            sources = [each for bundle in described.mapping.bundles() for each in bundle.sources]
-            tensors = {each.name: random_tensor(each, seed=0) for each in sources}
-            save_file(tensors, folder / "model.safetensors")
-            (step,) = run_ranks(
-                our_step, 1, folder=folder, model=model, layout=Layout(), data=data, options={}
-            )
-            # All others have a gradient: none is left out of the composition.
-            without = set(tensors) - set(step.gradients)
-            assert without == {each for each in tensors if each.startswith(behind)}
-            assert bool(without) == (name == "paired_vl")
-            made[name] = model, folder, data, step
-        return made[name]
+    @cache
+    def of(name: str) -> Reference:
+        values, media, behind = DATA[name]
+        data = batch(Style(patch_values=values, positions=qwen3_positions), media=media)
+        model = families([PACKAGE])[name].config_class(**parts_of(name), **TOKEN_IDS)
+        folder = tmp_path_factory.mktemp("weights")
+        described = family_of(model, trusted_packages=[PACKAGE]).load_hugging_face(model)
+        sources = [each for bundle in described.mapping.bundles() for each in bundle.sources]
+        tensors = {each.name: random_tensor(each, seed=0) for each in sources}
+        save_file(tensors, folder / "model.safetensors")
+        given = {"folder": folder, "model": model, "layout": Layout(), "data": data}
+        (step,) = run_ranks(our_step, 1, **given, options={})
+        # All others have a gradient: none is left out of the composition.
+        without = set(tensors) - set(step.gradients)
+        assert without == {each for each in tensors if each.startswith(behind)}
+        assert bool(without) == (name == "paired_vl")
+        return Reference(model, folder, data, step)
 
     return of
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_step_is_that_of_a_single_rank(single: Any, name: str, layout: Layout) -> None:
-    model, folder, data, expected = single(name)
-    assert_agreement(model, folder, layout=layout, data=data, expected=expected)
+    assert_agrees(single(name), layout)

@@ -5,17 +5,22 @@ from typing import Any
 import pytest
 import torch
 from host_waits import META
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import model_parallel, run_ranks
-from test_encoder_stages import EARS, EYES, Stage, built, media_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loongplug.data.microbatch import MediaInput
+from loongplug.models.architecture import VisionArchitecture
 from loongplug.models.audio_transformer.encoder import sinusoids
+from loongplug.models.parts import load
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry
 from loongplug.models.qwen3_vl.grids import PackedGeometry
+from loongplug.models.registry import family_of
 from loongplug.training.config import compose_model
 
+EYES, EARS = "image_encoder", "audio_encoder"
 # Model, encoder, how many copies a forward takes, and how many the first one takes besides. What
 # stays: the ends of segments, of both kinds for windows; how far each frame's order is moved; and
 # where sounds lie, which depends on all of a unit's.
@@ -26,6 +31,32 @@ CASES: dict[str, tuple[str, str, int, int]] = {
     "sounds": ("qwen2_audio_tiny", EARS, 6, 0),
     "chunks": ("qwen2_5_omni_tiny", EARS, 6, 1),
 }
+
+
+def media_of(architecture: Any) -> MediaInput:
+    """Two media of different sizes where they may differ."""
+    if not isinstance(architecture, VisionArchitecture):
+        grids = [architecture.sizes.grid(each) for each in (173, 40)]
+    elif architecture.one_size:
+        side = architecture.side
+        grids = [(1, side, side), (2, side, side)]
+    else:
+        grids = [(1, 4, 6), (2, 2, 4)]
+    rows = sum(torch.Size(grid).numel() for grid in grids)
+    generator = torch.Generator().manual_seed(4)
+    return MediaInput(
+        rows=torch.randn(rows, architecture.row_values, generator=generator),
+        grids=torch.tensor(grids),
+    )
+
+
+def built(model: Any, name: str) -> Any:
+    decoder = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    part = family_of(model).parts_of(model)[name]
+    return load(part.build)(model.encoder(name), decoder=decoder, groups=groups, backend="local")
 
 
 class Copied(TorchDispatchMode):
@@ -49,7 +80,7 @@ def copies(_: int, *, case: str) -> list[int]:
     model = compose_model(model_name=name).config
     architecture = model.encoder(entry)
     with model_parallel():
-        encoder = built(model, entry, architecture, Stage(0, 1)).to(META)
+        encoder = built(model, entry).to(META)
     media = media_of(architecture)
     media = MediaInput(rows=media.rows.to(META), grids=media.grids)
     counts = []

@@ -1,9 +1,11 @@
 """A model is a list of named entries, and nothing but its own description knows their names."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
+from tiny_families import QWEN3_VL
 
 import loongplug
 from loongplug.models.architecture import VisionLanguageArchitecture
@@ -84,3 +86,24 @@ def test_only_a_model_s_description_knows_the_names_of_encoder_and_projector() -
             if said & names:
                 found.append(f"{file.relative_to(package)}:{getattr(node, 'lineno', '?')}")
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "given", "expected"),
+    [
+        (7, 3, None, (3, 2, 2)),
+        (4, 4, None, (1, 1, 1, 1)),
+        (5, 1, None, (5,)),
+        (5, 2, (1, 4), (1, 4)),
+    ],
+)
+def test_layers_of_an_encoder_are_spread_over_stages_as_evenly_as_can_be(
+    layers: int, stages: int, given: tuple[int, ...] | None, expected: tuple[int, ...]
+) -> None:
+    own = {
+        "num_layers": layers,
+        "deepstack_layers": (),
+        "pipeline_model_parallel_size": stages,
+        "stage_layers": given,
+    }
+    assert dataclasses.replace(QWEN3_VL.image_encoder, **own).layers_of_stages == expected

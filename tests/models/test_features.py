@@ -6,7 +6,7 @@ import torch
 
 from loongplug.context.row_parts import BALANCES, Balance, RowParts
 from loongplug.context.token_split import ContextShard
-from loongplug.models.features import Features, TokenPlaces, place, token_places
+from loongplug.models.features import Features, TokenPlaces, place, share_of, token_places
 
 pytestmark = pytest.mark.quick
 
@@ -76,9 +76,11 @@ def test_gradients_return_to_the_features_and_leave_the_text():
 
 
 def test_a_token_count_that_does_not_fit_is_named():
-    places = located([1, 2], length=3)
+    places, features = located([1, 2], length=3), torch.zeros(3, 4)
     with pytest.raises(ValueError, match="has 2 tokens for media, which give 3 features"):
-        place(torch.zeros(3, 1, 4), torch.zeros(3, 4), places=places)
+        place(torch.zeros(3, 1, 4), features, places=places)
+    with pytest.raises(ValueError, match="has 2 tokens for media, which give 3 features"):
+        share_of(Features(embeddings=features, deepstack=()), places=places, group=None)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,10 @@ value of the reference. It stays below 1e-4 in fp32.
 """
 
 import pytest
-from hf_batches import TOKEN_IDS, batch
-from hf_reference import Layout, assert_agreement, reference_model, reference_step
-from tiny_qwen3_vl_moe import TEXT, VISION
-
-from loongplug.models.qwen3_vl.config import (
-    Qwen3DecoderConfig,
-    Qwen3ProjectorConfig,
-    Qwen3VLConfig,
-)
+from hf_batches import batch
+from hf_models import Layout
+from hf_reference import assert_agrees, reference
+from tiny_families import QWEN3_VL, tied
 
 LAYOUTS = [
     pytest.param(Layout(), marks=pytest.mark.quick),
@@ -30,16 +25,6 @@ LAYOUTS = [
 ]
 
 
-def architecture(*, tied: bool) -> Qwen3VLConfig:
-    """Small, but with every feature: GQA, deepstack over three layers, an uneven mRoPE."""
-    return Qwen3VLConfig(
-        image_encoder=VISION,
-        image_projector=Qwen3ProjectorConfig(),
-        foundation=Qwen3DecoderConfig(**TEXT, tie_word_embeddings=tied),
-        **TOKEN_IDS,
-    )
-
-
 # What tied embeddings add is the reduction between the first and the last stage, and one weight in
 # two places; every feature of a layout meets both.
 TIED = [
@@ -53,27 +38,19 @@ TIED = [
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    return reference(tmp_path_factory.mktemp("hf"), tied=False)
+    return reference(tmp_path_factory.mktemp("hf"), QWEN3_VL, batch())
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return reference(tmp_path_factory.mktemp("hf"), tied=True)
-
-
-def reference(folder, *, tied):
-    model = reference_model(architecture(tied=tied))
-    model.save_pretrained(folder)
-    return architecture(tied=tied), folder, reference_step(model, batch())
+def with_tied(tmp_path_factory):
+    return reference(tmp_path_factory.mktemp("hf"), tied(QWEN3_VL), batch())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_step_agrees_with_transformers(untied, layout):
-    model, folder, expected = untied
-    assert_agreement(model, folder, layout=layout, data=batch(), expected=expected)
+    assert_agrees(untied, layout)
 
 
 @pytest.mark.parametrize("layout", TIED, ids=str)
-def test_step_with_tied_embeddings_agrees_with_transformers(tied, layout):
-    model, folder, expected = tied
-    assert_agreement(model, folder, layout=layout, data=batch(), expected=expected)
+def test_step_with_tied_embeddings_agrees_with_transformers(with_tied, layout):
+    assert_agrees(with_tied, layout)

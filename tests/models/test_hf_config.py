@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_qwen2_5_hf import published_folder
+from published import qwen2_5_folder
 
 from loongplug.checkpoint.notes import ARCHITECTURE_FILE
 from loongplug.models.hf_config import hf_config, hf_config_differences
@@ -51,11 +51,6 @@ def test_every_model_comes_back_from_its_config_json(name, tmp_path):
     assert found.config == with_ids(compose_model(model_name=name))
     (tmp_path / "again.yaml").write_text("# @package _global_\n" + found.to_yaml())
     assert compose_model(config_file=tmp_path / "again.yaml").config == found.config
-
-
-def test_the_published_form_is_read(tmp_path):
-    found = compose_model(hf_folder=published_folder(tmp_path, "7b"))
-    assert found.config == compose_model(model_name="qwen2_5_vl_7b").config
 
 
 def test_overrides_change_what_they_name(tmp_path):
@@ -110,7 +105,7 @@ def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
 
 
 def test_values_that_cannot_be_used_are_one_sentence_of_the_folder(tmp_path):
-    nothing = published_folder(tmp_path, "7b", num_attention_heads=0)
+    nothing = qwen2_5_folder(tmp_path, num_attention_heads=0)
     with pytest.raises(ValueError, match=rf"^{tmp_path}: config\.json has values that .*head_size"):
         compose_model(hf_folder=nothing)
     for theta, said in (
@@ -121,7 +116,7 @@ def test_values_that_cannot_be_used_are_one_sentence_of_the_folder(tmp_path):
         ("???", rf"^{tmp_path}/config\.json does not compose: "),
     ):
         with pytest.raises(ValueError, match=said):
-            compose_model(hf_folder=published_folder(tmp_path, "7b", rope_theta=theta))
+            compose_model(hf_folder=qwen2_5_folder(tmp_path, rope_theta=theta))
 
 
 def test_a_note_without_its_model_is_named_by_its_own_file(tmp_path):
@@ -155,7 +150,7 @@ def test_a_model_that_transformers_lacks_has_no_config_json(tmp_path, monkeypatc
 
 
 def test_what_the_parts_cannot_do_is_named(tmp_path):
-    folder = published_folder(tmp_path, "7b", use_sliding_window=True)
+    folder = qwen2_5_folder(tmp_path, use_sliding_window=True)
     with pytest.raises(ValueError, match=r"qwen2_5_vl model that LoongPlug cannot build .*sliding"):
         compose_model(hf_folder=folder)
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixed_images import PATCH, Reference, assert_agrees, pictures_of, reference
 from gathered import gather_full_tensors
-from hf_batches import Batch
-from hf_reference import Layout, build_chunks, decoder_config, reference_model
+from hf_models import Layout, build_chunks, decoder_config, reference_model
+from hf_reference import Reference, assert_agrees, reference
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
-from test_llava_agreement import MEDIA, SIDE, llava
+from tiny_families import PATCH, SIDE, llava, pictured
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.freezing import Freezing
@@ -48,16 +47,11 @@ TOWERS = {
 each_tower = pytest.mark.parametrize("kind", TOWERS)
 
 
-@pytest.fixture(scope="module")
-def data() -> Batch:
-    return pictures_of(MEDIA)
-
-
 @pytest.fixture(scope="module", params=TOWERS)
-def made(
-    request: pytest.FixtureRequest, data: Batch, tmp_path_factory: pytest.TempPathFactory
-) -> Reference:
-    return reference(tmp_path_factory.mktemp("hf"), llava(TOWERS[request.param]), data)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    family = pictured(llava(TOWERS[request.param]))
+    folder = tmp_path_factory.mktemp("hf")
+    return reference(folder, family.model, family.data(), family.arguments)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +59,8 @@ def made(
     [Layout(), Layout(pp=2, recompute=True), Layout(dp=2, overlap_grad_reduce=True)],
     ids=str,
 )
-def test_step_agrees_with_transformers(made: Reference, data: Batch, layout: Layout) -> None:
-    assert_agrees(made, data, layout)
+def test_step_agrees_with_transformers(made: Reference, layout: Layout) -> None:
+    assert_agrees(made, layout)
 
 
 def folder_of(folder: Path, kind: str) -> Path:

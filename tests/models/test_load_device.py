@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_reference import Layout, decoder_config, reference_model
+from hf_models import Layout, decoder_config, reference_model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import model_parallel, run_ranks
-from tiny_qwen3_vl_moe import architecture
+from tiny_families import QWEN3_VL_MOE
 
 from loongplug.checkpoint import hf_import
 from loongplug.checkpoint.hf_import import fill_all
@@ -29,7 +29,7 @@ class Elsewhere:
 
 def load(rank, *, folder):
     """The devices of what is broadcast while a rank of two loads, and of its chunk behind it."""
-    model, sent = architecture(), []
+    model, sent = QWEN3_VL_MOE, []
     engine = SimpleNamespace(states={}, decodes=True, attach=lambda chunk: None)
     provider = ModelProvider(
         model, family_of(model), engine=engine, backend="local", hf_folder=folder
@@ -48,7 +48,7 @@ def load(rank, *, folder):
 
 
 def test_chunks_are_on_the_device_before_their_weights_come(tmp_path):
-    reference_model(architecture()).save_pretrained(tmp_path)
+    reference_model(QWEN3_VL_MOE).save_pretrained(tmp_path)
     for sent, held in run_ranks(load, 2, folder=tmp_path):
         assert held == {"meta"}
         assert sent  # routers and norms, which both ranks have

@@ -5,19 +5,11 @@ The package is ``outside/qwen2_vl``; nothing else knows of it.
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
-from hf_reference import (
-    Layout,
-    Step,
-    assert_agreement,
-    by_file_names,
-    reference_model,
-    reference_step,
-    trusted,
-)
+from hf_batches import TOKEN_IDS, Medium, Style, batch, qwen3_positions
+from hf_models import Layout, trusted
+from hf_reference import Reference, assert_agrees, reference
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionLanguageArchitecture
 
@@ -68,27 +60,13 @@ def architecture(*, tied: bool) -> VisionLanguageArchitecture:
     return model
 
 
-@pytest.fixture(scope="module")
-def data() -> Batch:
-    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=qwen3_positions)
-    return batch(style, media=MEDIA)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def reference(
-    request: pytest.FixtureRequest, data: Batch, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[VisionLanguageArchitecture, Path, Step]:
-    model = architecture(tied=request.param)
-    theirs = reference_model(model)
-    folder = tmp_path_factory.mktemp("hf")
-    theirs.save_pretrained(folder)
-    expected = reference_step(theirs, data)
-    return model, folder, by_file_names(expected)
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    style = Style(patch_values=3 * 2 * 14 * 14, positions=qwen3_positions)
+    model, data = architecture(tied=request.param), batch(style, media=MEDIA)
+    return reference(tmp_path_factory.mktemp("hf"), model, data)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_outside_step_agrees_with_transformers(
-    reference: tuple[VisionLanguageArchitecture, Path, Step], data: Batch, layout: Layout
-) -> None:
-    model, folder, expected = reference
-    assert_agreement(model, folder, layout=layout, data=data, expected=expected)
+def test_outside_step_agrees_with_transformers(expected: Reference, layout: Layout) -> None:
+    assert_agrees(expected, layout)

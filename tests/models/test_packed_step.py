@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import test_hf_agreement
-import tiny_qwen2_5_vl
-import tiny_qwen3_vl_moe
 import torch
-from hf_batches import QWEN3, Batch, Packs, batch, packed
-from hf_reference import Layout, Step, assert_agreement, our_step, reference_model
+from hf_batches import Batch, Packs, batch, packed
+from hf_models import Layout, reference_model
+from hf_reference import Step, assert_agreement, our_step
 from ranks import run_ranks
+from tiny_families import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SP, ragged, tied
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 
@@ -23,7 +22,6 @@ LIMIT = 1e-5
 # Images and a video in a full pack; text alone; videos; one sample with much padding behind it.
 PACKS = ((0, 2, 3), (1, 4), (7, 5), (6,))
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
-SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = [
     Layout(),
     Layout(pp=2, **SP),
@@ -59,18 +57,17 @@ class Family:
 
 
 FAMILIES = {
-    "qwen3_vl": (lambda: test_hf_agreement.architecture(tied=False), lambda: batch(QWEN3)),
-    "qwen2_5_vl": (lambda: tiny_qwen2_5_vl.tiny_config(tied=True), tiny_qwen2_5_vl.tiny_batch),
-    "qwen3_vl_moe": (tiny_qwen3_vl_moe.architecture, lambda: batch(QWEN3)),
+    "qwen3_vl": (QWEN3_VL, batch),
+    "qwen2_5_vl": (tied(QWEN2_5_VL), ragged),
+    "qwen3_vl_moe": (QWEN3_VL_MOE, batch),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    architecture, data = (make() for make in FAMILIES[request.param])
-    folder = tmp_path_factory.mktemp("hf")
-    reference_model(architecture).save_pretrained(folder)
-    return Family(architecture, folder, data)
+    (model, data), folder = FAMILIES[request.param], tmp_path_factory.mktemp("hf")
+    reference_model(model).save_pretrained(folder)
+    return Family(model, folder, data())
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,24 @@ the sum of theirs.
 """
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
-from hf_batches import batch
-from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
+from hf_models import Layout, reference_model
+from hf_reference import Reference, Step, assert_agrees, reference_step
 from peft import PeftModel
-from test_hf_agreement import architecture as qwen3_vl
-from tiny_qwen2_5_vl import tiny_batch
-from tiny_qwen2_5_vl import tiny_config as qwen2_5_vl
-from tiny_qwen3_vl_moe import SP
-from tiny_qwen3_vl_moe import architecture as qwen3_vl_moe
+from tiny_families import (
+    QWEN2_5_VL,
+    QWEN2_AUDIO,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    SP,
+    Family,
+    hearing,
+    ragged,
+    tied,
+)
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
@@ -36,7 +43,7 @@ def adapted(
     model: VisionLanguageArchitecture, settings: dict[str, LoraSettings]
 ) -> VisionLanguageArchitecture:
     """``model`` with adapters; a module without any is frozen."""
-    frozen = {"image_encoder", "image_projector"} - settings.keys()
+    frozen = {*model.keys.values()} - settings.keys()
     parts = {
         name: dataclasses.replace(getattr(model, name), lora=lora)
         for name, lora in settings.items()
@@ -44,12 +51,14 @@ def adapted(
     return dataclasses.replace(model, **parts)
 
 
-# The model and its batch; tied, for that stages share the frozen embedding then.
+OF_SOUNDS = {name.replace("image", "audio"): settings for name, settings in ALL_THREE.items()}
+# The first is tied, for that stages share the frozen embedding then.
 MODELS = {
-    "qwen3_vl": (lambda: adapted(qwen3_vl(tied=True), ALL_THREE), batch),
-    "qwen3_vl-text": (lambda: adapted(qwen3_vl(tied=False), {"foundation": ATTENTION}), batch),
-    "qwen2_5_vl": (lambda: adapted(qwen2_5_vl(tied=False), ALL_THREE), tiny_batch),
-    "experts": (lambda: adapted(qwen3_vl_moe(), ALL_THREE), batch),
+    "qwen3_vl": Family(adapted(tied(QWEN3_VL), ALL_THREE)),
+    "qwen3_vl-text": Family(adapted(QWEN3_VL, {"foundation": ATTENTION})),
+    "qwen2_5_vl": Family(adapted(QWEN2_5_VL, ALL_THREE), ragged),
+    "qwen2_audio": hearing(adapted(QWEN2_AUDIO, OF_SOUNDS)),
+    "experts": Family(adapted(QWEN3_VL_MOE, ALL_THREE)),
 }
 TP2_PP2 = Layout(tp=2, pp=2, sequence_parallel=True, recompute=True, micro_batch_size=2)
 CASES = [
@@ -59,6 +68,7 @@ CASES = [
     ("qwen3_vl", Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True)),
     ("qwen3_vl-text", TP2_PP2),
     ("qwen2_5_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("qwen2_audio", Layout(tp=2, pp=2)),
     ("experts", Layout(**SP)),
     ("experts", Layout(**SP, etp=1, ep=2)),
     ("experts", Layout(dp=2, **SP, ep=2)),
@@ -67,21 +77,19 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """A model's folders, and what peft makes of them, made once."""
-    made = {}
+    """What peft makes of a model, by its name, made once; adapters lie beside its weights."""
 
-    def of(name: str):
-        if name not in made:
-            build, data = MODELS[name]
-            model, folder = build(), tmp_path_factory.mktemp(name)
-            plain = reference_model(model)
-            plain.save_pretrained(folder / "hf")
-            table = adapter_table(model, family_of(model).load_hugging_face(model))
-            write_random_adapters(folder / "adapters", table, seed=1)
-            wrapped = PeftModel.from_pretrained(plain, folder / "adapters", is_trainable=True)
-            expected = reference_step(wrapped, data())
-            made[name] = model, folder, with_our_gradients(expected, table)
-        return made[name]
+    @cache
+    def of(name: str) -> Reference:
+        family, folder = MODELS[name], tmp_path_factory.mktemp(name)
+        model, data = family.model, family.data()
+        plain = reference_model(model)
+        plain.save_pretrained(folder / "hf")
+        table = adapter_table(model, family_of(model).load_hugging_face(model))
+        write_random_adapters(folder / "adapters", table, seed=1)
+        wrapped = PeftModel.from_pretrained(plain, folder / "adapters", is_trainable=True)
+        step = reference_step(wrapped, data, arguments=family.arguments)
+        return Reference(model, folder / "hf", data, with_our_gradients(step, table))
 
     return of
 
@@ -101,15 +109,8 @@ def with_our_gradients(step: Step, table: AdapterTable) -> Step:
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: str(value))
 def test_step_agrees_with_peft(references, name, layout):
-    model, folder, expected = references(name)
-    adapters = folder / "adapters"
-    assert_agreement(
-        model,
-        folder / "hf",
-        layout=layout,
-        data=MODELS[name][1](),
-        expected=expected,
-        adapters=adapters,
-    )
+    expected = references(name)
+    adapters = expected.folder.parent / "adapters"
+    assert_agrees(expected, layout, adapters=adapters)
     for file in ("adapter_model.safetensors", "adapter_config.json"):  # from any layout
         assert (adapters / "again" / file).read_bytes() == (adapters / file).read_bytes()

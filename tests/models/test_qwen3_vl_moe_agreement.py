@@ -6,14 +6,9 @@ As in ``test_hf_agreement``; the gradients of experts are compared expert by exp
 import pytest
 import torch
 from hf_batches import batch
-from hf_reference import (
-    Layout,
-    assert_agreement,
-    expert_by_expert,
-    reference_model,
-    reference_step,
-)
-from tiny_qwen3_vl_moe import SP, architecture
+from hf_models import Layout, reference_model
+from hf_reference import Reference, assert_agrees, measured, reference, reference_step
+from tiny_families import QWEN3_VL_MOE, SP
 
 LAYOUTS = [
     Layout(),
@@ -36,29 +31,19 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    model = reference_model(architecture())
-    folder = tmp_path_factory.mktemp("hf")
-    model.save_pretrained(folder)
-    return folder, reference_step(model, batch())
+def expected(tmp_path_factory):
+    return reference(tmp_path_factory.mktemp("hf"), QWEN3_VL_MOE, batch())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_step_agrees_with_transformers(reference, layout):
-    folder, expected = reference
-    assert_agreement(architecture(), folder, layout=layout, data=batch(), expected=expected)
+def test_step_agrees_with_transformers(expected, layout):
+    assert_agrees(expected, layout)
 
 
-def gates(model):
-    return [layer.mlp.gate for layer in model.model.language_model.layers]
-
-
-def test_every_expert_is_trained(reference):
+def test_every_expert_is_trained(expected):
     """Else the comparison would say little about it."""
-    _, expected = reference
-    experts = expert_by_expert(
-        {name: grad for name, grad in expected.gradients.items() if ".mlp.experts." in name}
-    )
+    gradients = expected.step.gradients.items()
+    experts = measured({name: grad for name, grad in gradients if ".mlp.experts." in name})
     assert len(experts) == 2 * 8 * 4
     assert all(gradient.abs().max() > 1e-6 for gradient in experts.values())
 
@@ -66,16 +51,17 @@ def test_every_expert_is_trained(reference):
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory):
     """Routers that send all tokens to the first four of eight experts: ranks remain idle."""
-    model = reference_model(architecture())
+    model = reference_model(QWEN3_VL_MOE)
     with torch.no_grad():
-        for gate in gates(model):
+        for layer in model.model.language_model.layers:
+            gate = layer.mlp.gate
             direction = gate.weight[0].clone()
             gate.weight.zero_()
             for expert, factor in enumerate((1.0, 0.9, -0.9, -1.0)):
                 gate.weight[expert] = factor * direction
     folder = tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder)
-    return folder, reference_step(model, batch())
+    return Reference(QWEN3_VL_MOE, folder, batch(), reference_step(model, batch()))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +76,6 @@ def crowded(tmp_path_factory):
     ids=str,
 )
 def test_experts_and_ranks_without_tokens(crowded, layout):
-    folder, expected = crowded
-    idle = expected.gradients["model.language_model.layers.1.mlp.experts.down_proj"][4:]
+    idle = crowded.step.gradients["model.language_model.layers.1.mlp.experts.down_proj"][4:]
     assert idle.abs().max() == 0
-    assert_agreement(architecture(), folder, layout=layout, data=batch(), expected=expected)
+    assert_agrees(crowded, layout)

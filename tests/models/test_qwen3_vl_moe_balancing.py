@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_batches import batch
-from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
-from tiny_qwen3_vl_moe import SP, architecture
+from hf_models import Layout, reference_model
+from hf_reference import Step, assert_agreement, reference_step
+from tiny_families import QWEN3_VL_MOE, SP
 from torch import Tensor
 
-TOP = architecture().foundation.experts_per_token
-EXPERTS = architecture().foundation.num_experts
+TOP = QWEN3_VL_MOE.foundation.experts_per_token
+EXPERTS = QWEN3_VL_MOE.foundation.num_experts
 COEFFICIENT = 0.5  # large, so that a wrong factor shows
 Z_COEFFICIENT = 0.02
 
@@ -94,7 +95,7 @@ KINDS["all"] = (
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    model = reference_model(architecture())
+    model = reference_model(QWEN3_VL_MOE)
     folder = tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder)
     return folder, model
@@ -154,7 +155,7 @@ def assert_balanced(weights: tuple[Any, Any], kind: str, layout: Layout) -> None
     folder, model = weights
     step = expected_step(model, kind, replicas=layout.dp, size=layout.micro_batch_size)
     assert_agreement(
-        architecture(), folder, layout=layout, data=batch(), expected=step, **KINDS[kind][0]
+        QWEN3_VL_MOE, folder, layout=layout, data=batch(), expected=step, **KINDS[kind][0]
     )
 
 

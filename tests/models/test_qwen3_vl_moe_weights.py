@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from hf_reference import Layout, reference_model
+from hf_models import Layout, reference_model
 from ranks import RankError, model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
-from there_and_back import in_and_out
-from tiny_qwen3_vl_moe import SP, architecture
+from there_and_back import assert_there_and_back, in_and_out
+from tiny_families import QWEN3_VL_MOE, SP
 
 from loongplug.checkpoint.adapter_files import check_adapter_export
 from loongplug.checkpoint.hf_export import check_hf_export
@@ -20,6 +20,7 @@ from loongplug.verify.tiny_processor import write_processor
 
 hugging_face = families()["qwen3_vl_moe"].load_hugging_face
 
+FILE = "model.safetensors"
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 LAYOUTS = [
     Layout(),
@@ -46,7 +47,7 @@ def turned(tensors):
 def saved(tmp_path_factory):
     """The model as transformers writes it: experts are (outputs, inputs)."""
     folder = tmp_path_factory.mktemp("saved")
-    reference_model(architecture()).save_pretrained(folder)
+    reference_model(QWEN3_VL_MOE).save_pretrained(folder)
     return folder
 
 
@@ -54,7 +55,7 @@ def saved(tmp_path_factory):
 def published(saved, tmp_path_factory):
     """The same as the published files are: experts are (inputs, outputs)."""
     folder = tmp_path_factory.mktemp("published")
-    tensors = turned(load_file(saved / "model.safetensors"))
+    tensors = turned(load_file(saved / FILE))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
     return folder
@@ -69,44 +70,27 @@ def processor(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_there_and_back_to_the_same_bits(published, processor, tmp_path, layout):
-    target = tmp_path / "out"
-    arguments = {"model": architecture(), "source": published, "target": target}
-    arguments["processor"] = processor
-    bytes_read = run_ranks(in_and_out, layout.world_size, layout=layout, **arguments)
-    before = load_file(published / "model.safetensors")
-    after = load_file(target / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    assert sum(bytes_read) == sum(tensor.nbytes for tensor in before.values())
+    given = {"layout": layout, "processor": processor}
+    read = assert_there_and_back(QWEN3_VL_MOE, published, tmp_path / "out", **given)
+    assert read == sum(each.nbytes for each in load_file(published / FILE).values())
 
 
 def test_what_transformers_writes_is_read_as_well_and_written_as_published(
     saved, published, processor, tmp_path
 ):
-    target = tmp_path / "out"
-    layout = Layout(dp=2, ep=2, **SP)
-    arguments = {"model": architecture(), "source": saved, "target": target}
-    arguments["processor"] = processor
-    run_ranks(in_and_out, 4, layout=layout, **arguments)
-    before = load_file(published / "model.safetensors")
-    after = load_file(target / "model.safetensors")
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    model, report = transformers.AutoModelForImageTextToText.from_pretrained(
-        target, output_loading_info=True
-    )
-    assert not any(report.values()), report
-    assert type(model) is transformers.Qwen3VLMoeForConditionalGeneration
-    found, expected = model.state_dict(), reference_model(architecture()).state_dict()
+    given = {"layout": Layout(dp=2, ep=2, **SP), "processor": processor, "original": published}
+    assert_there_and_back(QWEN3_VL_MOE, saved, tmp_path / "out", **given)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    found, expected = model.state_dict(), reference_model(QWEN3_VL_MOE).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_expert_too_few_is_named_with_both_shapes(published, processor, tmp_path):
-    tensors = load_file(published / "model.safetensors")
+    tensors = load_file(published / FILE)
     name = "model.language_model.layers.2.mlp.experts.down_proj"
     tensors[name] = tensors[name][:7].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    arguments = {"model": architecture(), "source": tmp_path, "target": tmp_path / "out"}
+    arguments = {"model": QWEN3_VL_MOE, "source": tmp_path, "target": tmp_path / "out"}
     arguments["processor"] = processor
     with pytest.raises(RankError, match=r"\(7, 48, 64\), expected \(8, 48, 64\)"):
         run_ranks(in_and_out, 2, layout=Layout(dp=2, ep=2), **arguments)
@@ -116,7 +100,7 @@ def test_an_expert_too_few_is_named_with_both_shapes(published, processor, tmp_p
 @pytest.mark.parametrize("ffn", [32, 64])
 def test_square_experts_are_not_written(ffn):
     """transformers could not tell inputs from outputs."""
-    model = architecture()
+    model = QWEN3_VL_MOE
     square = dataclasses.replace(model.foundation, expert_ffn_hidden_size=ffn)
     with pytest.raises(ValueError, match="square matrices"):
         hf_config(hugging_face(dataclasses.replace(model, foundation=square)))
@@ -129,7 +113,7 @@ def refuse_folder(rank, *, folder, model, message):
 
 def test_square_experts_are_not_read(tmp_path):
     """Nor could we: transformers writes them one way round, the published files have the other."""
-    model = architecture()
+    model = QWEN3_VL_MOE
     hidden = model.foundation.hidden_size
     square = dataclasses.replace(model.foundation, expert_ffn_hidden_size=hidden // 2)
     model = dataclasses.replace(model, foundation=square)
@@ -142,7 +126,7 @@ def test_square_experts_are_not_read(tmp_path):
 
 def test_shared_experts_stay_out_of_transformers_hands(published, processor, tmp_path):
     """Its model would leave them aside without a word, and has none to give."""
-    model = architecture()
+    model = QWEN3_VL_MOE
     text = dataclasses.replace(model.foundation, shared_expert_ffn_hidden_size=32)
     with_shared = dataclasses.replace(model, foundation=text)
     described = hugging_face(with_shared)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_reference import Layout, build_chunks, decoder_config
+from hf_models import Layout, build_chunks, decoder_config
 from ranks import model_parallel, run_ranks
 
 from loongplug.checkpoint import hf_import

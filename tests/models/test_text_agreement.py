@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_reference import Layout, Step, assert_agreement, trusted
+from hf_models import Layout, trusted
+from hf_reference import Reference, as_saved, assert_agrees
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -18,21 +20,20 @@ from tiny_text import (
     PACKAGE,
     data,
     described,
-    reference_step,
+    step_of,
     with_decoder,
     write_reference,
 )
 
 from loongplug.models import decoder, mrope
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.rope_settings import RopeSettings
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.weights import write_random_adapters
 
-Reference = tuple[VisionLanguageArchitecture, Path, Step]
-SPLIT = [
+CASES = [
+    *((name, Layout()) for name in DECODERS),
     ("llama", Layout(tp=2, sequence_parallel=True)),
     ("llama", Layout(pp=2)),
     ("qwen2", Layout(tp=2, pp=2)),
@@ -52,31 +53,23 @@ def _trusted() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """transformers' step of a decoder, made once."""
-    made: dict[str, Reference] = {}
 
+    @cache
     def of(name: str) -> Reference:
-        if name not in made:
-            model, folder = with_decoder(DECODERS[name]), tmp_path_factory.mktemp(name)
-            theirs, written = write_reference(folder, model)
-            step = reference_step(theirs, data())
-            # Each tensor that transformers wrote has its own gradient, and none is left over.
-            assert set(step.gradients) == written
-            made[name] = (model, folder, step)
-        return made[name]
+        model, folder = with_decoder(DECODERS[name]), tmp_path_factory.mktemp(name)
+        theirs, written = write_reference(folder, model)
+        step = step_of(theirs, data())
+        step = replace(step, gradients=as_saved(theirs, folder / "gradients"))
+        # Each tensor that transformers wrote has its own gradient, and none is left over.
+        assert set(step.gradients) == written
+        return Reference(model, folder, data(), step)
 
     return of
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_one_rank_agrees_with_transformers(references: Any, name: str) -> None:
-    model, folder, expected = references(name)
-    assert_agreement(model, folder, layout=Layout(), data=data(), expected=expected)
-
-
-@pytest.mark.parametrize(("name", "layout"), SPLIT, ids=str)
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_layouts_agree_with_transformers(references: Any, name: str, layout: Layout) -> None:
-    model, folder, expected = references(name)
-    assert_agreement(model, folder, layout=layout, data=data(), expected=expected)
+    assert_agrees(references(name), layout)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ def test_layouts_agree_with_transformers(references: Any, name: str, layout: Lay
 def test_every_tensor_comes_back_bit_by_bit(
     references: Any, tmp_path: Path, name: str, layout: Layout
 ) -> None:
-    model, folder, _ = references(name)
+    model, folder = references(name).model, references(name).folder
     target, processor = tmp_path / "again", tmp_path / "processor"
     processor.mkdir()
     write_processor(processor)
@@ -135,10 +128,10 @@ def _swapped(folder: Path, into: Path, one: str, other: str) -> None:
 def test_tensors_in_each_other_s_place_are_seen(
     references: Any, tmp_path: Path, name: str, one: str, other: str
 ) -> None:
-    model, folder, expected = references(name)
-    _swapped(folder, tmp_path, one, other)
+    expected = references(name)
+    _swapped(expected.folder, tmp_path, one, other)
     with pytest.raises(AssertionError):
-        assert_agreement(model, tmp_path, layout=Layout(), data=data(), expected=expected)
+        assert_agrees(replace(expected, folder=tmp_path), Layout())
 
 
 def _unscaled(rope: RopeSettings) -> RopeSettings:
@@ -162,14 +155,14 @@ def _other_axis(rope: RopeSettings) -> RopeSettings:
 def test_other_turns_are_seen(
     references: Any, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
-    model, folder, expected = references("llama")
+    expected = references("llama")
     monkeypatch.setattr(
         decoder,
         "MultimodalRotary",
         lambda rope, *, dtype: mrope.MultimodalRotary(change(rope), dtype=dtype),
     )
     with pytest.raises(AssertionError):
-        assert_agreement(model, folder, layout=Layout(), data=data(), expected=expected)
+        assert_agrees(expected, Layout())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -181,8 +174,8 @@ def test_adapters_agree_with_peft(tmp_path: Path, name: str) -> None:
     adapters = tmp_path / "adapters"
     write_random_adapters(adapters, table, seed=1)
     wrapped = PeftModel.from_pretrained(theirs, adapters, is_trainable=True)
-    expected = with_our_gradients(reference_step(wrapped, data()), table)
+    step = with_our_gradients(step_of(wrapped, data()), table)
+    expected = Reference(model, tmp_path, data(), step)
     for layout in (Layout(), Layout(tp=2, sequence_parallel=True), Layout(dp=2, ep=2)):
         if layout.ep == 1 or "moe" in name:
-            options: dict[str, Any] = {"layout": layout, "adapters": adapters}
-            assert_agreement(model, tmp_path, data=data(), expected=expected, **options)
+            assert_agrees(expected, layout, adapters=adapters)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hf_batches import TOKEN_IDS
-from hf_reference import trusted
+from hf_models import trusted
 from tiny_text import DECODERS, PACKAGE, described, with_decoder
 
 from loongplug.models.hf_config import hf_config, hf_config_differences, read_folder

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from hf_batches import SEQ_LENGTH, TOKEN_IDS, Batch, Style, batch, qwen3_positions
-from hf_reference import Step
+from hf_reference import Step, reference_step
 from safetensors.torch import load_file, save_file
-from tiny_qwen2_5_vl import tiny_config
+from tiny_families import QWEN2_5_VL
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.hf_config import hf_config
@@ -66,10 +65,9 @@ def with_decoder(text: config.PlainTextConfig) -> VisionLanguageArchitecture:
     """A whole model with the decoder; the package must be trusted."""
     classes = vars(importlib.import_module(f"{PACKAGE}.config"))
     name = type(text).__name__.removesuffix("TextConfig")
-    vision = tiny_config(tied=False)
     model: VisionLanguageArchitecture = classes[f"Composed{name}Config"](
-        image_encoder=vision.image_encoder,
-        image_projector=vision.image_projector,
+        image_encoder=QWEN2_5_VL.image_encoder,
+        image_projector=QWEN2_5_VL.image_projector,
         foundation=text,
         **TOKEN_IDS,
     )
@@ -106,9 +104,14 @@ def write_reference(folder: Path, model: VisionLanguageArchitecture) -> tuple[An
     return reference, set(text)
 
 
+def step_of(reference: Any, given: Batch) -> Step:
+    """In transformers; gradients by the names of parameters."""
+    return reference_step(reference, given, arguments=lambda given, ids: {})
+
+
 def data() -> Batch:
     """Text alone. Only the first axis of its positions counts; the others say something else."""
-    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=qwen3_positions)
+    style = Style(patch_values=3 * 2 * 14 * 14, positions=qwen3_positions)
     made = batch(style, media=((),) * 4)
     samples = []
     for sample in made.samples:
@@ -116,34 +119,3 @@ def data() -> Batch:
         positions[1:] = positions[1:].flip(-1)
         samples.append(dataclasses.replace(sample, position_ids=positions))
     return dataclasses.replace(made, samples=tuple(samples))
-
-
-def reference_step(reference: Any, given: Batch) -> Step:
-    """The whole batch at once in transformers, gradients by the names in its files."""
-    whole = given.microbatch(0, len(given.samples))
-    lengths = torch.tensor([sample.tokens for sample in given.samples])
-    attention_mask = (torch.arange(SEQ_LENGTH)[None] < lengths[:, None]).long()
-    logits = reference(input_ids=whole.input_ids, attention_mask=attention_mask).logits
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
-    ).view_as(whole.loss_mask)
-    loss = (losses * whole.loss_mask).sum() / whole.loss_mask.sum()
-    loss.backward()
-    gradients: dict[str, torch.Tensor] = {}
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is not None:
-            gradients |= _by_file_names(name, parameter.grad.clone())
-    return Step(loss=loss.item(), logits=logits.detach(), gradients=gradients)
-
-
-def _by_file_names(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The files have experts one by one, and gate and up apart."""
-    owner, _, kind = name.rpartition(".")
-    if not owner.endswith(".experts"):
-        return {name: gradient}
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
-    return {
-        f"{owner}.{expert}.{part}.weight": piece
-        for expert, one in enumerate(gradient)
-        for part, piece in zip(parts, one.chunk(len(parts)), strict=True)
-    }

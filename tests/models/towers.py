@@ -116,12 +116,6 @@ def unit(config: PatchTransformerConfig, pixels: torch.Tensor) -> MediaInput:
     return MediaInput(rows=rows.flatten(0, 1), grids=grid)
 
 
-def weights_of_loss(config: PatchTransformerConfig, *, count: int) -> torch.Tensor:
-    """What features are multiplied by to make a loss, in the order of blocks."""
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(count * config.side**2, config.hidden_size, generator=generator)
-
-
 def their_features(config: PatchTransformerConfig, model: Any, pixels: torch.Tensor) -> Any:
     """The hidden state that LLaVA or InternVL would take, without class token, in block order."""
     output = model(pixel_values=pixels, output_hidden_states=True)

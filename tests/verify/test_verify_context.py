@@ -28,6 +28,7 @@ RECOMPUTED = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
 )
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 ADAPTED = ("+model.image_encoder.lora.rank=4", "+model.foundation.lora.rank=4")
 EXPERTS = (
     *("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
@@ -60,7 +61,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp3-mbs2": (3, (*CP3, "--micro-batch-size", "2")),
     "cp2-tp2-encoder-tp1": (4, (*CP2, *TP2, f"{ENCODER}.tensor_model_parallel_size=1")),
     "cp2-pp2-packed-p2p": (4, (*CP2, *PP2, "--packing", "--cp-comm-type", "p2p")),
-    "cp2-dp2-overlapped-a2a": (4, (*CP2, *OVERLAPPED, "--cp-comm-type", "a2a")),
+    "cp2-dp2-overlapped-a2a": (4, (*CP2, *OVERLAPPED, "--cp-comm-type", "a2a", *SELECTIVE)),
     "cp2-vpp2-recomputed": (4, (*CP2, *VPP2, *RECOMPUTED)),
     "cp2-adapted": (2, (*CP2, *ADAPTED)),
     "cp2-experts-packed": (2, (*CP2, *EXPERTS, "aux_loss", "--packing")),

@@ -62,7 +62,11 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
         (*lies(1), "--freeze-parameters", "image_encoder.blocks.layers.2.*"),
     ),
 }
-FEW = ("figure-4a", "1/1/1|1/2/1-frozen-encoder")
+# Each kind of encoder once; one with taps is below.
+FEW = (
+    *("figure-4a", "1/1/1|1/2/1-frozen-encoder"),
+    *("1/2/1|1/2/1-tiles", "1/1/1|1/2/1-sounds"),
+)
 STAGED = (QWEN3, 4, lies(2))
 
 

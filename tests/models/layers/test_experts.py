@@ -1,23 +1,17 @@
-"""Experts and their router: specs, first weights, routing, and what routers know of tokens."""
+"""Experts and their router: first weights, shared experts, and what routers know of tokens."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from layer_configs import decoder_config
-from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 
-from loongplug.context.token_split import zigzag
-from loongplug.models.layers import specs
-from loongplug.models.layers.context.row import context_row
-from loongplug.models.layers.packed import PackedSegments, pack_segments
-from loongplug.models.layers.router import BalancedRouter, balances, of_whole_rows, token_kinds
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.layers.specs import decoder_layer_spec
 
 
@@ -29,29 +23,6 @@ def experts_config(**overrides):
         "use_cpu_initialization": True,
     }
     return decoder_config(**(values | overrides))
-
-
-def mlp_of(backend, **overrides):
-    return decoder_layer_spec(experts_config(**overrides), backend=backend).submodules.mlp
-
-
-@pytest.mark.quick
-def test_a_grouped_gemm_is_refused_without_te():
-    with pytest.raises(ValueError, match="moe_grouped_gemm needs TransformerEngine"):
-        mlp_of("local", moe_grouped_gemm=True)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("grouped", [True, False])
-def test_te_groups_experts_when_asked(monkeypatch, grouped):
-    for name in vars(transformer_engine_spec_provider):
-        if name.startswith("TE") and name not in ("TESpecProvider", "TEGroupedMLP"):
-            monkeypatch.setattr(transformer_engine_spec_provider, name, type(name, (), {}))
-    monkeypatch.setattr(transformer_engine_spec_provider, "is_te_min_version", lambda _: True)
-    monkeypatch.setattr(specs, "HAVE_TE", True)
-    submodules = mlp_of("te", moe_grouped_gemm=grouped).keywords["submodules"]
-    assert submodules.router is BalancedRouter
-    assert (submodules.experts.func is TEGroupedMLP) == grouped
 
 
 def layer_of(config):
@@ -161,35 +132,6 @@ def test_a_pack_says_itself_what_its_padding_is(padding):
     kinds = token_kinds(positions, torch.zeros(1, length), packed=packed)
     assert kinds[0, :length].int().tolist() == [0] * 5 + [1] * padding
     assert not kinds[0, length:].any()
-
-
-def kinds_of_parts(rank: int, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a whole row, and of the parts of it that ranks have, in the order of the parts."""
-    split = zigzag(12, cp=3)
-    segments = [3, 1, 5]
-    positions = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 4] if packed else [*range(9)])
-    positions = torch.nn.functional.pad(positions, (0, 3)).expand(3, 1, 12)
-    loss_mask = (torch.arange(12)[None] % 3 == 1).float()
-    pack = pack_segments(segments, device="cpu", padding=3) if packed else None
-    whole = token_kinds(positions, loss_mask, packed=pack)
-    mine = torch.from_numpy(split.parts[rank].places)
-    row = PackedSegments(
-        qkv_format="thd" if packed else "sbhd",
-        padding=3,
-        context=context_row(split, segments if packed else [12], rank=rank, device="cpu"),
-    )
-    own = token_kinds(positions[..., mine], loss_mask[:, mine], packed=row)
-    group = dist.group.WORLD
-    assert group is not None
-    order = torch.from_numpy(split.order)
-    expected = torch.cat([each[:, order] for each in whole.chunk(2, dim=1)], dim=1)
-    return of_whole_rows(own, group=group), expected
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_routers_know_whole_rows_of_which_ranks_have_parts(packed: bool) -> None:
-    for found, expected in run_ranks(kinds_of_parts, 3, packed=packed):
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.quick

@@ -1,16 +1,12 @@
-"""The published sizes of models that hear, and their folders in the published form."""
+"""config.json of published models, in the form of their folders, and how many parameters they have.
 
-import dataclasses
+Written down here, so that no change of a YAML moves them.
+"""
+
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-import transformers
-
-from loongplug.models.audio_transformer.config import AudioTransformerConfig
-from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.training.config import compose_model
 
@@ -140,13 +136,115 @@ def whole(section: dict[str, Any]) -> dict[str, Any]:
 
 OMNI_7B = thinker(hidden=3584, layers=28, heads=28, groups=4, ffn=18944, vocabulary=152064)
 OMNI_3B = thinker(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocabulary=151936)
+
+# config.json of llava-hf/llava-1.5-7b-hf: what is a default is not said.
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+# Of Qwen2.5-VL: hidden, layers, heads, query groups, ffn, vocabulary, tied; ffn of the ViT; all
+# parameters.
+QWEN2_5 = {
+    "3b": (2048, 36, 16, 2, 11008, 151936, True, 3420, 3_754_622_976),
+    "7b": (3584, 28, 28, 4, 18944, 152064, False, 3420, 8_292_166_656),
+    "32b": (5120, 64, 40, 8, 27648, 152064, False, 3456, 33_452_718_336),
+    "72b": (8192, 80, 64, 8, 29568, 152064, False, 3456, 73_410_777_344),
+}
+
+
+def qwen2_5_config(size: str) -> dict[str, Any]:
+    """config.json in the form of the published folders: the decoder's values at the top."""
+    hidden, layers, heads, groups, ffn, vocabulary, tied, vision_ffn, _ = QWEN2_5[size]
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 128000,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tied,
+        "vocab_size": vocabulary,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": vision_ffn,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": hidden,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
 # By model: its config.json, and its parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "llava_1_5_7b": (LLAVA, 7_063_427_072),
     "qwen2_audio_7b": (QWEN2_AUDIO, 8_397_094_912),
     "qwen2_5_omni_7b": (whole(OMNI_7B), 8_931_813_888),
     "qwen2_5_omni_3b": (whole(OMNI_3B), 4_703_464_448),
+    **{
+        f"qwen2_5_vl_{size}": (qwen2_5_config(size), parameters)
+        for size, (*_, parameters) in QWEN2_5.items()
+    },
 }
-each_model = pytest.mark.parametrize("name", PUBLISHED)
+# Of others, their parameters alone.
+PARAMETERS = {name: parameters for name, (_, parameters) in PUBLISHED.items()} | {
+    "llava_1_5_13b": 13_351_494_656,
+    "internvl3_1b": 938_193_024,
+    "internvl3_2b": 2_088_957_440,
+    "internvl3_8b": 7_944_373_760,
+}
 
 
 def written(folder: Path, content: dict[str, Any]) -> Path:
@@ -161,102 +259,6 @@ def described(name: str) -> HuggingFaceModel:
     return composed.family.load_hugging_face(composed.config)
 
 
-def on_meta(config: Any) -> Any:
-    with torch.device("meta"):
-        return getattr(transformers, config.architectures[0])(config)
-
-
-def published_in_transformers(name: str) -> Any:
-    """Their model of the published config.json, with nothing of ours in it."""
-    content, _ = PUBLISHED[name]
-    if name == "qwen2_audio_7b":
-        config = transformers.Qwen2AudioConfig.from_dict(content)
-        kind = transformers.Qwen2AudioForConditionalGeneration
-    else:
-        config = transformers.Qwen2_5OmniThinkerConfig.from_dict(content["thinker_config"])
-        kind = transformers.Qwen2_5OmniThinkerForConditionalGeneration
-    with torch.device("meta"):
-        return kind(config)
-
-
-@each_model
-def test_tensors_are_those_of_transformers(name: str) -> None:
-    model, parameters = described(name), PUBLISHED[name][1]
-    ours = {model.module_name(each): shape for each, shape in model.mapping.sources().items()}
-    theirs = {
-        each.removesuffix(".weight"): tuple(parameter.shape)
-        for each, parameter in published_in_transformers(name).named_parameters()
-    }
-    assert ours == theirs
-    assert sum(torch.Size(shape).numel() for shape in ours.values()) == parameters
-    again = on_meta(hf_config(model)).named_parameters()
-    assert {each.removesuffix(".weight"): tuple(value.shape) for each, value in again} == theirs
-
-
-@each_model
-def test_the_published_folder_is_enough(name: str, tmp_path: Path) -> None:
-    found = compose_model(hf_folder=written(tmp_path, PUBLISHED[name][0])).config
-    assert found == compose_model(model_name=name).config
-
-
-@each_model
-def test_a_sound_of_thirty_seconds_has_750_tokens(name: str) -> None:
-    encoder = compose_model(model_name=name).config.audio_encoder
-    assert isinstance(encoder, AudioTransformerConfig)
-    assert encoder.sizes.states(3000) == 1500
-    assert encoder.tokens(encoder.sizes.grid(3000)) == 750
-    assert encoder.sizes.longest == {"qwen2_audio_7b": 3000}.get(name, 30_000)
-
-
-def test_a_thinker_s_own_folder_is_enough(tmp_path: Path) -> None:
-    """As it is published within the whole, and as transformers writes it, with its defaults."""
-    expected = compose_model(model_name="qwen2_5_omni_3b").config
-    assert compose_model(hf_folder=written(tmp_path / "section", OMNI_3B)).config == expected
-    hf_config(described("qwen2_5_omni_3b")).save_pretrained(tmp_path / "own")
-    content = json.loads((tmp_path / "own" / "config.json").read_text())
-    assert content["model_type"] == "qwen2_5_omni_thinker"
-    assert compose_model(hf_folder=tmp_path / "own").config == expected
-
-
-def test_the_audio_token_is_known_by_either_key(tmp_path: Path) -> None:
-    content = dict(QWEN2_AUDIO)
-    content["audio_token_id"] = content.pop("audio_token_index")
-    found = compose_model(hf_folder=written(tmp_path, content | {"audio_token_id": 7})).config
-    assert found.audio_token_id == 7
-
-
-def test_qwen2_audio_s_output_layer_is_its_own(tmp_path: Path) -> None:
-    """transformers ties nothing there, whatever a folder says, and a tied model has no folder."""
-    composed = compose_model(model_name="qwen2_audio_7b")
-    folder = written(tmp_path, QWEN2_AUDIO | {"tie_word_embeddings": True})
-    assert compose_model(hf_folder=folder).config == composed.config
-    text = dataclasses.replace(composed.config.foundation, tie_word_embeddings=True)
-    tied = dataclasses.replace(composed.config, foundation=text)
-    with pytest.raises(ValueError, match=r"^tie_word_embeddings is true, but the qwen2_audio mod"):
-        hf_config(composed.family.load_hugging_face(tied))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"thinker_config": None}, "is not a Qwen2_5OmniThinkerConfig ("),
-        ({"thinker_config": {**OMNI_7B, "vision_config": 5}}, "is not a Qwen2_5OmniThinkerConfig"),
-        ({"model_type": "qwen2_5_omni_talker"}, "model_type 'qwen2_5_omni_talker', which Loong"),
-    ],
-)
-def test_what_has_no_thinker_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        compose_model(hf_folder=written(tmp_path, whole(OMNI_7B) | change))
-    assert said in str(caught.value)
-
-
-def test_differences_within_the_whole_are_named(tmp_path: Path) -> None:
-    model = described("qwen2_5_omni_7b")
-    written(tmp_path, whole(OMNI_7B))
-    assert hf_config_differences(tmp_path, model) == []
-    (line,) = hf_config_differences(tmp_path, model, alone=True)
-    assert line == ("config.json has model_type 'qwen2_5_omni', expected 'qwen2_5_omni_thinker'")
-    audio = OMNI_7B["audio_config"] | {"n_window": 50}
-    written(tmp_path, whole(OMNI_7B | {"audio_config": audio}))
-    (line,) = hf_config_differences(tmp_path, model)
-    assert line == "config.json has audio_config.n_window 50, expected 100"
+def qwen2_5_folder(folder: Path, **changes: Any) -> Path:
+    """Qwen2.5-VL 7B's, with ``changes`` at its top."""
+    return written(folder, qwen2_5_config("7b") | changes)

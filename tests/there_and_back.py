@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import hf_reference
-from hf_reference import Layout, build_chunks, decoder_config
+import hf_models
+from hf_models import Layout, build_chunks, decoder_config
 from ranks import model_parallel, run_ranks
 from tensor_files import assert_same_weights
 from transformers import AutoModelForMultimodalLM
@@ -26,7 +26,7 @@ def in_and_out(
     **options: Any,
 ) -> int:
     """Import a folder and export what the model has of it; how many bytes this rank has read."""
-    hugging_face = hf_reference.family_of(model).load_hugging_face(model)
+    hugging_face = hf_models.family_of(model).load_hugging_face(model)
     with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
         chunks = build_chunks(model, decoder_config(model, layout), layout)
         read = load_hf_weights(chunks, source, model=hugging_face)
@@ -42,16 +42,14 @@ def assert_there_and_back(
     layout: Layout,
     processor: Path,
     original: Path | None = None,
-) -> None:
-    """The folder's bits and config.json come back, or the ``original``'s; transformers loads it."""
-    run_ranks(
-        in_and_out,
-        layout.world_size,
-        model=model,
-        layout=layout,
-        source=source,
-        target=target,
-        processor=processor,
+) -> int:
+    """The folder's bits and config.json come back, or the ``original``'s; transformers loads it.
+
+    Returns how many bytes all ranks have read.
+    """
+    folders = {"source": source, "target": target, "processor": processor}
+    read: list[int] = run_ranks(
+        in_and_out, layout.world_size, model=model, layout=layout, **folders
     )
     original = original or source
     assert_same_weights(original, target)
@@ -60,8 +58,7 @@ def assert_there_and_back(
     )
     assert ours == theirs
     loaded, report = AutoModelForMultimodalLM.from_pretrained(target, output_loading_info=True)
-    architecture = (
-        hf_reference.family_of(model).load_hugging_face(model).in_transformers.architecture
-    )
+    architecture = hf_models.family_of(model).load_hugging_face(model).in_transformers.architecture
     assert type(loaded).__name__ == architecture
     assert not any(report.values()), report
+    return sum(read)
