@@ -200,3 +200,33 @@ def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int,
         assert max(found.values()) <= 2 * pp * cp
         if encoder == 1:  # of each later stage, those that come to this rank
             assert {found[rank] for rank in edges[0].consumers} == {2 * (pp - 1) * cp}
+
+
+TWO = Step(
+    Edge(replicas=((0,), (1,), (2,), (3,)), consumers=(0, 1)),
+    1,
+    2,
+    ((0, 1), (1, 0)),
+    tuple(
+        Piece(microbatch=unit, media=range(0), rows=slice(0, 2), replica=replica)
+        for unit, replica in enumerate((2, 3))
+    ),
+)
+
+
+def test_lists_that_do_not_agree_name_ranks_and_pieces() -> None:
+    def rows(_: int, piece: int) -> list[int]:
+        return [piece] * 2
+
+    found = TWO.moves(Cargo.FEATURES)
+    assert delivered(found, rows) == {(0, 0): [0, 0], (1, 1): [1, 1]}
+    unsent = {**found, 3: replace(found[3], moves={})}
+    with pytest.raises(AssertionError, match="rank 1 takes 2 rows of piece 1, which rank 3 does"):
+        delivered(unsent, rows)
+    twice = {**found, 2: replace(found[2], moves={**found[2].moves, 9: found[2].moves[0]})}
+    with pytest.raises(AssertionError, match=r"rank 2 sends pieces \[9\] to rank 0, who"):
+        delivered(twice, rows)
+    deal = TWO.crossings(0).deal(0)
+    both = replace(deal, holds=(deal.holds[0],) * 2)
+    with pytest.raises(AssertionError, match="rank 1 holds row 0, and another one does"):
+        dealt(both, {0: [0, 0], 1: [0, 0]})

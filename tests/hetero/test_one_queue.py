@@ -39,7 +39,7 @@ from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import order
 from loongplug.simulate.programs import Programs
-from loongplug.simulate.wires import on_streams
+from loongplug.simulate.wires import on_streams, with_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -323,6 +323,7 @@ def test_no_step_hangs_and_one_less_is_too_few(
         )
         none, one, two = (ranks.programs(less=less) for less in range(3))
         assert finish(in_one_queue(none)), microbatches
+        assert finish(with_shapes(none, of=lambda stream: stream[2] == "decoder")), microbatches
         assert finish(in_one_queue(one)) == (microbatches < ranks.ahead + 2), microbatches
         assert finish(one), microbatches
         assert finish(two) == (microbatches < ranks.ahead or ranks.ahead < 2), microbatches
@@ -335,7 +336,7 @@ def test_no_step_hangs_and_one_less_is_too_few(
 def test_stages_that_do_not_train_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch, eyes: tuple[bool, ...], ears: bool
 ) -> None:
-    """Their own sends alone hold them back, and no number of forwards ahead is too few."""
+    """Their own sends alone hold them back (``test_sends.py``)."""
     for decoder, chunks in ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2)):
         ranks = Ranks(
             monkeypatch,

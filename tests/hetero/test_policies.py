@@ -12,6 +12,7 @@ from walked_plans import walk, walked
 from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
     BEGIN,
+    END,
     Backward,
     Cargo,
     Encode,
@@ -170,6 +171,9 @@ def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
     for step, _ in ranks:
         if step.stream is not None:
             assert entered[0] == around
+            plan = streamed(step).items()
+            outside = {when for when, several in plan for each in several if each in around}
+            assert outside <= {BEGIN, END}
             assert worked(streamed(step)) == planned(step.stream)
 
 
