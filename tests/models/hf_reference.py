@@ -312,35 +312,21 @@ def measured(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return split
 
 
-def assert_agrees(reference: Reference, layout: Layout, **options: Any) -> None:
-    """As :func:`assert_agreement`, with a reference's own data and step."""
-    assert_agreement(
-        reference.model,
-        reference.folder,
-        layout=layout,
-        data=reference.data,
-        expected=reference.step,
-        **options,
-    )
-
-
-def assert_agreement(
-    model: VisionLanguageArchitecture,
-    folder: Path,
-    *,
+def assert_agrees(
+    reference: Reference,
     layout: Layout,
-    data: Batch,
-    expected: Step,
+    *,
     limit: float = LIMIT,
     adapters: Path | None = None,
     **options: Any,
 ) -> None:
-    """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
+    """Loss, logits and every gradient of ``layout`` are the reference's, within ``limit``.
 
     Encoders are recomputed where the decoder is.
     ``options`` are settings of the decoder's Megatron config, ``adapters`` is as in
     :func:`our_step`.
     """
+    model, data, expected = reference.model, reference.data, reference.step
     encoders = {
         model.keys[name]: dataclasses.replace(model.encoder(name), recompute=layout.recompute)
         for name in model.encoders
@@ -348,7 +334,7 @@ def assert_agreement(
     step = run_ranks(
         our_step,
         layout.world_size,
-        folder=folder,
+        folder=reference.folder,
         model=dataclasses.replace(model, **encoders),
         layout=layout,
         data=data,

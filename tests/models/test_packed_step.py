@@ -12,7 +12,7 @@ import pytest
 import torch
 from hf_batches import Batch, Packs, batch, packed
 from hf_models import Layout, reference_model
-from hf_reference import Step, assert_agreement, our_step
+from hf_reference import Reference, Step, assert_agrees, our_step
 from ranks import run_ranks
 from tiny_families import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SP, ragged, tied
 
@@ -88,14 +88,9 @@ def as_packs(step: Step, family: Family, packs: tuple[tuple[int, ...], ...] = PA
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_packs_train_as_padded_samples_do(family, padded, layout):
-    assert_agreement(
-        family.model,
-        family.folder,
-        layout=layout,
-        data=family.packs(),
-        expected=as_packs(padded, family),
-        limit=LIMIT,
-    )
+    expected = as_packs(padded, family)
+    reference = Reference(family.model, family.folder, family.packs(), expected)
+    assert_agrees(reference, layout, limit=LIMIT)
 
 
 def test_attention_across_samples_would_show(family, padded):
@@ -132,12 +127,6 @@ BALANCING = {
 def test_experts_balance_the_samples_of_a_pack_as_those_of_a_padded_microbatch(family, layout):
     """A sample's first token, at position 0, is no padding; what stands behind the pack is."""
     padded = family.step(data=family.data, layout=Layout(micro_batch_size=2), **BALANCING)
-    assert_agreement(
-        family.model,
-        family.folder,
-        layout=layout,
-        data=family.packs(PAIRS),
-        expected=as_packs(padded, family, PAIRS),
-        limit=LIMIT,
-        **BALANCING,
-    )
+    expected = as_packs(padded, family, PAIRS)
+    reference = Reference(family.model, family.folder, family.packs(PAIRS), expected)
+    assert_agrees(reference, layout, limit=LIMIT, **BALANCING)

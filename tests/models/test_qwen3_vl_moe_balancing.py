@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hf_batches import batch
 from hf_models import Layout, reference_model
-from hf_reference import Step, assert_agreement, reference_step
+from hf_reference import Reference, Step, assert_agrees, reference_step
 from tiny_families import QWEN3_VL_MOE, SP
 from torch import Tensor
 
@@ -154,9 +154,7 @@ def test_the_losses_are_those_of_the_formula_in_every_layout(weights, layout):
 def assert_balanced(weights: tuple[Any, Any], kind: str, layout: Layout) -> None:
     folder, model = weights
     step = expected_step(model, kind, replicas=layout.dp, size=layout.micro_batch_size)
-    assert_agreement(
-        QWEN3_VL_MOE, folder, layout=layout, data=batch(), expected=step, **KINDS[kind][0]
-    )
+    assert_agrees(Reference(QWEN3_VL_MOE, folder, batch(), step), layout, **KINDS[kind][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

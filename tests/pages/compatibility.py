@@ -19,12 +19,13 @@ from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import RULES, SUBJECTS, violations
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import settle_step_sizes
+from pages.marked import filled
 from pages.modes import DENSE, MODES, Mode
 
 # Pair of modes -> names of the rules that refuse them together.
 Matrix = Mapping[tuple[str, str], tuple[str, ...]]
 
-BEGIN, END = "<!-- generated: begin -->\n", "\n<!-- generated: end -->"
+MARK = "generated"
 _WORLD_SIZE = 8
 # A run that is valid but for its files, which no mode has to do with.
 _RUN = (
@@ -123,10 +124,7 @@ def with_markdown(text: str, cells: Matrix) -> str:
     Raises:
         ValueError: the marks are not there once each.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the file needs one line {BEGIN.strip()} and one line {END.strip()}")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{markdown(cells)}{END}{rest.partition(END)[2]}"
+    return filled(text, MARK, markdown(cells))
 
 
 def _matrix_lines(cells: Matrix) -> Iterator[str]:
