@@ -1,11 +1,12 @@
 """What a microbatch has for an image encoder, the encoder of most models here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from loongplug.data.assignment import EncoderUnits, PlannedShare, PlannedUnit
+from loongplug.data.extents import MediumExtent
 from loongplug.data.microbatch import MediaInput, Microbatch, Share
-from loongplug.data.source import EncoderUnits, PlannedShare, PlannedUnit
-from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
 
 ENCODER = "image_encoder"
 KINDS = ("image", "video")
@@ -43,6 +44,13 @@ def owner_of(unit: Any) -> int:
     return owner
 
 
-def media_batch(index: int, samples: Any) -> MediaBatch:
-    """The unit of these samples, not loaded."""
-    return MediaBatch.of(index, samples, encoder=ENCODER, kinds=KINDS)
+def media_batch(rows: Sequence[int], samples: Any) -> MediaBatch:
+    """The unit of these samples, which are of these rows, not loaded."""
+    extents = [each.extent for each in samples]
+    return MediaBatch.of(0, rows, extents, encoder=ENCODER, kinds=KINDS)
+
+
+def batch_of_extents(*extents: MediumExtent) -> MediaBatch:
+    """A unit of the media of one row, which stand for samples of their own."""
+    media = (UnitMedium(number, 0, number, extent) for number, extent in enumerate(extents))
+    return MediaBatch(index=0, encoder=ENCODER, media=tuple(media))

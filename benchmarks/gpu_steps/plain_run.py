@@ -125,10 +125,11 @@ def _model(run: ModelRun, *, settings: PlainSettings, data: Data, device: str) -
 
 
 def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]:
+    from loongplug.data.assignment import EncoderUnits
     from loongplug.data.dataset import ChatDataset
     from loongplug.data.loader import MicrobatchLoader
     from loongplug.data.processor import load_processor
-    from loongplug.data.source import EncoderUnits, LocalSource
+    from loongplug.data.source import LocalSource
     from loongplug.data.step_sizes import StepSizes
 
     processor = load_processor(data.processor)

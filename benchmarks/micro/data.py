@@ -81,7 +81,7 @@ def run(
             processor=processor,
             seq_length=_UNBOUNDED,
             training_phase=training_phase,
-            video_style=video_style_of(processor),
+            video_style=video_style_of(processor.folder),
             cache_bytes=0,
         )
         figures = measure(dataset, samples=samples, rounds=rounds)

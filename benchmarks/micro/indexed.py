@@ -6,20 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time
-from typing import Any
 
-import numpy as np
 from digits.make import make_demo_data
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.extent_index import IndexedExtents
+from loongplug.data.extents import ExtentTable
 from loongplug.data.packing import LOOK_AHEAD
-from loongplug.data.planned_packs import OwnPacks, packs_of_epochs
 from loongplug.data.processor import load_processor
-from loongplug.data.text_stream import PackedTexts
-from loongplug.data.workers import IN_PROCESS
+from loongplug.data.row_plan import Packing, packs_of_epochs
+from loongplug.data.source import LocalSource
+from loongplug.data.step_sizes import StepSizes
 
 _SEED = 1
 
@@ -55,14 +54,15 @@ def run(
             training_phase="sft",
             cache_bytes=0,
         )
-        lengths = np.array([len(dataset[row]) for row in range(samples)], dtype=np.int32)
-        turns = [
-            (
-                _seconds(dataset, lengths, dp_size=dp_size, indexed=False),
-                _seconds(dataset, lengths, dp_size=dp_size, indexed=True),
-            )
-            for _ in range(rounds)
-        ]
+        surveys = (dataset.surveyor(dataset.rows, row) for row in range(samples))
+        table = ExtentTable.of((each.extent, each.remarks) for each in surveys)
+        extents = IndexedExtents(dataset.rows, (table,))
+        turns = []
+        for _ in range(rounds):
+            dataset.extents = None
+            read = _seconds(dataset, extents, dp_size=dp_size)
+            dataset.extents = extents
+            turns.append((read, _seconds(dataset, extents, dp_size=dp_size)))
     without, indexed = zip(*turns, strict=True)
     figures = IndexedFigures(samples=samples, dp_size=dp_size, without=without, indexed=indexed)
     _print(figures)
@@ -71,28 +71,28 @@ def run(
     return figures
 
 
-def _seconds(
-    dataset: ChatDataset, lengths: NDArray[np.int32], *, dp_size: int, indexed: bool
-) -> float:
+def _seconds(dataset: ChatDataset, extents: IndexedExtents, *, dp_size: int) -> float:
     """Processor seconds of the first rank, for its packs of the first epoch."""
-    sizes = {"seed": _SEED, "look_ahead": LOOK_AHEAD}
-    packs = packs_of_epochs(lengths, seq_length=dataset.seq_length, epochs=1, **sizes)
-    options: dict[str, Any] = {
-        **sizes,
-        "dp_rank": 0,
-        "dp_size": dp_size,
-        "consumed_packs": 0,
-        "resume": None,
-        "workers": IN_PROCESS,
-    }
+    packs = packs_of_epochs(
+        extents.lengths(seq_length=dataset.seq_length),
+        seed=_SEED,
+        packing=Packing(seq_length=dataset.seq_length, look_ahead=LOOK_AHEAD),
+        epochs=1,
+    )
     began = process_time()
-    texts = (
-        OwnPacks(dataset, lengths=lengths, **options)
-        if indexed
-        else PackedTexts(dataset, **options)
+    source = LocalSource(
+        dataset,
+        sizes=StepSizes.constant(dp_size),
+        micro_batch_size=1,
+        dp_rank=0,
+        dp_size=dp_size,
+        seed=_SEED,
+        encoders={},
+        look_ahead=LOOK_AHEAD,
     )
     for _ in range(packs // dp_size):
-        next(texts)
+        for microbatch in source.next_step():
+            assert microbatch.samples
     return process_time() - began
 
 

@@ -3,7 +3,7 @@
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,9 +28,11 @@ from loongplug.commands.options import (
     phase_named,
     user_errors,
 )
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.rows import MAX_ROW_MIB, RowAccess
+from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.platform.without_torch import transformers_without_torch
+
+if TYPE_CHECKING:
+    from loongplug.data.survey import SurveySettings
 
 _SMALL = 2**20  # bytes of a file that is looked through first
 _TEXT = re.compile(r"\.jsonl?$")
@@ -72,15 +74,9 @@ def data_check(
 
         bad = run(
             files,
-            tokenizer_model=tokenizer_model,
+            _settings(context),
             seq_length=seq_length,
-            training_phase=phase_named(training_phase),
-            access=RowAccess.of(context.params),
-            video_fps=video_fps,
-            pixel_limits=PixelLimits.of(context.params),
-            special_tokens_in_text=special_tokens_in_text,
             literal_markers=literal_markers,
-            multi_turn=multi_turn,
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
@@ -125,19 +121,9 @@ def data_index(
     printed as by data check.
     """
     with user_errors():
-        from loongplug.data.index import index as run
+        from loongplug.data.check import index as run
 
-        run(
-            files,
-            tokenizer_model=tokenizer_model,
-            training_phase=phase_named(training_phase),
-            access=RowAccess.of(context.params),
-            video_fps=video_fps,
-            pixel_limits=PixelLimits.of(context.params),
-            special_tokens_in_text=special_tokens_in_text,
-            multi_turn=multi_turn,
-            processes=processes,
-        )
+        run(files, _settings(context), processes=processes)
 
 
 @data.command("inspect")
@@ -174,16 +160,16 @@ def data_inspect(
 
         run(
             files,
-            tokenizer_model=tokenizer_model,
-            training_phase=phase_named(training_phase),
-            access=RowAccess.of(context.params),
-            video_fps=video_fps,
-            pixel_limits=PixelLimits.of(context.params),
-            special_tokens_in_text=special_tokens_in_text,
+            _settings(context),
             literal_markers=literal_markers,
-            multi_turn=multi_turn,
-            train_template_thought=train_template_thought,
             samples=samples,
             plots=plots,
             processes=processes,
         )
+
+
+def _settings(context: typer.Context) -> "SurveySettings":
+    from loongplug.data.survey import SurveySettings
+
+    phase = phase_named(context.params["training_phase"])
+    return SurveySettings.of(context.params, training_phase=phase)

@@ -167,17 +167,17 @@ class Blend:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row; ValueError with its place when it is not a JSON object."""
-        source, row = self._find(index)
+        source, row = self._found(index)
         return source.read(row)
 
     def where(self, index: int) -> str:
         """``path:line`` of the row, for messages."""
-        source, row = self._find(index)
+        source, row = self._found(index)
         return source.where(row)
 
     def media_root(self, index: int) -> MediaRoot:
         """What the names of images and videos in the row start at."""
-        source, row = self._find(index)
+        source, row = self._found(index)
         return source.media_root(row)
 
     def spread(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -188,8 +188,13 @@ class Blend:
             found[here] = of_source[self._row[here]]
         return found
 
-    def _find(self, index: int) -> tuple[Source, int]:
-        return self.sources[self._source[index]], int(self._row[index])
+    def find(self, index: int) -> tuple[int, int]:
+        """The number of a row's source, and of the row there."""
+        return int(self._source[index]), int(self._row[index])
+
+    def _found(self, index: int) -> tuple[Source, int]:
+        source, row = self.find(index)
+        return self.sources[source], row
 
 
 Rows = Source | Blend

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from math import prod
 from typing import TYPE_CHECKING
 
-from loongplug.data.conversation import AudioClip, Medium
-from loongplug.data.media_files import MediaFile
-from loongplug.data.positions import Grid
+from loongplug.data.extents import MediumExtent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,22 +14,19 @@ if TYPE_CHECKING:
     from loongplug.data.pixel_bytes import PixelBytes
 
 
-def is_coded(media: Sequence[Medium]) -> bool:
+def is_coded(media: Sequence[MediumExtent]) -> bool:
     """Whether the rows of these media of one encoder are bytes: not of sounds, nor of none."""
-    return bool(media) and not any(isinstance(medium, AudioClip) for medium in media)
+    return bool(media) and not any(medium.kind == "audio" for medium in media)
 
 
-def byte_rows(medium: Medium, grid: Grid) -> int:
-    """Rows of bytes of an image or a video of this grid.
+def byte_rows(medium: MediumExtent) -> int:
+    """Rows of bytes of an image or a video.
 
     An image has one for each patch of its one frame, or of each of its tiles. A video has one for
     each patch of each of its frames, none twice.
     """
-    if isinstance(medium, MediaFile):
-        return prod(grid)
-    assert not isinstance(medium, AudioClip)
-    _, height, width = grid
-    return len(medium.times) * height * width
+    frames, height, width = medium.grid
+    return (frames if medium.kind == "image" else int(medium.detail[0])) * height * width
 
 
 class CodedMedia:
@@ -49,19 +43,19 @@ class CodedMedia:
         """Bytes of a row, where a row of values has so many: of images and videos alike."""
         return self._images.width(row_values)
 
-    def decoded(self, rows: Tensor, media: Sequence[Medium], grids: Sequence[Grid]) -> Tensor:
+    def decoded(self, rows: Tensor, media: Sequence[MediumExtent]) -> Tensor:
         """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
 
         [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
         """
         import torch
 
-        counts = [byte_rows(*each) for each in zip(media, grids, strict=True)]
+        counts = list(map(byte_rows, media))
         assert sum(counts) == len(rows), (counts, rows.shape)
         found, start = [], 0
         numbers = range(len(media))
         # An image may be of one frame or of tiles.
-        kinds = groupby(numbers, key=lambda number: isinstance(media[number], MediaFile))
+        kinds = groupby(numbers, key=lambda number: media[number].kind == "image")
         for images, group in kinds:
             together = list(group)
             end = start + sum(counts[number] for number in together)
@@ -71,5 +65,5 @@ class CodedMedia:
                 continue
             videos = part.split([counts[number] for number in together])
             for number, frames in zip(together, videos, strict=True):
-                found.append(self._videos().of_video(frames, grids[number]))
+                found.append(self._videos().of_video(frames, media[number].grid))
         return found[0] if len(found) == 1 else torch.cat(found)

@@ -10,41 +10,27 @@ from rich.console import Console
 from rich.markup import escape
 
 from loongplug.data.audio_sizes import SAMPLE_RATE
-from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
 from loongplug.data.conversation import AudioClip, Medium, VideoClip
-from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
 from loongplug.data.media import token_count
 from loongplug.data.media_files import MediaFile
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
-from loongplug.data.processor import MultiTurn, Processor, load_processor
+from loongplug.data.processor import Processor
 from loongplug.data.remarks import Remarks
-from loongplug.data.rows import ANY_ROW, RowAccess
-from loongplug.data.template import TrainingPhase
+from loongplug.data.survey import Survey, SurveySettings
 from loongplug.data.token_ids import among
-from loongplug.data.video import video_style_of
 from loongplug.data.workers import map_rows
 from loongplug.output_files import MADE_BY, check_pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_UNBOUNDED = 2**62  # a sequence length: samples are shown whatever their length
-
 
 def inspect(
     data: Sequence[str],
+    settings: SurveySettings,
     *,
-    tokenizer_model: Path,
-    training_phase: TrainingPhase,
-    access: RowAccess = ANY_ROW,
-    video_fps: float | None,
-    special_tokens_in_text: bool = False,
     literal_markers: bool = False,
-    multi_turn: MultiTurn = "last",
-    train_template_thought: bool = False,
-    pixel_limits: PixelLimits = FOLDERS_LIMITS,
     samples: int,
     plots: Path | None,
     processes: int | None,
@@ -60,49 +46,34 @@ def inspect(
         raise ValueError(f"--samples is {samples}: expected 0 or more.")
     check_pictures(plots, ["lengths.png", "images.png"])  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
-    processor = load_processor(
-        tokenizer_model,
-        special_tokens_in_text=special_tokens_in_text,
-        multi_turn=multi_turn,
-        train_template_thought=train_template_thought,
-        pixel_limits=pixel_limits,
-    )
-    dataset = ChatDataset(
-        open_rows(data, flag="--data", seed=0, access=access),
-        processor=processor,
-        seq_length=_UNBOUNDED,
-        training_phase=training_phase,
-        video_style=video_style_of(processor),
-        video_fps=video_fps,
-        cache_bytes=0,
-    )
+    surveyor = settings.surveyor()
+    rows = open_rows(data, flag="--data", seed=0, access=settings.access)
     remarks = Remarks(literal_markers=literal_markers)
-    for index in np.linspace(0, len(dataset) - 1, min(samples, len(dataset))).round().astype(int):
-        try:
-            sample = dataset[int(index)]
-            remarks.add(sample.remarks, where=sample.where)
-            for line in describe(sample, processor):
+    for index in np.linspace(0, len(rows) - 1, min(samples, len(rows))).round().astype(int):
+        survey = surveyor(rows, int(index))
+        if survey.tokens is None:
+            console.print(escape(survey.findings[0].message), style="red")
+        else:
+            remarks.add(survey.remarks, where=survey.where)
+            for line in describe(survey, surveyor.processor):
                 console.print(line)
-        except BadSampleError as error:
-            console.print(escape(str(error)), style="red")
         console.print()
     for line in remarks.totals():
         console.print(f"Of the rows shown: {line}", markup=False)
     if plots is None:
         return
 
-    def measure(index: int) -> tuple[int, int] | None:
-        try:
-            sample = dataset[index]
-        except BadSampleError:
-            return None
-        return len(sample), len(sample.media)
-
     progress, title = Console(stderr=True), "measuring rows"
     measured = list(
-        map_rows(measure, len(dataset), processes=processes, console=progress, title=title)
+        map_rows(
+            lambda row: surveyor(rows, row).extent,
+            len(rows),
+            processes=processes,
+            console=progress,
+            title=title,
+        )
     )
-    usable = [one for one in measured if one is not None]
+    usable = [(each.tokens, len(each.numbers)) for each in measured if each.tokens]
     if left_out := len(measured) - len(usable):
         console.print(
             f"{left_out} of {len(measured)} rows cannot be used and are left out:"
@@ -111,7 +82,7 @@ def inspect(
     if not usable:
         raise ValueError("No row can be used, so there is nothing to draw.")
     lengths, media = np.array(usable).T
-    per_sample = f"{_media_words(processor)} per sample"
+    per_sample = f"{_media_words(surveyor.processor)} per sample"
     console.print(_quantiles("tokens per sample", lengths))
     console.print(_quantiles(per_sample, media))
     plots.mkdir(parents=True, exist_ok=True)
@@ -120,27 +91,30 @@ def inspect(
     console.print(f"Histograms: {plots / 'lengths.png'}, {plots / 'images.png'}")
 
 
-def describe(sample: Sample, processor: Processor) -> Iterator[str]:
+def describe(survey: Survey, processor: Processor) -> Iterator[str]:
     """Lines in rich's markup: the sample's sizes, its media, and its tokens in runs.
 
     A run is of tokens that are trained (marked by ``+`` and green) or are not; behind its
     number of tokens stands their text, with tokens of media counted.
     """
-    # The mask belongs to the labels: token t + 1 is trained where position t's label counts.
-    trained = np.append(False, sample.loss_mask[:-1] > 0)
+    tokens, numbers = survey.tokens, survey.extent.numbers
+    assert tokens is not None, "the row can be used"
+    starts = np.cumsum((0, *tokens.lengths[:-1]))  # of renderings
+    trained = tokens.trained.copy()
+    trained[starts] = False  # nothing says them beforehand
     yield (
-        f"[bold]{escape(sample.where)}[/bold]: {len(sample.input_ids)} tokens, {trained.sum()} of"
-        f" them trained, {len(sample.media)} {_media_words(processor)}"
+        f"[bold]{escape(survey.where)}[/bold]: {len(trained)} tokens, {survey.extent.trained} of"
+        f" them trained, {len(numbers)} {_media_words(processor)}"
     )
-    for medium, grid in zip(sample.media, sample.grids, strict=True):
-        tokens = token_count(medium, grid, processor)
-        yield f"  {escape(_describe_medium(medium, where=sample.where))}: {tokens} tokens"
-    starts = np.cumsum(sample.lengths)[:-1]  # of renderings
-    changes = np.union1d(np.flatnonzero(np.diff(trained)) + 1, starts)
+    for number in numbers:
+        medium, grid = survey.media[number], survey.extent.media[number].grid
+        said = escape(_describe_medium(medium, where=survey.where))
+        yield f"  {said}: {token_count(medium, grid, processor)} tokens"
+    changes = np.union1d(np.flatnonzero(np.diff(trained)) + 1, starts[1:])
     for run in np.split(np.arange(len(trained)), changes):
-        if run[0] in starts:
+        if run[0] in starts[1:]:
             yield "  and in another rendering, with its media again:"
-        text = escape(_text(sample.input_ids[run], processor))
+        text = escape(_text(tokens.ids[run], processor))
         mark, style = ("+", "green") if trained[run[0]] else (" ", "dim")
         yield f"{mark} {len(run):5d}  [{style}]{text}[/{style}]"
 

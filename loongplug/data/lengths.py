@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
+from loongplug.data.extents import RowExtent
 from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
-from loongplug.data.token_ids import among
 
 _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
 
-def tokens_of_media(ids: NDArray[np.int64], processor: Processor) -> tuple[int, int]:
-    """How many tokens hold the places of images and videos, and how many those of sounds."""
-    visual = int(among(ids, processor.visual_token_ids).sum())
-    return visual, int(among(ids, processor.media_token_ids).sum()) - visual
+def tokens_of(extent: RowExtent, processor: Processor) -> tuple[int, int, int]:
+    """Of a sample: all, those that hold places of images and videos, and those of sounds."""
+    visual = sum(run.length for run in extent.runs if run.token in processor.visual_token_ids)
+    return extent.tokens, visual, sum(run.length for run in extent.runs) - visual
 
 
 def length_table(tokens: Sequence[int], visual: Sequence[int], audio: Sequence[int] = ()) -> Table:

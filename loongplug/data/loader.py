@@ -39,7 +39,7 @@ class LoadedHere:
     @cached_property
     def _coded(self) -> CodedMedia:
         """How rows of bytes become values; read from the model's folder once, if there are any."""
-        videos = VideoProcessor(self._processor, video_style_of(self._processor))
+        videos = VideoProcessor(self._processor, video_style_of(self._processor.folder))
         found = coded_media(self._processor, videos)
         assert found is not None, "open_medium refuses images and videos"
         return found
@@ -57,7 +57,7 @@ class LoadedHere:
                     loaded = share.load()
                     rows, named = loaded.rows, share.media
                     if named.coded:
-                        rows = self._coded.decoded(rows, named.media, named.grids)
+                        rows = self._coded.decoded(rows, named.extents)
                     media[name] = named.input(rows)
                     bad |= loaded.bad.keys()
         return media, bad
@@ -178,9 +178,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
         step = self.source.next_step()
         if self._row_lengths is None or not self._row_lengths.by_step:
             return step
-        together = list(step)  # the text of all of them, to know the longest
+        together = list(step)  # the extents of all of them, to know the longest
         self._step_length = self._row_lengths.of(
-            (each.samples for each in together), longest=self._seq_length
+            (each.extents for each in together), longest=self._seq_length
         )
         return iter(together)
 
@@ -188,7 +188,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         """By all samples, also where a microbatch is made of some: ranks have to agree."""
         if self._row_lengths is None or self._row_lengths.by_step:
             return self._step_length
-        return self._row_lengths.of((planned.samples,), longest=self._seq_length)
+        return self._row_lengths.of((planned.extents,), longest=self._seq_length)
 
 
 def collate(
@@ -219,7 +219,7 @@ def collate(
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
 
-    lengths = [length for sample in samples for length in sample.lengths or (len(sample),)]
+    lengths = [length for sample in samples for length in sample.extent.lengths or (0,)]
     assert packed or len(lengths) == len(samples), "a rule asks for packing"
     segments = tuple(filter(None, lengths)) if packed else None
     own = None if parts is None else parts.of(seq_length, segments=segments)

@@ -19,6 +19,7 @@ from loongplug.data.conversation import (
     VideoClip,
     VideoFile,
 )
+from loongplug.data.extents import MediumExtent
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
@@ -27,6 +28,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
+from loongplug.data.video_files import VideoHeader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 16  # files of an object store that are asked for at a time
 
 
-def each_of[Kind: Medium, Result](
+def each_of[Kind: Medium | Named, Result](
     function: Callable[[Kind], Result], media: Sequence[Kind]
 ) -> list[Result]:
     """What ``function`` makes of each, in order, and the first error that it raises in that order.
@@ -103,6 +105,31 @@ def medium_grid(
                 " sound."
             ) from error
     return videos.grid(medium, where=where)
+
+
+def extent_of(medium: Medium, grid: Grid) -> MediumExtent:
+    """Of a medium whose header was read."""
+    if isinstance(medium, AudioClip):
+        return MediumExtent("audio", grid, (medium.samples,))
+    if isinstance(medium, MediaFile):
+        return MediumExtent("image", grid)
+    detail: tuple[float, ...] = (len(medium.times),)
+    if isinstance(medium, VideoClip):
+        detail += (medium.total_frames, medium.file_fps, medium.height, medium.width)
+    return MediumExtent("video", grid, detail)
+
+
+def known_medium(
+    named: Named, extent: MediumExtent, *, videos: VideoProcessor, where: str
+) -> Medium:
+    """What a row names, of which the ``extent`` is known; opens no header."""
+    if isinstance(named, AudioFile):
+        return AudioClip(named.path, int(extent.detail[0]))
+    if not isinstance(named, VideoFile):
+        return named
+    _, frames, fps, height, width = extent.detail
+    header = VideoHeader(frames=int(frames), fps=fps, height=int(height), width=int(width))
+    return videos.clip(named, header=header, where=where)
 
 
 def placeholder(
@@ -178,9 +205,10 @@ class MediaLoader:
                 rows=self.no_rows(sounds=sounds), grids=torch.zeros(0, 3, dtype=torch.int64)
             )
         rows, grids = self.rows(media, where=where)
-        if is_coded(media):
+        extents = list(map(extent_of, media, grids))
+        if is_coded(extents):
             assert self.coded is not None, "open_medium refuses images and videos"
-            rows = self.coded.decoded(rows, media, grids)
+            rows = self.coded.decoded(rows, extents)
         return MediaInput(rows=rows, grids=torch.tensor(grids))
 
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:

@@ -39,9 +39,10 @@ class SampleOrder:
 
     def indices(self, positions: Iterable[int]) -> list[int]:
         """Sample indices at these stream positions."""
-        return [self._index(position) for position in positions]
+        return [self.index(position) for position in positions]
 
-    def _index(self, position: int) -> int:
+    def index(self, position: int) -> int:
+        """The sample index at a stream position."""
         epoch, offset = divmod(position, self._num_samples)
         if self._seed is None:
             return offset

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loongplug.data.dataset import Sample
+from loongplug.data.extents import RowExtent
 
 _ALIGNED = 8  # each rank's tokens are a multiple of it: kernels read operands by 16 bytes
 
@@ -21,8 +21,8 @@ class RowLengths:
     parts: int = 1
     by_step: bool = False
 
-    def of(self, microbatches: Iterable[Sequence[Sample]], *, longest: int) -> int:
+    def of(self, microbatches: Iterable[Sequence[RowExtent]], *, longest: int) -> int:
         """Tokens of a row of any of these microbatches; at most ``longest``, which fits a rank."""
-        needed = max((len(each) for samples in microbatches for each in samples), default=0)
+        needed = max((each.tokens for extents in microbatches for each in extents), default=0)
         multiple = self.parts * _ALIGNED
         return min(max(1, -(-needed // multiple)) * multiple, longest)

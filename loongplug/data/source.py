@@ -1,170 +1,53 @@
 """The data of a step: the text of its microbatches, who encodes what, and media to come."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from itertools import chain, count, islice, repeat, tee
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from loongplug.data.assignment import EncoderUnits, PlannedUnit, media_of, planned_units
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.evaluation import Evaluation, evaluated_texts
-from loongplug.data.microbatch import Share
-from loongplug.data.planned_packs import OwnPacks
+from loongplug.data.extents import UNUSABLE, RowExtent
+from loongplug.data.order import SampleOrder
 from loongplug.data.positions import Grid
+from loongplug.data.row_plan import (
+    START,
+    Evaluation,
+    Packing,
+    PackStream,
+    ResumePoint,
+    padded_slots,
+)
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.text_stream import PackedTexts, ResumePoint, padded_texts
+from loongplug.data.survey import MAKE_AGAIN
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
-from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
+from loongplug.data.workers import IN_PROCESS, Pool, Work, WorkerSettings
 
 _MEDIA_CACHE_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedShare:
-    """What one of the encoder's replicas encodes of a unit, before the media are there.
-
-    But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
-    the rows on the rank that loads them, None on others: it waits until they are loaded. Call it
-    once, in the order of the microbatches, and of the units within one.
-    """
-
-    share: Share
-    media: MediaBatch  # of the share alone
-    load: Callable[[], LoadedUnit] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedUnit:
-    """A microbatch's media for one encoder, before they are there; who encodes what of them."""
-
-    media: MediaBatch
-    shares: tuple[PlannedShare, ...]
+_CHUNK = 16  # samples that are measured at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMicrobatch:
-    """What is known of a microbatch before its media are there."""
+    """What is known of a microbatch before its text and its media are there."""
 
     number: int  # in its step
-    samples: tuple[Sample, ...]
+    extents: tuple[RowExtent, ...]  # of its samples
     units: Mapping[str, PlannedUnit]  # by the encoder's name
-    begins: ResumePoint | None  # where a source of packs goes on that begins with it
+    text: Callable[[], tuple[Sample, ...]]
+    begins: ResumePoint | None = None  # where a source of packs goes on that begins with it
 
+    @cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        """Waits for them; to be asked for in the order of the microbatches.
 
-# Says of a step who encodes what of each microbatch's media, which are given by their grids.
-SharesByPlan = Callable[[Sequence[Sequence[Grid]]], Sequence[tuple[Share, ...]] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
-
-    Each replica in turn, from a step's first microbatch on. ``by_cost`` assigns by what media cost:
-    it is given their grids and the number of ``replicas``, and may let several replicas share a
-    microbatch's media. It does so with those that are left at a step's end, fewer than there are
-    replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked for
-    together.
-
-    ``by_plan`` goes before that, for a whole step; it says None where that is as without it.
-    """
-
-    replicas: int = 1
-    by_cost: Callable[..., Sequence[tuple[Share, ...]]] | None = None
-    whole_steps: bool = False
-    by_plan: SharesByPlan | None = None
-
-    def together(self, step: int) -> range:
-        """Which ones of a step of so many microbatches are assigned together."""
-        return range(step) if self.by_plan is not None else self._compared(step)
-
-    def of(
-        self, numbers: range, media: Sequence[Sequence[Grid]], *, step: int
-    ) -> Sequence[tuple[Share, ...]]:
-        """The shares of these microbatches of a step of so many, whose media have such grids."""
-        if self.by_plan is not None and (planned := self.by_plan(media)) is not None:
-            return planned
-        together = self._compared(step)
-        in_turn: list[tuple[Share, ...]] = [
-            (Share(encoder_replica=number % self.replicas),)
-            for number in numbers
-            if number not in together
-        ]
-        of_last = media[len(in_turn) :]
-        if self.by_cost is None or not of_last:
-            return in_turn
-        assert len(of_last) == len(together), "costs are compared"
-        return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
-
-    def of_step(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]]:
-        """The same of all microbatches of a step."""
-        return self.of(range(len(media)), media, step=len(media))
-
-    def _compared(self, step: int) -> range:
-        """Those whose costs are compared."""
-        if self.by_cost is None:
-            return range(step, step)
-        return range(0 if self.whole_steps else step - step % self.replicas, step)
-
-
-ONE_REPLICA = Assignment()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderUnits:
-    """How units are made for one encoder: of which kinds of media, and for which replicas.
-
-    Media are loaded for those replicas that ``loads`` names. With ``samples``, units are made of
-    these samples of each microbatch alone, by their places in it.
-    """
-
-    kinds: tuple[str, ...]
-    assignment: Assignment = ONE_REPLICA
-    loads: Collection[int] = (0,)
-    samples: range | None = None
-
-
-def planned_units(
-    numbers: range,
-    samples: Sequence[Sequence[Sample]],
-    *,
-    step: int,
-    first_index: int,
-    encoders: Mapping[str, EncoderUnits],
-    load: Callable[[MediaBatch], LoadedUnit],
-) -> list[dict[str, PlannedUnit]]:
-    """Of each of these microbatches of a step of so many, with its ``samples``, by encoder."""
-    found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
-    for name, encoder in encoders.items():
-        media = [
-            MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
-            for index, each in enumerate(samples, first_index)
-        ]
-        grids = [each.grids for each in media]
-        assigned = encoder.assignment.of(numbers, grids, step=step)
-        for units, each, shares in zip(found, media, assigned, strict=True):
-            units[name] = PlannedUnit(
-                media=each,
-                shares=tuple(
-                    _planned_share(share, each, loads=encoder.loads, load=load) for share in shares
-                ),
-            )
-    return found
-
-
-def _planned_share(
-    share: Share,
-    unit: MediaBatch,
-    *,
-    loads: Collection[int],
-    load: Callable[[MediaBatch], LoadedUnit],
-) -> PlannedShare:
-    media = unit.part(share.media)
-    loaded = partial(load, media) if share.encoder_replica in loads else None
-    return PlannedShare(share=share, media=media, load=loaded)
+        Raises:
+            ValueError: one cannot be used; with file and line.
+        """
+        return self.text()
 
 
 class StepSource(Protocol):
@@ -192,9 +75,11 @@ class StepSource(Protocol):
 class LocalSource:
     """Steps of one data parallel rank, read here, from any number of consumed samples on. Endless.
 
-    Text and media are made apart, each in background processes of its own where ``workers`` has
-    some. Every rank of a replica makes all of its text, and all make the same. Media are loaded as
-    ``encoders``, by name, say. No communication.
+    Which rows a microbatch has follows from their number or from their extents. These are those of
+    the dataset's index; without one, of the samples, which are made first. Text and media are made
+    by one pool of ``workers``, a bounded number ahead, and media up to a number of bytes. Every
+    rank of a replica makes all of its text, and all make the same; with an index and without
+    ``text``, a rank makes none. Media are loaded as ``encoders``, by name, say. No communication.
 
     Which microbatches there are depends on neither the number of processes nor the split over
     ranks. ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an
@@ -203,9 +88,8 @@ class LocalSource:
 
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
     whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
-    given, packs are planned from the first sample on, however many are consumed. With ``lengths``,
-    the tokens of each sample by an index, they are planned from these: text is made of the samples
-    in this rank's packs alone.
+    given, packs are planned from the first sample on, however many are consumed. By an index, text
+    is made of the samples in this rank's packs alone.
     """
 
     def __init__(
@@ -221,64 +105,69 @@ class LocalSource:
         consumed_samples: int = 0,
         evaluation: Evaluation | None = None,
         look_ahead: int | None = None,
-        lengths: NDArray[np.int32] | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
         same: Callable[[int, Sequence[Sample], ResumePoint | None], None] = lambda *read: None,
+        text: bool = True,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
         """``consumed_samples`` ends a step; ``same`` compares each microbatch with other ranks'."""
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
+        self._dataset = dataset
+        self._extents = dataset.extents
+        self._micro_batch_size = micro_batch_size
         self._each = micro_batch_size * dp_size
         self._packed = look_ahead is not None
         self._encoders = encoders
         self._bad_samples = bad_samples or BadSamples()
         self._same = same
+        self._settings = workers
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # media that this rank has read for its microbatches
         self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
         # Planning runs ahead of what is taken.
         self._steps_to_plan = sizes.microbatches(each=self._each, consumed=consumed_samples)
         self._step = self._number = 0  # microbatches of the step that is planned, and the next
-        self._index = 0
+        self._index = 0  # of the next text
+        self._drafts: deque[_Draft] = deque()
         self._planned: deque[PlannedMicrobatch] = deque()
-        self._to_load: deque[MediaBatch] = deque()
-        self._to_compare: deque[tuple[tuple[Sample, ...], ResumePoint | None]] = deque()
+        self._fault: Exception | None = None  # of planning ahead, until that is reached
+        self._to_load: deque[_Load] = deque()
+        self._loading: set[_Load] = set()
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
         dataset.share_cache(share)
-        self._texts: Background[list[int], list[Sample]] | PackedTexts | OwnPacks
-        common: dict[str, Any] = {
-            "dp_rank": dp_rank,
-            "dp_size": dp_size,
-            "workers": workers,
-        }
-        packed: dict[str, Any] = {
-            "seed": seed,
-            "look_ahead": look_ahead,
-            "consumed_packs": consumed_samples,
-            "resume": resume,
-        }
+        making = _Making(dataset, encoders, cache_bytes=_MEDIA_CACHE_BYTES // share)
+        self._bytes_of = making.load.bytes_of
+        self._pool: Pool[Any, Any] = Pool(making, settings=workers)
+        order = SampleOrder(len(dataset), seed=seed)
+        own: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp_size}
+        samples: Callable[[], Sequence[Sample]] | None = None
         if evaluation is not None:
-            self._texts = evaluated_texts(
-                dataset, evaluation, micro_batch_size=micro_batch_size, **common
-            )
+            slots = evaluation.slots(micro_batch_size=micro_batch_size, **own)
         elif look_ahead is None:
-            self._texts = padded_texts(
-                dataset,
-                micro_batch_size=micro_batch_size,
-                seed=seed,
-                consumed_samples=consumed_samples,
-                **common,
+            slots = padded_slots(
+                order, micro_batch_size=micro_batch_size, consumed=consumed_samples, **own
             )
-        elif lengths is None:
-            self._texts = PackedTexts(dataset, **packed, **common)
         else:
-            self._texts = OwnPacks(dataset, lengths=lengths, **packed, **common)
-        load = UnitLoader(
-            dataset.processor, videos=dataset.videos, cache_bytes=_MEDIA_CACHE_BYTES // share
-        )
-        self._loaded = Background(load, self._units_to_load(), settings=workers)
+            place = resume or START
+            packing = Packing(seq_length=dataset.seq_length, look_ahead=look_ahead)
+            if self._extents is None:
+                measured = _Measured(self._pool, order, place)
+                packs = PackStream(measured.length, packing=packing, place=place)
+                slots = packs.slots(order, consumed=consumed_samples, taken=measured.taken, **own)
+                samples = measured.own.popleft
+            else:
+                lengths = self._extents.lengths(seq_length=dataset.seq_length)
+                packs = PackStream(
+                    lambda at: int(lengths[order.index(at)]), packing=packing, place=place
+                )
+                slots = packs.slots(order, consumed=consumed_samples, **own)
+        if samples is None and (text or self._extents is None):
+            slots, same_slots = tee(slots)
+            samples = self._pool.ordered(slot.rows for slot in same_slots).__next__
+        self._slots = slots
+        self._samples = samples  # of the next slot; None: they are of no use here
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """See :meth:`StepSource.next_step`."""
@@ -286,82 +175,237 @@ class LocalSource:
 
     def resume_point(self) -> ResumePoint | None:
         """See :meth:`StepSource.resume_point`."""
-        if self._packed and not self._planned:
-            self._plan()
+        if self._packed:
+            self._require_planned()
         return self._planned[0].begins if self._planned else None
 
     def close(self) -> None:
         """End the background processes."""
-        self._texts.close()
-        self._loaded.close()
+        self._pool.close()
 
     def _take(self, number: int) -> PlannedMicrobatch:
-        if not self._planned:
-            self._plan()
-        # All that was planned together: who encodes what of the first may depend on the last.
-        while self._to_compare:
-            self._same(self._index - len(self._to_compare), *self._to_compare.popleft())
+        self._require_planned()
         planned = self._planned.popleft()
         assert planned.number == number, (planned.number, number)
         self.consumed_samples += self._each
-        for sample in planned.samples:
-            if self._bad_samples.speaks:  # else another rank of the replica counts the row
-                self._bad_samples.remarks.add(sample.remarks, where=sample.where)
-            if sample.bad is not None:
-                self._bad_samples.meet(sample.bad)
+        self._work_ahead()
         return planned
 
-    def _load(self, unit: MediaBatch) -> LoadedUnit:
-        loaded = next(self._loaded)
-        found, expected = (loaded.index, loaded.encoder), (unit.index, unit.encoder)
-        assert found == expected, (found, expected)
-        self.decoded += loaded.decoded
-        self._bad_samples.used(loaded.odd)
-        self._bad_samples.media[unit.encoder] += len(unit.media)
-        for bad in loaded.bad.values():
-            self._bad_samples.meet(bad)
-        return loaded
-
-    def _units_to_load(self) -> Iterator[MediaBatch]:
-        """The units that this rank loads; plans as far ahead as they are asked for."""
-        while True:
-            while not self._to_load:
-                self._plan()
-            yield self._to_load.popleft()
+    def _require_planned(self) -> None:
+        if not self._planned:
+            if self._fault is not None:
+                raise self._fault
+            self._plan()
 
     def _plan(self) -> None:
-        """Make the text of as many microbatches as are assigned together."""
+        """Say who encodes what of as many microbatches as are assigned together."""
+        draft = self._drafts.popleft() if self._drafts else self._drafted()
+        for name, (media, work) in draft.plans.items():
+            by_plan = self._encoders[name].assignment.by_plan
+            assert by_plan is not None, "it was asked for"
+            by_plan.keep(media, work.result())
+        units = planned_units(
+            draft.numbers,
+            draft.media,
+            step=draft.step,
+            encoders=self._encoders,
+            load=self._to_be_loaded,
+        )
+        for number, text, each in zip(draft.numbers, draft.texts, units, strict=True):
+            self._planned.append(
+                PlannedMicrobatch(
+                    number=number,
+                    extents=text.extents,
+                    units=each,
+                    text=partial(self._text, text),
+                    begins=text.begins,
+                )
+            )
+
+    def _drafted(self) -> "_Draft":
+        """What is known of the next microbatches that are assigned together."""
         if self._number == self._step:
             self._number, self._step = 0, next(self._steps_to_plan)
         number = self._number
         # What one encoder's units are assigned together with is planned with them.
-        together = [each.assignment.together(self._step) for each in self._encoders.values()]
-        last = any(number in each for each in together)
+        assignments = {name: each.assignment for name, each in self._encoders.items()}
+        last = any(number in each.together(self._step) for each in assignments.values())
         numbers = range(number, self._step if last else number + 1)
         texts = [self._next_text() for _ in numbers]
-        units = planned_units(
-            numbers,
-            [samples for samples, _ in texts],
-            step=self._step,
-            first_index=self._index,
-            encoders=self._encoders,
-            load=self._load,
-        )
-        self._index += len(numbers)
-        self._to_compare += texts
-        for place, (samples, begins), each in zip(numbers, texts, units, strict=True):
-            self._planned.append(
-                PlannedMicrobatch(number=place, samples=samples, units=each, begins=begins)
-            )
-            self._to_load += [
-                share.media
-                for unit in each.values()
-                for share in unit.shares
-                if share.load is not None
-            ]
+        rows, extents = [each.rows for each in texts], [each.extents for each in texts]
+        media = media_of(rows, extents, self._encoders, first=texts[0].number)
+        plans: dict[str, tuple[Any, Work[Any]]] = {}
+        for name, assignment in assignments.items():
+            if assignment.by_plan is not None and self._settings.processes:
+                grids = [each.grids for each in media[name]]
+                plans[name] = grids, self._pool.submit(_PlanJob(name, grids))
         self._number = numbers.stop
+        return _Draft(numbers, self._step, texts, media, plans)
 
-    def _next_text(self) -> tuple[tuple[Sample, ...], ResumePoint | None]:
-        samples = tuple(next(self._texts))
-        begins = None if isinstance(self._texts, Background) else self._texts.before
-        return samples, begins
+    def _next_text(self) -> "_Text":
+        slot = next(self._slots)
+        blank = max(0, self._micro_batch_size - len(slot.rows))
+        rows = (*slot.rows, *(-1,) * blank)
+        index, self._index = self._index, self._index + 1
+        if self._extents is None:
+            samples = self._samples_of(rows)
+            if self._packed and sum(map(len, samples)) > (most := self._dataset.seq_length):
+                raise ValueError(
+                    f"{max(samples, key=len).where}: the sample's pack is longer than --seq-length"
+                    f" {most}: rows or media have changed since they were measured. Start again."
+                )
+            # Ranks agree on them before anything is planned by them.
+            self._same(index, samples, slot.begins)
+            extents = tuple(each.extent for each in samples)
+            return _Text(index, rows, extents, slot.begins, samples)
+        known = map(self._extents.row, slot.rows)
+        fitting = (x if x.tokens <= self._dataset.seq_length else UNUSABLE for x in known)
+        return _Text(index, rows, (*fitting, *(UNUSABLE,) * blank), slot.begins, None)
+
+    def _samples_of(self, rows: Sequence[int]) -> tuple[Sample, ...]:
+        """Of the next slot, whose rows these are."""
+        assert self._samples is not None, "there is no index, or a text is asked for"
+        return (*self._samples(), *(Sample.blank(),) * rows.count(-1))
+
+    def _text(self, text: "_Text") -> tuple[Sample, ...]:
+        samples = text.samples
+        if samples is None and self._samples is None:
+            return tuple(map(Sample.outline, text.extents))
+        if samples is None:
+            samples = tuple(map(_as_planned, self._samples_of(text.rows), text.extents))
+            self._same(text.number, samples, text.begins)
+        for sample in samples:
+            if self._bad_samples.speaks:  # else another rank of the replica counts the row
+                self._bad_samples.remarks.add(sample.remarks, where=sample.where)
+            if sample.bad is not None:
+                self._bad_samples.meet(sample.bad)
+        return samples
+
+    def _to_be_loaded(self, unit: MediaBatch) -> Callable[[], LoadedUnit]:
+        load = _Load(unit)
+        if unit.media:
+            self._to_load.append(load)
+        return partial(self._loaded, load)
+
+    def _loaded(self, load: "_Load") -> LoadedUnit:
+        if load.work is None:  # it was not begun ahead
+            if load.unit.media:
+                self._to_load.remove(load)
+            load.work = self._pool.submit(load.unit)
+        loaded: LoadedUnit = load.work.result()
+        self._loading.discard(load)
+        self.decoded += loaded.decoded
+        self._bad_samples.used(loaded.odd)
+        self._bad_samples.media[load.unit.encoder] += len(load.unit.media)
+        for bad in loaded.bad.values():
+            self._bad_samples.meet(bad)
+        self._work_ahead()
+        return loaded
+
+    def _work_ahead(self) -> None:
+        """Begin to load what is needed next, and to plan the step behind; waits for no media."""
+        most = self._settings.processes * self._settings.depth
+        try:
+            while self._fault is None and len(self._loading) < most:
+                if not self._to_load and len(self._planned) < most:
+                    self._plan()
+                    continue
+                ahead = sum(self._bytes_of(each.unit) for each in self._loading)
+                if not self._to_load or ahead > self._settings.most_bytes:
+                    break
+                load = self._to_load.popleft()
+                load.work = self._pool.submit(load.unit)
+                self._loading.add(load)
+            if self._extents is not None and most and not self._drafts:
+                self._drafts.append(self._drafted())
+        except Exception as error:
+            self._fault = error
+
+
+class _Measured:
+    """The samples of a stream of positions, which are read ahead until they are in packs."""
+
+    def __init__(self, pool: Pool[Any, Any], order: SampleOrder, place: ResumePoint) -> None:
+        positions = chain((each for each, _ in place.state.held), count(place.state.read))
+        chunks = (order.indices(islice(positions, _CHUNK)) for _ in repeat(None))
+        self._samples = chain.from_iterable(pool.ordered(map(tuple, chunks)))
+        self._held: dict[int, Sample] = {}
+        self.own: deque[list[Sample]] = deque()  # of packs that were taken
+
+    def length(self, position: int) -> int:
+        """As :class:`~loongplug.data.row_plan.PackStream` asks for it."""
+        sample = self._held[position] = next(self._samples)
+        return len(sample)
+
+    def taken(self, pack: Sequence[int], own: bool) -> None:
+        """A pack was made."""
+        samples = [self._held.pop(position) for position in pack]
+        if own:
+            self.own.append(samples)
+
+
+class _Making:
+    """Makes samples of rows, the rows of units' media, and plans; stateless but for caches."""
+
+    def __init__(
+        self, dataset: ChatDataset, encoders: Mapping[str, EncoderUnits], *, cache_bytes: int
+    ) -> None:
+        self._dataset = dataset
+        self._encoders = encoders
+        self.load = UnitLoader(dataset, cache_bytes=cache_bytes)
+
+    def __call__(self, job: "tuple[int, ...] | MediaBatch | _PlanJob") -> Any:
+        if isinstance(job, MediaBatch):
+            return self.load(job)
+        if isinstance(job, _PlanJob):
+            by_plan = self._encoders[job.encoder].assignment.by_plan
+            assert by_plan is not None, "it is asked for"
+            return by_plan.plan(job.media)
+        return self._dataset.text_parts(job)
+
+
+class _PlanJob(NamedTuple):
+    encoder: str
+    media: Sequence[Sequence[Grid]]
+
+
+@dataclass(eq=False)
+class _Load:
+    """A share's media, which are to be loaded here."""
+
+    unit: MediaBatch
+    work: Work[LoadedUnit] | None = None
+
+
+class _Text(NamedTuple):
+    """A microbatch's text: which rows, and the samples where they were made to know extents."""
+
+    number: int  # of all
+    rows: tuple[int, ...]  # of the dataset; -1: a blank one
+    extents: tuple[RowExtent, ...]
+    begins: ResumePoint | None
+    samples: tuple[Sample, ...] | None
+
+
+class _Draft(NamedTuple):
+    """Microbatches of a step that are assigned together; plans are being made."""
+
+    numbers: range
+    step: int
+    texts: Sequence[_Text]
+    media: Mapping[str, Sequence[MediaBatch]]
+    plans: Mapping[str, tuple[Any, Work[Any]]]
+
+
+def _as_planned(sample: Sample, extent: RowExtent) -> Sample:
+    """The sample, if it is what its index says; of one that is gone, the room that it leaves."""
+    if sample.bad is not None:
+        return Sample.outline(extent, bad=sample.bad)
+    found = sample.extent
+    if (found.lengths, found.runs) != (extent.lengths, extent.runs):
+        raise ValueError(
+            f"{sample.where}: the sample has {found.tokens} tokens, but {extent.tokens} by the"
+            " index (0: it could not be used), or media at other places: the row, or what reads"
+            f" it, has changed since. {MAKE_AGAIN}"
+        )
+    return sample

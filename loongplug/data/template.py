@@ -56,6 +56,7 @@ class Tokens:
     lengths: tuple[int, ...]  # tokens of each rendering
     media: tuple[int, ...]  # how many of the row's media, from the first on, each shows
     answers: int  # how many are trained on as such
+    turns_differ: bool = False  # whether another --multi-turn makes others of the row
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class _Rendering:
     segments: Sequence[_Segment]
     messages: Sequence[Message]
     answers: int = 0  # how many are trained on
+    alone: bool = True  # whether it shows all answers as they are served
 
     @property
     def media(self) -> int:
@@ -122,7 +124,8 @@ def tokenize_conversation(
     ]
     ids, trained = map(np.concatenate, zip(*made, strict=True))
     lengths = tuple(len(each) for each, _ in made)
-    return Tokens(ids, trained, lengths, media, sum(each.answers for each in renderings))
+    differ = not all(each.alone for each in renderings)
+    return Tokens(ids, trained, lengths, media, sum(x.answers for x in renderings), differ)
 
 
 def _tokenized(
@@ -306,7 +309,8 @@ def _of_answers(
         raise ValueError(
             f"{where}: no answer is trained on: each has loss false or weight 0. Drop the row."
         )
-    if processor.multi_turn == "last" and len(groups) > 1:
+    alone = len(groups) == 1
+    if processor.multi_turn == "last" and not alone:
         last = groups[0][0].number
         turns = [(each.role, each.text.startswith("<tool_response>")) for each in messages[:last]]
         question = max((at for at, turn in enumerate(turns) if turn == ("user", False)), default=-1)
@@ -320,7 +324,7 @@ def _of_answers(
             if whole.startswith(group[0].served):
                 shown, text = messages, whole
         cut = _cut(text, answers, group, processor, others=False, where=where)
-        made.append(_Rendering(cut, shown, len(group)))
+        made.append(_Rendering(cut, shown, len(group), alone))
     return made[::-1]
 
 

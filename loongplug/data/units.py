@@ -3,28 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, OddVideos, bad_as
 from loongplug.data.coded_media import byte_rows, is_coded
-from loongplug.data.conversation import AudioClip, Medium
-from loongplug.data.dataset import Sample
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.extents import MediumExtent, RowExtent
 from loongplug.data.media import MediaLoader
-from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
-from loongplug.data.video import VideoProcessor
-
-
-def kind_of(medium: Medium) -> str:
-    """What an encoder's entry calls it."""
-    if isinstance(medium, AudioClip):
-        return "audio"
-    return "image" if isinstance(medium, MediaFile) else "video"
 
 
 def token_ids(processor: Processor, kinds: Sequence[str]) -> tuple[int, ...]:
@@ -33,48 +24,51 @@ def token_ids(processor: Processor, kinds: Sequence[str]) -> tuple[int, ...]:
     return tuple(each for each in ids if each is not None)
 
 
+class UnitMedium(NamedTuple):
+    """One of a unit's media, by its row."""
+
+    sample: int  # which of the microbatch's has it
+    row: int  # of the dataset
+    number: int  # in the row
+    extent: MediumExtent
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaBatch:
     """The media of one microbatch for an encoder, in the order of their tokens, not loaded.
 
-    Every rank of a replica knows it from the text part, and so what it will cost to encode.
+    Every rank of a replica knows it from extents, and so what it will cost to encode.
     """
 
     index: int  # of the microbatch among those that a source of this replica gives, from 0
     encoder: str
-    media: tuple[Medium, ...]
-    grids: tuple[Grid, ...]  # of each medium
-    samples: tuple[int, ...]  # of each medium: which of the microbatch's samples has it
-    where: tuple[str, ...]  # of each medium: path:line
+    media: tuple[UnitMedium, ...]
     sounds: bool = False  # whether the encoder takes these, also where there are none
 
     @classmethod
     def of(
         cls,
         index: int,
-        samples: Sequence[Sample],
+        rows: Sequence[int],
+        extents: Sequence[RowExtent],
         *,
         encoder: str,
         kinds: Sequence[str],
         only: range | None = None,
     ) -> Self:
-        """The unit of these samples for an encoder that takes such media.
+        """The unit of samples of these rows for an encoder that takes such media.
 
         ``only``: without the media of other samples than those at these places.
         """
-        taken = [
-            (number, sample.where, medium, grid)
-            for number, sample in enumerate(samples)
-            for medium, grid in zip(sample.media, sample.grids, strict=True)
-            if kind_of(medium) in kinds and (only is None or number in only)
-        ]
         return cls(
             index=index,
             encoder=encoder,
-            media=tuple(medium for _, _, medium, _ in taken),
-            grids=tuple(grid for _, _, _, grid in taken),
-            samples=tuple(number for number, _, _, _ in taken),
-            where=tuple(where for _, where, _, _ in taken),
+            media=tuple(
+                UnitMedium(sample, row, number, extent.media[number])
+                for sample, (row, extent) in enumerate(zip(rows, extents, strict=True))
+                for number in extent.numbers
+                if extent.media[number].kind in kinds and (only is None or sample in only)
+            ),
             sounds="audio" in kinds,
         )
 
@@ -82,13 +76,17 @@ class MediaBatch:
         """These of the media alone, by their numbers; None for all."""
         if numbers is None:
             return self
-        return replace(
-            self,
-            media=tuple(self.media[number] for number in numbers),
-            grids=tuple(self.grids[number] for number in numbers),
-            samples=tuple(self.samples[number] for number in numbers),
-            where=tuple(self.where[number] for number in numbers),
-        )
+        return replace(self, media=tuple(self.media[number] for number in numbers))
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """Of each medium."""
+        return tuple(each.extent.grid for each in self.media)
+
+    @property
+    def extents(self) -> tuple[MediumExtent, ...]:
+        """Of each medium."""
+        return tuple(each.extent for each in self.media)
 
     @property
     def rows(self) -> int:
@@ -98,14 +96,12 @@ class MediaBatch:
     @property
     def loaded_rows(self) -> int:
         """Of what is loaded: of bytes, where it is :attr:`coded`."""
-        if not self.coded:
-            return self.rows
-        return sum(map(byte_rows, self.media, self.grids))
+        return sum(map(byte_rows, self.extents)) if self.coded else self.rows
 
     @property
     def coded(self) -> bool:
         """Whether its rows come as bytes."""
-        return is_coded(self.media)
+        return is_coded(self.extents)
 
     def input(self, rows: Tensor) -> MediaInput:
         """What the encoder is given, of its ``rows``."""
@@ -122,54 +118,58 @@ class LoadedUnit:
     [rows, values of a row] float32.
     """
 
-    index: int
-    encoder: str
     rows: Tensor
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
     decoded: int  # media that were read for it, and not found in a cache
     odd: OddVideos = field(default_factory=list)  # among these
 
+    @property
+    def nbytes(self) -> int:
+        """Of the rows."""
+        return self.rows.nbytes
+
     def pin_memory(self) -> "LoadedUnit":
-        """The same with rows in page-locked memory (torch's data loader asks for it)."""
+        """The same with rows in page-locked memory."""
         return replace(self, rows=self.rows.pin_memory())
 
 
 class UnitLoader:
     """Reads and decodes units, in whatever process it is called in, with a cache there."""
 
-    def __init__(
-        self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
-    ) -> None:
-        self._media = MediaLoader(processor, videos=videos, cache_bytes=cache_bytes)
-        self._videos = videos
+    def __init__(self, dataset: ChatDataset, *, cache_bytes: int = 256 * 2**20) -> None:
+        processor = dataset.processor
+        self._dataset = dataset
+        self._media = MediaLoader(processor, videos=dataset.videos, cache_bytes=cache_bytes)
         self._byte_width = 0
         if processor.images is not None:
             self._byte_width = processor.images.pixel_bytes.width(processor.patch_dim)
 
     def __call__(self, unit: MediaBatch) -> LoadedUnit:
-        """Never raises for media that cannot be decoded, or not to the grids of the text."""
+        """Never raises for media that cannot be decoded, or not to their grids."""
         before = self._media.decoded
         bad: dict[int, BadSample] = {}
         try:
-            rows = self._load(unit, range(len(unit.media)))  # in one call: see MediaLoader
+            rows = self._load(unit)  # in one call: see MediaLoader
         except BadSampleError:  # of one of them
             parts = []
-            for number in range(len(unit.grids)):
+            for number, medium in enumerate(unit.media):
+                one = unit.part((number,))
                 try:
-                    parts.append(self._load(unit, (number,)))
+                    parts.append(self._load(one))
                 except BadSampleError as error:
-                    bad.setdefault(unit.samples[number], error.sample)
-                    parts.append(self._zero(unit.part((number,))))
+                    bad.setdefault(medium.sample, error.sample)
+                    parts.append(self._zero(one))
             rows = torch.cat(parts)
-        odd, self._videos.odd = self._videos.odd, []
-        return LoadedUnit(
-            index=unit.index,
-            encoder=unit.encoder,
-            rows=rows,
-            bad=bad,
-            decoded=self._media.decoded - before,
-            odd=odd,
-        )
+        videos = self._dataset.videos
+        odd, videos.odd = videos.odd, []
+        decoded = self._media.decoded - before
+        return LoadedUnit(rows=rows, bad=bad, decoded=decoded, odd=odd)
+
+    def bytes_of(self, unit: MediaBatch) -> int:
+        """Of the rows that are loaded for it."""
+        audio = self._dataset.processor.audio
+        width = self._byte_width if unit.coded or audio is None else 4 * audio.mel_bins
+        return unit.loaded_rows * width
 
     def _zero(self, unit: MediaBatch) -> Tensor:
         """Rows as the unit's, but of nothing."""
@@ -178,19 +178,25 @@ class UnitLoader:
         nothing = self._media.no_rows(sounds=True)
         return nothing.new_zeros(unit.loaded_rows, nothing.shape[1])
 
-    def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
-        """Rows of these media of the unit."""
-        where = ", ".join(dict.fromkeys(unit.where[number] for number in numbers))
-        expected = [list(unit.grids[number]) for number in numbers]
-        if not expected:
+    def _load(self, unit: MediaBatch) -> Tensor:
+        if not unit.media:
             return self._media.no_rows(sounds=unit.sounds)
+        rows = dict.fromkeys(each.row for each in unit.media)
+        where = ", ".join(map(self._dataset.rows.where, rows))
+        expected = [list(grid) for grid in unit.grids]
         with bad_as("pixels"):
-            media = [unit.media[number] for number in numbers]
-            rows, found = self._media.rows(media, where=where)
+            named = {
+                row: self._dataset.media(
+                    row, {each.number: each.extent for each in unit.media if each.row == row}
+                )
+                for row in rows
+            }
+            media = [named[each.row][each.number] for each in unit.media]
+            loaded, found = self._media.rows(media, where=where)
             grids = [list(grid) for grid in found]
             if grids != expected:
                 raise ValueError(
                     f"{where}: the media have grids {grids}, but the text was written for"
                     f" {expected}: do not change media files while they are in use."
                 )
-        return rows
+        return loaded

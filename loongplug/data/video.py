@@ -57,12 +57,12 @@ class VideoStyle:
 TIMESTAMPS = VideoStyle(timestamps=True)
 
 
-def video_style_of(processor: Processor) -> VideoStyle:
+def video_style_of(folder: Path) -> VideoStyle:
     """The style that a model's folder is for, by its video processor; timestamps without one.
 
     Good for counting tokens; how fast a block's time axis counts stands in the model's config.
     """
-    folder, where = processor.folder, str(processor.folder)
+    where = str(folder)
     config = read_json(folder / COMBINED_FILE, where=where).get("video_processor")
     config = config or read_json(folder / VIDEO_FILE, where=where)
     # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
@@ -118,12 +118,12 @@ class VideoProcessor:
                 f" the row{cure}."
             )
 
-    def clip(self, video: VideoFile, *, where: str) -> VideoClip:
-        """Choose the frames to take of a video file; reads its header.
+    def clip(self, video: VideoFile, *, where: str, header: VideoHeader | None = None) -> VideoClip:
+        """Choose the frames to take of a video file; reads its header, unless it is given.
 
         Raises ValueError with ``where`` for a file that is missing or no video.
         """
-        header = video_header(video.path, where=where)
+        header = header or video_header(video.path, where=where)
         if header.frames < self._processor.temporal_patch_size:
             indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
         else:

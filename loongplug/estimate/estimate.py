@@ -317,7 +317,7 @@ class EstimatedStep:
             count = len(place.edge.replicas)
             assignment = assignment_of(self._args, encoder, replicas=count)
             if engine.step_planner is not None:
-                assignment = replace(assignment, by_plan=engine.step_planner.shares)
+                assignment = replace(assignment, by_plan=engine.step_planner)
             shares = assignment.of_step([each.grids for each in units])
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             replica = place.edge.replica_of(rank)

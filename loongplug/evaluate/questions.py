@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from loongplug.data.bad_samples import bad_as
 from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
+from loongplug.data.extents import MediumExtent
 from loongplug.data.formats import parse_conversation
-from loongplug.data.media import medium_grid, open_medium, placeholder
+from loongplug.data.media import extent_of, medium_grid, open_medium, placeholder
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED
@@ -31,6 +32,8 @@ class Question:
     text: str  # of the message that is answered
     task: str | None  # what the row says it is, for scores per task
     where: str  # path:line
+    row: int  # of the data
+    extents: tuple[MediumExtent, ...]  # of each medium
 
 
 def read_questions(
@@ -88,14 +91,9 @@ def _question(
         open_medium(medium, processor, videos=videos, where=where)
         for medium in prompt.media(rows.media_root(index))
     )
+    grids = [medium_grid(medium, processor, videos=videos, where=where) for medium in media]
     placeholders = [
-        placeholder(
-            medium,
-            medium_grid(medium, processor, videos=videos, where=where),
-            processor,
-            videos=videos,
-        )
-        for medium in media
+        placeholder(*each, processor, videos=videos) for each in zip(media, grids, strict=True)
     ]
     task = next((row[key] for key in _TASK_KEYS if key in row), None)
     return Question(
@@ -105,4 +103,6 @@ def _question(
         text=asked[-1].text if asked else "",
         task=None if task is None else str(task),
         where=where,
+        row=index,
+        extents=tuple(map(extent_of, media, grids)),
     )

@@ -7,7 +7,6 @@ plan says who loads media, and is asked for again when they are encoded: the las
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 
@@ -88,7 +87,7 @@ class StepPlanner:
     def __init__(self, costs: StreamedCosts, *, stages: Sequence[int]) -> None:
         """``stages`` are the decoder's that the encoder's replicas lie on."""
         self._costs, self._stages = costs, tuple(stages)
-        self._plans = lru_cache(maxsize=_KEPT)(self._planned)
+        self._plans: dict[Units, StreamedStep | None] = {}  # the last ones
 
     def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
         """Who encodes what of each unit of a step; None as :meth:`plan`."""
@@ -97,7 +96,15 @@ class StepPlanner:
 
     def plan(self, units: Units) -> StreamedStep | None:
         """None where streaming is not faster by the clock."""
-        return self._plans(tuple(map(tuple, units)))
+        key = tuple(map(tuple, units))
+        if key not in self._plans:
+            self.keep(key, self._planned(key))
+        return self._plans[key]
+
+    def keep(self, units: Units, plan: StreamedStep | None) -> None:
+        """Know this plan of such a step: another process may have made it."""
+        plans = [*self._plans.items(), (tuple(map(tuple, units)), plan)]
+        self._plans = dict(plans[-_KEPT:])
 
     def step(self, units: Units) -> Step:
         """What a plan is made of."""

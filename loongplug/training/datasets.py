@@ -3,7 +3,6 @@
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,11 +14,10 @@ from megatron.core import parallel_state
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import parse_blend
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.evaluation import Evaluation
+from loongplug.data.extent_index import IndexedExtents
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
-from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import by_row, indexed_sizes, sample_lengths
+from loongplug.data.kept_files import LOG, said_by
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
@@ -30,6 +28,7 @@ from loongplug.data.processor import (
     require_fit,
 )
 from loongplug.data.remarks import Remarks
+from loongplug.data.row_plan import Evaluation, Packing
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
 from loongplug.evaluate import MAX_NEW_TOKENS
@@ -54,7 +53,7 @@ from loongplug.training.question_source import (
 from loongplug.training.rank_data import Microbatches, RankData, StreamSettings, local_source
 from loongplug.training.rows import (
     TRAINING,
-    length_settings,
+    survey_settings,
     training_files,
     training_rows,
     validation_rows,
@@ -72,6 +71,24 @@ def noted_thoughts(args: Namespace, *, template: str) -> dict[str, bool]:
     trained, before = args.train_template_thought, "think" in template
     noted = args.training_phase == "sft" and trained != before
     return {"train_template_thought": trained} if noted else {}
+
+
+def _evaluation(dataset: ChatDataset, args: Namespace) -> Evaluation:
+    """What the flags ask for; without an index, rows are read for their lengths."""
+    packing = None
+    if args.packing:
+        packing = Packing(seq_length=args.seq_length, look_ahead=args.packing_look_ahead)
+    if dataset.extents is None:
+        lengths = (len(dataset.text_parts([row])[0]) for row in range(len(dataset)))
+    else:
+        lengths = iter(dataset.extents.lengths(seq_length=args.seq_length).tolist())
+    return Evaluation.plan(
+        len(dataset),
+        batch=args.eval_global_batch_size,
+        most_steps=args.eval_iters,
+        packing=packing,
+        lengths=lengths,
+    )
 
 
 class DatasetProvider:
@@ -130,60 +147,60 @@ class DatasetProvider:
         self.valid_fingerprint = (
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
-        by_index, indexed = length_settings(args, model), []
-        # Without packing, nothing goes by an index: one of other rows ends no run.
-        with nullcontext() if args.packing else suppress(ValueError):
-            indexed = indexed_sizes(train.rows, by_index)
-        lengths = sample_lengths(train.rows, indexed, seq_length=args.seq_length)
-        self._lengths = lengths if args.packing else None
+        for data in filter(None, (train, self._valid)):
+            # Without packing, nothing needs an index: one of other rows ends no run.
+            try:
+                data.extents = IndexedExtents.of(data.rows, survey_settings(args, model))
+            except ValueError as error:
+                if args.packing:
+                    raise
+                if args.rank == 0:
+                    LOG.warning("no index is used: %s", error)
         self.evaluation: Evaluation | None = None
         if self._valid is not None:
-            held_out = indexed_sizes(self._valid.rows, by_index) if args.packing else []
-            self.evaluation = Evaluation.plan(
-                self._valid,
-                batch=args.eval_global_batch_size,
-                most_steps=args.eval_iters,
-                look_ahead=args.packing_look_ahead if args.packing else None,
-                lengths=sample_lengths(self._valid.rows, held_out, seq_length=args.seq_length),
-            )
+            self.evaluation = _evaluation(self._valid, args)
             args.eval_iters = self.evaluation.steps
+        indexed = None if train.extents is None else train.extents.tables
         self._turns = ""  # what becomes of earlier ones, if the template renders them differently
         if habits.renders_again and args.training_phase == "sft":
             self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
-            if self._lengths is not None:  # else the index is of another rule
-                answers = by_row(train.rows, [sizes.answers for _, sizes in indexed])
-                self._turns += f", {answers[self._lengths > 0].sum()} answers are trained on"
+            if train.extents is not None:
+                usable = train.extents.lengths(seq_length=args.seq_length) > 0
+                answers = train.extents.by_row("answers")[usable].sum()
+                self._turns += f", {answers} answers are trained on"
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         self._remarks = Remarks(literal_markers=args.literal_markers)  # by the indexes
         # By them, too: rows of the files, and those that cannot be used.
         self._rows = self._unusable = 0
-        most = args.seq_length if args.packing or not self._turns else np.inf  # of another rule
-        for source, sizes in indexed:
-            for remark, (count, row) in sizes.remarks.found.items():
+        for source, table in zip(train.sources, indexed or (), strict=False):
+            for remark, (count, row) in table.remarks.found.items():
                 self._remarks.add([remark], where=source.where(int(row)), rows=count)
-            self._rows += len(sizes.tokens)
-            self._unusable += sizes.unusable(most)
+            self._rows += len(table.tokens)
+            self._unusable += table.unusable(args.seq_length)
         # By the indexes; None without.
-        self.media = sum(len(sizes.grids) for _, sizes in indexed) if indexed else None
-        met = Remarks(literal_markers=args.literal_markers, indexed=bool(indexed))
+        self.media = None if indexed is None else sum(len(each.kinds) for each in indexed)
+        met = Remarks(literal_markers=args.literal_markers, indexed=indexed is not None)
         self.bad_samples = BadSamples(args.bad_sample, met)  # met in training
         self._same_rows = SameRows(args)
 
     @property
     def planned(self) -> dict[str, str]:
         """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
-        lengths = b"" if self._lengths is None else self._lengths.tobytes()
+        extents = self.train.extents
+        lengths = b"" if extents is None else extents.by_row("tokens").tobytes()
         found = {"lengths": lengths, "evaluation": repr(self.evaluation).encode()}
         return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
 
     @property
     def samples(self) -> int | None:
         """What an epoch takes: rows, or about so many packs; None where packs are not planned."""
-        if not self._args.packing:
+        args, extents = self._args, self.train.extents
+        if not args.packing:
             return len(self.train)
-        if self._lengths is None:
+        if extents is None:
             return None
-        return -(-int(self._lengths.sum(dtype=np.int64)) // self._args.seq_length)
+        tokens = int(extents.lengths(seq_length=args.seq_length).sum(dtype=np.int64))
+        return -(-tokens // args.seq_length)
 
     def told(self) -> Iterator[str]:
         """What a person should know of the data at a run's start, a line each."""
@@ -281,7 +298,6 @@ class DatasetProvider:
             sizes=sizes,
             seed=args.seed,
             consumed_samples=args.consumed_train_samples,
-            lengths=self._lengths,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
             same=partial(self._same_rows, "training"),

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.context.row_parts import RowParts
+from loongplug.data.assignment import Assignment, EncoderUnits
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
-from loongplug.data.source import Assignment, EncoderUnits
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.models.architecture import EncoderArchitecture
@@ -63,7 +63,7 @@ class DecoderData(RankData):
                 self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
             )
             if training and engine.step_planner is not None:
-                assignment = replace(assignment, by_plan=engine.step_planner.shares)
+                assignment = replace(assignment, by_plan=engine.step_planner)
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,
                 assignment=assignment,

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.data.assignment import PlannedUnit
 from loongplug.data.coded_media import CodedMedia
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.source import PlannedMicrobatch, PlannedUnit
+from loongplug.data.source import PlannedMicrobatch
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.sends import Sends
 from loongplug.parallel.states import decoder_layout
@@ -97,7 +98,8 @@ class ReplicaDelivery:
             loaded = None if each.load is None else each.load()
             theirs = set() if loaded is None else set(loaded.bad)
             if self.news is not None:
-                theirs = self.news.told(media.samples, theirs, first=ranks[0])
+                heard = [each.sample for each in media.media]
+                theirs = self.news.told(heard, theirs, first=ranks[0])
             bad |= theirs
             if dist.get_rank() in ranks:
                 assert mine is None, "a replica has one share of a unit"
@@ -117,7 +119,7 @@ class ReplicaDelivery:
         assert self.group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self.group) > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
-        return rows if coded is None else coded.decoded(rows, media.media, media.grids)
+        return rows if coded is None else coded.decoded(rows, media.extents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,8 @@ class LoadedElsewhere:
         """See :data:`Delivery`. Collective as the news of each piece."""
         bad: set[int] = set()
         for first, samples in self.pieces:
-            own = [each for each in planned.media.samples if samples is None or each in samples]
+            found = (each.sample for each in planned.media.media)
+            own = [each for each in found if samples is None or each in samples]
             bad |= self.news.told(own, (), first=first)
         return None, bad
 

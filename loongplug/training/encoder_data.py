@@ -8,9 +8,9 @@ from itertools import cycle
 import torch.distributed as dist
 
 from loongplug.context.row_parts import RowParts
+from loongplug.data.assignment import EncoderUnits
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
-from loongplug.data.source import EncoderUnits
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
@@ -59,7 +59,7 @@ class EncoderData(RankData):
                 news=self._news(name, settings, hearer=piece.edge.consumers[0]),
             )
             return self._loader(
-                settings.source_of(dp_rank=piece.decoder, encoders={name: units}),
+                settings.source_of(dp_rank=piece.decoder, encoders={name: units}, text=False),
                 settings,
                 deliveries={name: delivery},
                 needs=(_NO_TEXT,),

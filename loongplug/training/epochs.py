@@ -4,11 +4,11 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.data.blend import sources_of
+from loongplug.data.extent_index import IndexedExtents, command_for
 from loongplug.data.kept_files import said_by
-from loongplug.data.length_index import indexed_sizes, sample_lengths
-from loongplug.data.planned_packs import packs_of_epochs
+from loongplug.data.row_plan import Packing, packs_of_epochs
 from loongplug.data.step_sizes import StepSizes
-from loongplug.training.rows import length_settings, training_rows
+from loongplug.training.rows import survey_settings, training_rows
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import step_sizes
 
@@ -28,19 +28,18 @@ def iterations_of_epochs(args: Namespace, model: Any) -> int:
         rows = training_rows(args)
     taken = args.epochs * len(rows)
     if args.packing:
-        settings = length_settings(args, model)
-        lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=args.seq_length)
-        if lengths is None:
-            commands = "` and `".join(settings.command(source) for source in sources_of(rows))
+        settings = survey_settings(args, model)
+        extents = IndexedExtents.of(rows, settings)
+        if extents is None:
+            commands = "` and `".join(command_for(each, settings) for each in sources_of(rows))
             raise ValueError(
                 f"--epochs {args.epochs} with --packing counts packs, which follow from the lengths"
                 f" of the samples: index them with `{commands}`, or give --train-iters."
             )
         taken = packs_of_epochs(
-            lengths,
+            extents.lengths(seq_length=args.seq_length),
             seed=args.seed,
-            seq_length=args.seq_length,
-            look_ahead=args.packing_look_ahead,
+            packing=Packing(seq_length=args.seq_length, look_ahead=args.packing_look_ahead),
             epochs=args.epochs,
         )
     each = args.micro_batch_size * data_parallel_size(args)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from loongplug.data.row_plan import ResumePoint
 from loongplug.data.source import StepSource
-from loongplug.data.text_stream import ResumePoint
 
 _NAME = "loongplug_packing_place"
 

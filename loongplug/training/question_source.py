@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
+from loongplug.data.assignment import EncoderUnits, media_of, planned_units
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.dataset import ChatDataset, Sample, require_length
-from loongplug.data.media import medium_grid
+from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.extents import RowExtent
 from loongplug.data.processor import Processor
-from loongplug.data.source import EncoderUnits, PlannedMicrobatch, planned_units
-from loongplug.data.text_stream import ResumePoint
+from loongplug.data.row_plan import ResumePoint
+from loongplug.data.source import PlannedMicrobatch
+from loongplug.data.survey import require_length
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.evaluate.questions import Question, questions_of
 
@@ -87,30 +90,32 @@ class QuestionSource:
         self._size = micro_batch_size
         self._encoders = encoders
         self._bad_samples = bad_samples
-        self._load = UnitLoader(dataset.processor, videos=dataset.videos, cache_bytes=0)
+        self._load = UnitLoader(dataset, cache_bytes=0)
         self._samples = [_asking(each, dataset, room=room) for each in self.questions]
         left = self.microbatches * micro_batch_size - len(self._samples)
+        self._rows = [*(each.row for each in self.questions), *[-1] * left]
         self._samples += [Sample.blank()] * left
         same(dp_rank, 0, self._samples, None)
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """See :meth:`~loongplug.data.source.StepSource.next_step`."""
-        numbers = range(self.microbatches)
-        samples = [
-            tuple(self._samples[number * self._size : (number + 1) * self._size])
-            for number in numbers
-        ]
+        numbers, size = range(self.microbatches), self._size
+        rows = [self._rows[number * size : (number + 1) * size] for number in numbers]
+        samples = [tuple(self._samples[number * size : (number + 1) * size]) for number in numbers]
+        extents = [tuple(each.extent for each in of_one) for of_one in samples]
         units = planned_units(
             numbers,
-            samples,
+            media_of(rows, extents, self._encoders),
             step=self.microbatches,
-            first_index=0,
             encoders=self._encoders,
-            load=self._loaded,
+            load=lambda media: partial(self._loaded, media),
         )
         for number in numbers:
             yield PlannedMicrobatch(
-                number=number, samples=samples[number], units=units[number], begins=None
+                number=number,
+                extents=extents[number],
+                units=units[number],
+                text=partial(tuple, samples[number]),
             )
 
     def resume_point(self) -> ResumePoint | None:
@@ -132,16 +137,12 @@ def _asking(question: Question, dataset: ChatDataset, *, room: int) -> Sample:
     processor = dataset.processor
     answer = np.full(room, processor.pad_token_id, dtype=np.int64)
     ids = np.concatenate([question.input_ids, answer])
-    grids = tuple(
-        medium_grid(medium, processor, videos=dataset.videos, where=question.where)
-        for medium in question.media
-    )
+    media = list(zip(question.media, question.extents, strict=True))
     return Sample(
         input_ids=ids,
         labels=ids,
         loss_mask=np.zeros(len(ids), dtype=np.float32),
-        position_ids=dataset.positions(ids, question.media, grids),
-        media=question.media,
-        grids=grids,
+        position_ids=dataset.positions(ids, media),
+        extent=RowExtent(lengths=(len(ids),), shown=(len(media),), media=question.extents),
         where=question.where,
     )

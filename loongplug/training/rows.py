@@ -2,13 +2,11 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from loongplug.data.blend import Rows, open_rows
-from loongplug.data.length_index import LengthSettings
-from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import RowAccess
+from loongplug.data.survey import SurveySettings
 from loongplug.training.rules.rule import evaluates
 
 TRAINING = "--train-data-path"  # or Megatron's --data-path
@@ -42,16 +40,6 @@ def _opened(args: Namespace, files: Sequence[str], **how: Any) -> Rows:
     return open_rows(files, seed=args.seed, access=RowAccess.of(vars(args)), **how)
 
 
-def length_settings(args: Namespace, model: Any) -> LengthSettings:
-    """What the lengths of samples follow from; ``model`` is the family's config."""
-    return LengthSettings(
-        folder=Path(args.tokenizer_model),
-        training_phase=args.training_phase,
-        timestamps=model.video_style().timestamps,
-        video_fps=args.video_fps,
-        special_tokens_in_text=args.special_tokens_in_text,
-        # The default of data index and of packs, whose remarks hold for any rule.
-        multi_turn=args.multi_turn if args.packing else "split",
-        pixel_limits=PixelLimits.of(vars(args)),
-        access=RowAccess.of(vars(args)),
-    )
+def survey_settings(args: Namespace, model: Any) -> SurveySettings:
+    """What rows become, as an index has it; ``model`` is the family's config."""
+    return SurveySettings.of(vars(args), timestamps=model.video_style().timestamps)

@@ -213,7 +213,7 @@ def _read(sample: Sample) -> str:
     """Tokens, and a digest of them and the sizes of media: short, since the store keeps many."""
     if sample.bad is not None:
         return f"left out ({sample.bad.kind})"
-    sizes = str([tuple(map(int, grid)) for grid in sample.grids]).encode()
+    sizes = str([medium.grid for medium in sample.extent.media]).encode()
     return f"{len(sample)}:{zlib.crc32(sizes, zlib.crc32(sample.input_ids.tobytes())):08x}"
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from ranks import run_ranks
+from surveyed import media_in
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -96,7 +97,7 @@ def require_equal_samples(one: ChatDataset, other: ChatDataset) -> None:
         first, second = one[index], other[index]
         for name in ("input_ids", "labels", "loss_mask", "position_ids"):
             np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
-        assert first.grids == second.grids
+        assert first.extent == second.extent
 
 
 def test_the_same_rows_are_the_same_samples(
@@ -138,7 +139,7 @@ def test_images_in_a_table_are_those_of_files(
     require_equal_samples(expected, found)
     loader = MediaLoader(processor, videos=found.videos)
     for index in range(2, len(rows)):
-        pixels = [loader.load(each[index].media, where="").rows for each in (expected, found)]
+        pixels = [loader.load(media_in(each, index), where="").rows for each in (expected, found)]
         assert (pixels[0] == pixels[1]).all()
 
 

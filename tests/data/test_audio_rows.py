@@ -22,23 +22,24 @@ from audio_folders import (
     write_wav,
 )
 from PIL import Image
+from surveyed import grids_of, media_in, settings_of, survey_of
 from transformers import Qwen2AudioProcessor, Qwen2VLImageProcessorPil
 
 from loongplug.data.audio_files import decode_audio
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
-from loongplug.data.check import RowChecker
+from loongplug.data.check import index
 from loongplug.data.conversation import AudioClip
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.extents import ExtentTable
 from loongplug.data.fingerprint import processor_digest
-from loongplug.data.index import index
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.lengths import tokens_of
 from loongplug.data.media import MediaLoader, token_count
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import MediaTokens, Processor, load_processor
-from loongplug.data.row_sizes import read_sizes
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
@@ -91,7 +92,7 @@ def chats(rows: Any, processor: Processor, **options: Any) -> ChatDataset:
 
 def sounds_of(dataset: ChatDataset, number: int = 0) -> Any:
     media = MediaLoader(dataset.processor, videos=dataset.videos)
-    return media.load(dataset[number].media, where=WHERE)
+    return media.load(media_in(dataset, number), where=WHERE)
 
 
 def words_of(dataset: ChatDataset, number: int = 0) -> str:
@@ -113,7 +114,7 @@ def test_rows_agree_with_transformers(
     row = asked(*parts)
     dataset = chats(write_rows(row), hearing)
     sample, unit = dataset[0], sounds_of(dataset)
-    heard = [decode_audio(medium, where=WHERE) for medium in sample.media]
+    heard = [decode_audio(medium, where=WHERE) for medium in media_in(dataset, 0)]
     rendered = theirs.apply_chat_template(row["messages"], tokenize=False)
     expected = theirs(text=[rendered], audio=heard, return_tensors="pt", sampling_rate=16_000)
     assert sample.input_ids.tolist() == expected["input_ids"][0].tolist()
@@ -121,7 +122,10 @@ def test_rows_agree_with_transformers(
     made = hearing.audio.model_inputs(unit.rows, unit.grids)
     for name in ("input_features", "feature_attention_mask"):
         torch.testing.assert_close(made[name], expected[name], rtol=0, atol=1e-6)
-    counts = [token_count(*each, hearing) for each in zip(sample.media, sample.grids, strict=True)]
+    counts = [
+        token_count(*each, hearing)
+        for each in zip(media_in(dataset, 0), grids_of(sample), strict=True)
+    ]
     assert sum(counts) == (sample.input_ids == hearing.audio_token_id).sum()
     assert sample.position_ids.tolist() == [list(range(len(sample)))] * 3
     # The answer with its end, and nothing else.
@@ -175,10 +179,9 @@ def test_every_way_to_write_a_sound_is_the_same(
     for number in range(1, len(rows)):
         assert dataset[number].input_ids.tolist() == expected, number
         assert torch.equal(sounds_of(dataset, number).rows, frames)
-    (clip,) = dataset[2].media
+    (clip,) = media_in(dataset, 2)
     assert isinstance(clip, AudioClip)
     assert isinstance(clip.path, InlineFile)
-    assert dataset[2].nbytes > len(clip.path.content)
 
 
 def test_plain_text_has_the_marks_around_a_sound(
@@ -223,16 +226,16 @@ def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: P
         f"{'<|IMAGE|>' * 6}<|vision_eos|><|audio_bos|>{'<|AUDIO|>' * 10}<|audio_eos|>Which?"
     )
     assert omni.tokens.texts == (*OMNI, *AUDIO)
-    assert sample.grids == ((1, 1, 20), (1, 4, 6), (1, 1, 40))
+    assert grids_of(sample) == ((1, 1, 20), (1, 4, 6), (1, 1, 40))
     # Sounds count as text; of the image, two rows of three columns behind 20 tokens.
     start = int(np.flatnonzero(sample.input_ids == omni.image_token_id)[0])
     assert sample.position_ids[1, start : start + 6].tolist() == [start] * 3 + [start + 1] * 3
     assert sample.position_ids[:, :start].tolist() == [list(range(start))] * 3
     assert sample.position_ids[0, start + 6] == start + 3
     media = MediaLoader(omni, videos=dataset.videos)
-    sounds = media.load([sample.media[0], sample.media[2]], where=WHERE)
+    sounds = media.load(media_in(dataset, 0)[::2], where=WHERE)
     assert sounds.grids.tolist() == [[1, 1, 20], [1, 1, 40]]
-    images = media.load([sample.media[1]], where=WHERE)
+    images = media.load(media_in(dataset, 0)[1:2], where=WHERE)
     assert isinstance(omni.vision.transform, Qwen2VLImageProcessorPil)
     assert images.rows.shape == (24, omni.patch_dim)
     assert media.load([], where=WHERE).rows.shape == (0, omni.patch_dim)
@@ -245,16 +248,17 @@ def test_a_sound_is_heard_once_until_its_file_changes(
     write_wav(tmp_path / "a.wav", noise(3_200))
     dataset = chats(write_rows(asked(audio("a.wav"), text("What?"))), hearing)
     media = MediaLoader(hearing, videos=dataset.videos)
-    first = media.load(dataset[0].media * 2, where=WHERE)
-    again = media.load(dataset[0].media, where=WHERE)
+    heard = media_in(dataset, 0)
+    first = media.load(heard * 2, where=WHERE)
+    again = media.load(heard, where=WHERE)
     assert media.decoded == 1
     assert torch.equal(first.rows, again.rows.repeat(2, 1))
     write_wav(tmp_path / "a.wav", noise(3_200, seed=1), width=4)
-    assert not torch.equal(media.load(dataset[0].media, where=WHERE).rows, again.rows)
+    assert not torch.equal(media.load(heard, where=WHERE).rows, again.rows)
     assert media.decoded == 2
     write_wav(tmp_path / "a.wav", noise(3_201))
     with pytest.raises(ValueError, match=r"has not the 3200 samples .* do not change sound files"):
-        media.load(dataset[0].media, where=WHERE)
+        media.load(heard, where=WHERE)
 
 
 def too_long(path: Path) -> None:
@@ -296,7 +300,7 @@ def test_a_sound_that_cannot_be_used_is_a_bad_sample(
         chats(path, hearing)[0]
     assert caught.value.sample.kind == "media"
     assert "\n" not in str(caught.value)
-    checked = RowChecker(hearing, seq_length=1_000, training_phase="sft").check(JsonlIndex(path), 0)
+    checked = survey_of(hearing, JsonlIndex(path), 0)
     (finding,) = checked.findings
     assert finding == caught.value.sample
 
@@ -386,18 +390,16 @@ def test_check_inspect_and_index_take_sounds(
 ) -> None:
     write_wav(tmp_path / "a.wav", noise(8_000), rate=8_000)  # 1 second, 25 tokens
     path = write_rows(asked(audio("a.wav"), text("What?")), asked(text("Who?")))
-    checker = RowChecker(hearing, seq_length=1_000, training_phase="sft")
-    checked = checker.check(JsonlIndex(path), 0)
+    found = survey_of(hearing, JsonlIndex(path), 0)
     dataset = chats(path, hearing)
-    assert checked.findings == ()
-    assert (checked.tokens, checked.visual_tokens) == (len(dataset[0]), 0)
-    assert checked.audio_tokens == 25
-    described = "\n".join(describe(dataset[0], hearing))
+    assert found.findings == ()
+    assert tokens_of(found.extent, hearing) == (len(dataset[0]), 0, 25)
+    described = "\n".join(describe(found, hearing))
     assert ", 1 sounds\n" in described
     assert f"  audio {tmp_path / 'a.wav'}, 1.00 seconds: 25 tokens\n" in described
     assert "Audio 1: <|audio_bos|><|AUDIO|> x 25<|audio_eos|>\\n" in described
-    (place,) = index([str(path)], tokenizer_model=folder, training_phase="sft", processes=1)
-    _, sizes = read_sizes(place)
+    (place,) = index([str(path)], settings_of(folder), processes=1)
+    _, sizes = ExtentTable.read(place)
     assert sizes.tokens.tolist() == [len(dataset[0]), len(dataset[1])]
     assert sizes.grids.tolist() == [[1, 1, 102]]
     assert ["audio", "tokens", "25", "25", "25", "25"] in [
@@ -413,9 +415,9 @@ def test_a_fault_behind_the_header_is_found_by_check(
     def refuse(clip: AudioClip, *, where: str) -> None:
         raise ValueError(f"{where}: audio {clip.path} is damaged.")
 
-    monkeypatch.setattr("loongplug.data.check.decode_audio", refuse)
+    monkeypatch.setattr("loongplug.data.survey.decode_audio", refuse)
     path = write_rows(asked(audio("a.wav"), text("What?")))
-    checked = RowChecker(hearing, seq_length=1_000, training_phase="sft").check(JsonlIndex(path), 0)
+    checked = survey_of(hearing, JsonlIndex(path), 0)
     (finding,) = checked.findings
     assert finding.kind == "pixels"
     assert finding.message.endswith(f"rows.jsonl:1: audio {tmp_path / 'a.wav'} is damaged.")

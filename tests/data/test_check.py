@@ -5,17 +5,18 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from rich.console import Console
+from surveyed import survey_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data import check
-from loongplug.data.check import RowChecker
+from loongplug.data import survey
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
@@ -93,11 +94,11 @@ def test_every_fault_is_found_with_its_place(
 ) -> None:
     path, faults = bad_file
     rows = JsonlIndex(path)
-    checker = RowChecker(processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
     found = [
         (index + 1, finding)
         for index in range(len(rows))
-        for finding in checker.check(rows, index).findings
+        for finding in checker(rows, index).findings
     ]
     assert [(line, one.kind) for line, one in found] == [(f.line, f.kind) for f in faults]
     for (line, one), fault in zip(found, faults, strict=True):
@@ -169,7 +170,7 @@ def test_a_file_that_changes_is_one_sentence(
     """Alike for each row, and so for each rank; in this process and from another."""
     path = write_rows(row("a", "b"), row("c", "d"))
     data = ChatDataset(path, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
-    checker = RowChecker(processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
     path.write_text(path.read_text() + "{}\n")
     said = set()
     for index in (0, 1):
@@ -180,7 +181,7 @@ def test_a_file_that_changes_is_one_sentence(
             next(work)
         work.close()
         with pytest.raises(ChangedFileError) as checked:
-            checker.check(data.rows, index)
+            checker(data.rows, index)
         said |= {str(each.value) for each in (raised, behind, checked)}
     (sentence,) = said
     assert sentence.startswith(f"{path} has changed since the start of this run")
@@ -198,7 +199,7 @@ def test_a_file_that_changes_ends_the_command(
         path.write_text("{}\n")  # the rows are open by then
         return load_processor(*arguments, **options)
 
-    monkeypatch.setattr(check, "load_processor", load)
+    monkeypatch.setattr(survey, "load_processor", load)
     options = ("--tokenizer-model", processor_folder, "--seq-length", SEQ_LENGTH)
     code, printed, errors = run_check(path, *options, "--processes", 2)
     assert (code, printed, errors.count("has changed since")) == (1, [], 1)
@@ -275,9 +276,9 @@ def test_media_start_at_the_media_root(
     (tmp_path / "elsewhere").mkdir()
     path = tmp_path / "elsewhere" / "rows.jsonl"
     path.write_text(json.dumps(row("Read", "1", images=(name,))) + "\n")
-    checker = RowChecker(processor, seq_length=40, training_phase="sft")
-    assert [one.kind for one in checker.check(JsonlIndex(path), 0).findings] == ["media"]
-    assert checker.check(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0).findings == ()
+    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
+    assert [one.kind for one in checker(JsonlIndex(path), 0).findings] == ["media"]
+    assert checker(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0).findings == ()
 
 
 def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:

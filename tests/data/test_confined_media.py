@@ -4,24 +4,24 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_units import media_batch
+from surveyed import survey_of
 from typer.testing import CliRunner
 
 from loongplug.commands.data import data as data_commands
 from loongplug.data import media_files
 from loongplug.data.blend import Rows, open_rows
-from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import ConfinedFolder, open_media_file, read_head
 from loongplug.data.processor import Processor
 from loongplug.data.rows import RowAccess
 from loongplug.data.units import UnitLoader
-from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.evaluate.questions import read_questions
 
 pytestmark = pytest.mark.quick
@@ -171,9 +171,9 @@ def test_a_sample_is_bad_as_one_without_its_file(
     # Pixels come later, in another process perhaps.
     (inside / "a.png").unlink()
     (inside / "a.png").symlink_to("../media-of-others/secret.png")
-    loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        media_batch(0, confined[:1])
-    )
+    rows = opened(rows_file, inside, confined=True)
+    dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
+    loaded = UnitLoader(dataset)(media_batch([0], confined[:1]))
     assert REFUSED in loaded.bad[0].message
 
 
@@ -181,11 +181,11 @@ def test_without_a_root_media_stay_in_the_files_own_folder(
     processor: Processor, rows_file: Path, inside: Path, row: Callable[..., dict]
 ) -> None:
     """All of it is in that folder, so nothing is refused but what is missing."""
-    checker = RowChecker(processor, seq_length=80, training_phase="sft")
+    checker = partial(survey_of, processor)
     rows_file.rename(inside / "rows.jsonl")
     rows = opened(inside / "rows.jsonl", None, confined=True)
-    assert checker.check(rows, 0).findings == ()
-    assert [REFUSED in fault.message for fault in checker.check(rows, 1).findings] == [True]
+    assert checker(rows, 0).findings == ()
+    assert [REFUSED in fault.message for fault in checker(rows, 1).findings] == [True]
 
 
 def test_commands_confine_as_well(

@@ -9,6 +9,7 @@ import pytest
 from audio_folders import noise, write_qwen2_audio, write_wav
 from bytes_tokenizer import with_bytes
 from qwen_templates import QWEN3
+from surveyed import media_in
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor, load_processor
@@ -51,5 +52,5 @@ def test_samples_in_the_docs_run(
         taken = with_bytes(processor, QWEN3) if "tools" in row else taken
         dataset = ChatDataset(path, processor=taken, seq_length=500, training_phase=phase)
         assert dataset[index].loss_mask.sum() > 0
-        media.append(len(dataset[index].media))
+        media.append(len(media_in(dataset, index)))
     assert media == [3, 2, 1, 2, 1, 1, 2, 2, 0, 1, 1]

@@ -14,24 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_loader import local_loader, require_alike
 from qwen_templates import qwen3
+from surveyed import grids_of, settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.data.bad_samples import BadSampleError
+from loongplug.data.check import index
 from loongplug.data.conversation import Conversation, Message
 from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.index import index
+from loongplug.data.extent_index import IndexedExtents, kept_table
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.length_index import (
-    LengthSettings,
-    indexed_sizes,
-    kept_sizes,
-    sample_lengths,
-)
 from loongplug.data.loader import collate
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.row_plan import ResumePoint
 from loongplug.data.template import Tokens, habits_of, tokenize_conversation, tokenize_prompt
-from loongplug.data.text_stream import ResumePoint
 from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
@@ -317,9 +313,9 @@ def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
             file.write(json.dumps({"messages": row}) + "\n")
     alone = dataset_of(beginnings, folder, multi_turn="last")
     apart = [alone[number] for number in range(3)]
-    assert [len(sample.grids) for sample in apart] == [1, 2, 2]
-    assert split.lengths == tuple(map(len, apart))
-    assert len(split) == sum(split.lengths)
+    assert [len(grids_of(sample)) for sample in apart] == [1, 2, 2]
+    assert split.extent.lengths == tuple(map(len, apart))
+    assert len(split) == sum(split.extent.lengths)
 
     def packed(samples: list[Sample]) -> Any:
         ids = {"image_encoder": (alone.processor.image_token_id,)}
@@ -327,34 +323,42 @@ def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
 
     found, expected = packed([split]), packed(apart)
     require_alike(found, expected, media=False)
-    assert found.segments == split.lengths
+    assert found.segments == split.extent.lengths
     assert found.lengths == expected.lengths
     (places,), (others,) = (each.units["image_encoder"].places for each in (found, expected))
     assert places.tolist() == others.tolist()
-    assert split.media == tuple(medium for sample in apart for medium in sample.media)
-    assert split.grids == tuple(grid for sample in apart for grid in sample.grids)
+    assert grids_of(split) == tuple(grid for sample in apart for grid in grids_of(sample))
 
 
 def test_packs_are_the_same_with_an_index_and_from_any_place(path: Path, folder: Path) -> None:
     dataset = dataset_of(path, folder)
     rows = JsonlIndex(path)
-    index([str(path)], tokenizer_model=folder, training_phase="sft", processes=1)
-    given = LengthSettings(folder=folder, training_phase="sft", timestamps=True)
+    given = settings_of(folder)
+    index([str(path)], given, processes=1)
     samples = [dataset[number] for number in range(len(rows))]
-    sizes = kept_sizes(rows, given)
-    assert sizes is not None
-    assert sizes.tokens.tolist() == [len(sample) for sample in samples]
-    assert [len(sample.lengths) for sample in samples] == [3, 1, 2, 2, 1, 1, 1, 1, 2]
-    assert sizes.media.tolist() == [len(sample.grids) for sample in samples]
-    assert sizes.grids.tolist() == [list(grid) for sample in samples for grid in sample.grids]
-    assert sizes.answers.sum() == 3 + 1 + 2 + 2 + 1 + 3 + 2
+    table = kept_table(rows, given)
+    assert table is not None
+    assert [table.row(number) for number in range(len(rows))] == [x.extent for x in samples]
+    assert [len(sample.extent.lengths) for sample in samples] == [3, 1, 2, 2, 1, 1, 1, 1, 2]
+    assert table.answers.sum() == 3 + 1 + 2 + 2 + 1 + 3 + 2
+    assert table.trained.tolist() == [sample.loss_mask.sum() for sample in samples]
+    last = dataclasses.replace(given, multi_turn="last")
     with pytest.raises(ValueError, match=r"multi_turn was split, is last.*--multi-turn last"):
-        kept_sizes(rows, dataclasses.replace(given, multi_turn="last"))
+        kept_table(rows, last)
+    # Where turns differ, each rule has an index; else one holds for both.
+    index([str(path)], last, processes=1)
+    for rule in (given, last):
+        assert kept_table(rows, rule) is not None
+    single = path.with_name("single.jsonl")
+    single.write_text(path.read_text().splitlines()[1] + "\n")
+    index([str(single)], last, processes=1)
+    assert kept_table(JsonlIndex(single), given) is not None
 
-    lengths = sample_lengths(rows, indexed_sizes(rows, given), seq_length=128)
+    known = dataset_of(path, folder)
+    known.extents = IndexedExtents.of(rows, given)
     options = {"micro_batch_size": 1, "seed": 5, "look_ahead": 4}
     read = local_loader(dataset, **options)
-    planned = local_loader(dataset, lengths=lengths, **options)
+    planned = local_loader(known, **options)
     packs, places = [], []
     for _ in range(6):
         places.append(read.source.resume_point())
@@ -363,8 +367,8 @@ def test_packs_are_the_same_with_an_index_and_from_any_place(path: Path, folder:
         require_alike(next(planned), packs[-1])
     assert max(len(pack.segments) for pack in packs) > 3
     place = ResumePoint.of_plain(json.loads(json.dumps(places[3].plain())))
-    for indexed in ({}, {"lengths": lengths}):
-        resumed = local_loader(dataset, consumed_samples=3, resume=place, **options, **indexed)
+    for data in (dataset, known):
+        resumed = local_loader(data, consumed_samples=3, resume=place, **options)
         for pack in packs[3:]:
             require_alike(next(resumed), pack)
 

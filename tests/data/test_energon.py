@@ -16,6 +16,7 @@ from energon_folders import of_demo, prepare, write_shard
 from image_units import media_of
 from local_loader import local_loader, require_alike
 from PIL import Image, ImageFile
+from surveyed import grids_of, media_in, settings_of
 
 from loongplug.data.blend import open_rows
 from loongplug.data.check import check
@@ -75,7 +76,7 @@ def test_samples_are_those_of_the_same_rows_as_jsonl(
         one, other = jsonl[number], energon[number]
         for name in ("input_ids", "labels", "loss_mask", "position_ids"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
-        assert one.grids == other.grids
+        assert grids_of(one) == grids_of(other)
         shard, sample = divmod(number, 16)
         assert other.where.endswith(f"train/shard_{shard}.tar:{sample + 1}")
 
@@ -152,7 +153,7 @@ def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Process
     )
     dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
     w, h = (1, 2, 4), (1, 4, 2)
-    assert [dataset[n].grids for n in range(9)] == [
+    assert [grids_of(dataset[n]) for n in range(9)] == [
         (w, h), (h, w), (w, h), (h, w), (w, w), ((1, 2, 2),), (), (h, w), (h,),
     ]  # fmt: skip
 
@@ -168,7 +169,7 @@ def test_the_shard_in_the_docs_is_read(tmp_path: Path, processor: Processor) -> 
     write_shard(tmp_path / "d" / "a.tar", list(samples.items()))
     rows = EnergonRows(prepare(tmp_path / "d", {"train": ".*"}), split="train")
     dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
-    assert [len(dataset[n].media) for n in range(len(rows))] == [1, 2]
+    assert [len(media_in(dataset, n)) for n in range(len(rows))] == [1, 2]
 
 
 def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) -> None:
@@ -424,14 +425,7 @@ def test_a_split_reaches_nothing_outside_the_folder(tmp_path: Path) -> None:
 def test_check_reads_all_splits(
     demo: Path, prepared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = check(
-        [str(prepared)],
-        tokenizer_model=demo / "processor",
-        seq_length=80,
-        training_phase="sft",
-        video_fps=None,
-        processes=2,
-    )
+    bad = check([str(prepared)], settings_of(demo / "processor"), seq_length=80, processes=2)
     assert bad == 0
     assert "80 rows" in capsys.readouterr().err
 

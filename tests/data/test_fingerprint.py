@@ -130,7 +130,7 @@ def test_every_file_that_a_processor_reads_counts(tmp_path: Path, processor: Pro
 
     sys.addaudithook(hook)
     found = load_processor(folder)
-    VideoProcessor(found, video_style_of(found))
+    VideoProcessor(found, video_style_of(found.folder))
     assert "additional_chat_templates/tools.jinja" in opened
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")

@@ -25,7 +25,6 @@ from loongplug.data.images import FORMATS, decode_image, image_size
 from loongplug.data.media_files import TarMember
 from loongplug.data.processor import Processor
 from loongplug.data.units import UnitLoader
-from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 pytestmark = pytest.mark.quick
 
@@ -188,8 +187,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
         return decode(image)
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-    loader = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
-    loaded = loader(media_batch(0, samples))
+    loaded = UnitLoader(dataset)(media_batch([0, 1], samples))
     assert list(loaded.bad) == [0]
     assert loaded.bad[0].kind == "pixels"
     assert f"rows.jsonl:1: image {rows.parent / names[0]} is damaged ({reason})" in (

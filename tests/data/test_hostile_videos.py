@@ -18,7 +18,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ConfinedFolder, TarMember, open_media_file
 from loongplug.data.processor import Processor
 from loongplug.data.units import UnitLoader
-from loongplug.data.video import TIMESTAMPS, VideoProcessor
+from loongplug.data.video import VideoProcessor
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
 av = pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
@@ -216,9 +216,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
 
     reason = str(error) or type(error).__name__
     monkeypatch.setattr(av, "open", broken)
-    loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        media_batch(0, [sample])
-    )
+    loaded = UnitLoader(dataset)(media_batch([0], [sample]))
     assert loaded.bad[0].kind == "pixels"
     assert (
         f"a.mp4 is damaged or no video of a kind that is read ({reason})" in loaded.bad[0].message

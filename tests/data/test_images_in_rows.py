@@ -3,12 +3,13 @@
 import base64
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from surveyed import media_in, survey_of
 
-from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import MediaLoader
@@ -39,10 +40,10 @@ def images_kept() -> int:
 
 def test_check_keeps_none(rows: Path, processor: Processor) -> None:
     source = JsonlIndex(rows)
-    checker = RowChecker(processor, seq_length=64, training_phase="sft")
+    checker = partial(survey_of, processor)
     before = images_kept()
     for index in range(2):
-        assert checker.check(source, index).findings == ()
+        assert checker(source, index).findings == ()
     assert images_kept() == before
 
 
@@ -54,7 +55,7 @@ def test_the_cache_of_pixels_keeps_none_and_knows_the_image_again(
     )
     loader = MediaLoader(processor, videos=dataset.videos)
     before = images_kept()
-    shapes = [tuple(loader.load(dataset[index].media, where="").rows.shape) for index in (0, 1)]
+    shapes = [tuple(loader.load(media_in(dataset, index), where="").rows.shape) for index in (0, 1)]
     assert shapes == [(8, 1536)] * 2
     assert loader.decoded == 1
     assert images_kept() == before

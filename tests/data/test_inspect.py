@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -36,7 +37,7 @@ def test_a_sample_in_runs_with_its_images(
     ]
     path = write_rows({"messages": turns})
     dataset = ChatDataset(path, processor=processor, seq_length=200, training_phase="sft")
-    title, *lines = describe(dataset[0], processor)
+    title, *lines = describe(dataset.surveyor(dataset.rows, 0), processor)
     total = len(dataset[0].input_ids)
     trained = int(dataset[0].loss_mask.sum())
     assert title == (
@@ -97,9 +98,7 @@ def test_histograms(
     rows = [row("Read", "1" * (1 + 2 * (number % 3))) for number in range(70)]
     inspect(
         [str(write_rows(*rows, "{broken"))],
-        tokenizer_model=processor_folder,
-        training_phase="sft",
-        video_fps=None,
+        settings_of(processor_folder),
         samples=0,
         plots=tmp_path / "plots",
         processes=2,

@@ -70,6 +70,6 @@ def test_plain_text_is_trained_whole_with_an_end(
         "digit<|vision_start|><|image_pad|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>"
         "<|im_end|>"
     )
-    assert dataset[0].grids == ((1, 4, 4), (1, 4, 4))
+    assert [each.grid for each in dataset[0].extent.media] == [(1, 4, 4)] * 2
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: plain text has no answers to train on"):
         ChatDataset(path, processor=processor, seq_length=200, training_phase="sft")[0]

@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 from energon_folders import of_demo
+from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data import row_sizes
+from loongplug.data import extents
 from loongplug.data.blend import Blend, Rows, open_rows
+from loongplug.data.check import index
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.index import index
+from loongplug.data.extent_index import IndexedExtents, kept_table
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.length_index import LengthSettings, indexed_sizes, kept_sizes, sample_lengths
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
+from loongplug.data.survey import SurveySettings
 
 pytestmark = pytest.mark.quick
 
@@ -31,8 +33,8 @@ SEQ_LENGTH = 40
 
 
 @pytest.fixture
-def settings(processor_folder: Path) -> LengthSettings:
-    return LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
+def settings(processor_folder: Path) -> SurveySettings:
+    return settings_of(processor_folder)
 
 
 @pytest.fixture
@@ -49,8 +51,13 @@ def command(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, words)
 
 
-def make(path: Path, settings: LengthSettings) -> None:
-    index([str(path)], tokenizer_model=settings.folder, training_phase="sft", processes=1)
+def make(path: Path, settings: SurveySettings) -> None:
+    index([str(path)], settings, processes=1)
+
+
+def lengths_of(rows: Rows, settings: SurveySettings) -> Any:
+    extents = IndexedExtents.of(rows, settings)
+    return None if extents is None else extents.lengths(seq_length=SEQ_LENGTH)
 
 
 def training(rows: Path | Rows, processor: Processor) -> list[int]:
@@ -60,7 +67,7 @@ def training(rows: Path | Rows, processor: Processor) -> list[int]:
 
 
 def test_lengths_and_grids_are_those_of_training(
-    path: Path, processor: Processor, settings: LengthSettings
+    path: Path, processor: Processor, settings: SurveySettings
 ) -> None:
     made = command(path, "--tokenizer-model", settings.folder)
     assert (made.exit_code, made.stdout.count("\n")) == (0, 1)
@@ -68,18 +75,20 @@ def test_lengths_and_grids_are_those_of_training(
     assert "5 rows in" in made.stderr
     assert "1 of which cannot be used" in made.stderr
     rows = JsonlIndex(path)
-    sizes = kept_sizes(rows, settings)
+    sizes = kept_table(rows, settings)
     assert sizes is not None
     assert isinstance(sizes.tokens.base, np.memmap)
     expected = training(path, processor)
     assert expected[1] == expected[4] == 0
-    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
+    lengths = lengths_of(rows, settings)
     assert lengths is not None
     assert lengths.tolist() == expected
     # The index itself is for any length of a sequence.
     assert sizes.tokens.tolist() == [*expected[:4], sizes.tokens[4]]
     assert sizes.tokens[4] > SEQ_LENGTH
-    assert sizes.media.tolist() == [2, 0, 0, 1, 0]
+    dataset = ChatDataset(rows, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    for row in (0, 2, 3):
+        assert sizes.row(row) == dataset[row].extent
     assert sizes.grids.tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 2]]
 
 
@@ -88,7 +97,7 @@ def test_of_a_blend_each_file_has_its_own(
     path: Path,
     weights: tuple[float, float] | None,
     processor: Processor,
-    settings: LengthSettings,
+    settings: SurveySettings,
 ) -> None:
     other = path.with_name("array.json")
     other.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()[2:]]))
@@ -97,19 +106,19 @@ def test_of_a_blend_each_file_has_its_own(
     rows = open_rows(values, flag="--train-data-path", seed=3)
     assert isinstance(rows, Blend)
     make(path, settings)
-    assert sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH) is None
+    assert lengths_of(rows, settings) is None
     command(*values, "--tokenizer-model", settings.folder)
-    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
+    lengths = lengths_of(rows, settings)
     assert lengths is not None
     assert lengths.tolist() == training(rows, processor)
     part = open_rows(values, flag="--train-data-path", seed=3, valid_share=0.3)
-    lengths = sample_lengths(part, indexed_sizes(part, settings), seq_length=SEQ_LENGTH)
+    lengths = lengths_of(part, settings)
     assert lengths is not None
     assert len(lengths) < len(rows)
     assert lengths.tolist() == training(part, processor)
 
 
-def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthSettings) -> None:
+def test_an_index_of_parquet(path: Path, processor: Processor, settings: SurveySettings) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = path.with_name("rows.parquet")
@@ -121,7 +130,7 @@ def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthS
     assert table.with_name("rows.parquet.lengths").is_file()
     pretrain = dataclasses.replace(settings, training_phase="pretrain")
     of_table = open_rows([str(table)], flag="", seed=1)
-    lengths = sample_lengths(of_table, indexed_sizes(of_table, pretrain), seq_length=SEQ_LENGTH)
+    lengths = lengths_of(of_table, pretrain)
     assert lengths is not None
     assert (lengths > 0).tolist() == [True] * 4 + [False]
 
@@ -129,17 +138,15 @@ def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthS
 def test_of_an_energon_folder_the_split_that_is_trained_on(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.energon")
     folder = of_demo(demo, tmp_path / "shards", shards=2, validation=4)
-    settings = LengthSettings(folder=demo / "processor", training_phase="sft", timestamps=True)
+    settings = settings_of(demo / "processor")
     make(folder, settings)
     rows, held_out = (
         open_rows([str(folder)], flag="", seed=1, split=split) for split in ("train", "val")
     )
-    lengths = sample_lengths(rows, indexed_sizes(rows, settings), seq_length=SEQ_LENGTH)
+    lengths = lengths_of(rows, settings)
     assert lengths is not None
     assert lengths.tolist() == training(rows, load_processor(settings.folder))
-    assert (
-        sample_lengths(held_out, indexed_sizes(held_out, settings), seq_length=SEQ_LENGTH) is None
-    )
+    assert lengths_of(held_out, settings) is None
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -158,13 +165,13 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_settings_are_refused_with_the_command_that_helps(
-    path: Path, settings: LengthSettings, name: str
+    path: Path, settings: SurveySettings, name: str
 ) -> None:
     make(path, settings)
     change, said = CHANGES[name]
     other = dataclasses.replace(settings, **change)
     with pytest.raises(ValueError, match=said) as raised:
-        kept_sizes(JsonlIndex(path), other)
+        kept_table(JsonlIndex(path), other)
     message = str(raised.value)
     assert message.startswith(f"{path}.lengths is of other rows or settings (settings {said}): ")
     if name == "videos":  # the folder decides
@@ -172,61 +179,60 @@ def test_other_settings_are_refused_with_the_command_that_helps(
     words = shlex.split(message.split("`")[1])
     assert words[:4] == ["loongplug", "data", "index", str(path)]
     assert command(*words[3:]).exit_code == 0
-    assert kept_sizes(JsonlIndex(path, access=other.access), other) is not None
+    assert kept_table(JsonlIndex(path, access=other.access), other) is not None
 
 
 def test_other_rows_or_another_processor_are_refused(
-    path: Path, settings: LengthSettings, tmp_path: Path
+    path: Path, settings: SurveySettings, tmp_path: Path
 ) -> None:
     make(path, settings)
     folder = tmp_path / "processor"
     shutil.copytree(settings.folder, folder)
     same = dataclasses.replace(settings, folder=folder)
-    assert kept_sizes(JsonlIndex(path), same) is not None
+    assert kept_table(JsonlIndex(path), same) is not None
     with (folder / "chat_template.jinja").open("a") as file:
         file.write(" ")
     with pytest.raises(ValueError, match="chat_template"):
-        kept_sizes(JsonlIndex(path), same)
+        kept_table(JsonlIndex(path), same)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[1:], lines[0]]))
     with pytest.raises(ValueError, match=r"rows digest was .*: make it again"):
-        kept_sizes(JsonlIndex(path), settings)
+        kept_table(JsonlIndex(path), settings)
     Path(f"{path}.lengths").unlink()
-    assert kept_sizes(JsonlIndex(path), settings) is None
+    assert kept_table(JsonlIndex(path), settings) is None
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda content: b"", "is cut off"),
-        (lambda content: content[:20], "is cut off"),
-        (lambda content: b"x" * len(content), "is not an index of lengths"),
-        (lambda content: content[:-4], "is cut off"),
-        (lambda content: content + bytes(4), "is cut off"),
-        (lambda content: content[:8] + b"\7" + content[9:], "is of another version"),
-        (lambda content: content[:16] + b"\xff" * 8 + content[24:], "is cut off"),
+        (lambda content: b"", "is no index of this version"),
+        (lambda content: content[:20], "is no index of this version"),
+        (lambda content: b"x" * len(content), "is no index of this version"),
+        (lambda content: content[:-4], "is no index of this version"),
+        (lambda content: content + bytes(4), "is no index of this version"),
+        (lambda content: content.replace(b'extents":"3"', b'extents":"2"'), "is no index of this"),
+        (lambda content: b"loonglen" + bytes(40), "is no index of this version"),  # an old one
         (lambda content: content[:-1] + b"\7", "is damaged"),
-        (lambda content: content[:50] + b"\7" + content[51:], "is damaged"),
     ],
 )
 def test_a_damaged_index_is_refused(
-    path: Path, settings: LengthSettings, damage: Callable[[bytes], bytes], said: str
+    path: Path, settings: SurveySettings, damage: Callable[[bytes], bytes], said: str
 ) -> None:
     make(path, settings)
     place = Path(f"{path}.lengths")
     place.write_bytes(damage(place.read_bytes()))
     with pytest.raises(ValueError, match=f"{place} {said}") as raised:
-        kept_sizes(JsonlIndex(path), settings)
+        kept_table(JsonlIndex(path), settings)
     assert "make it again with `loongplug data index" in str(raised.value)
     make(path, settings)
-    assert kept_sizes(JsonlIndex(path), settings) is not None
+    assert kept_table(JsonlIndex(path), settings) is not None
 
 
 def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
-    path: Path, settings: LengthSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, settings: SurveySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    put_whole = row_sizes.put_whole
+    put_whole = extents.put_whole
 
     def refuse(place: Path) -> Any:
         if place.parent == path.parent:
@@ -235,18 +241,18 @@ def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
 
     make(path, settings)
     path.write_text(path.read_text() + "\n")  # what lies beside it does not fit any more
-    monkeypatch.setattr(row_sizes, "put_whole", refuse)
+    monkeypatch.setattr(extents, "put_whole", refuse)
     make(path, settings)
-    assert kept_sizes(JsonlIndex(path), settings) is not None
+    assert kept_table(JsonlIndex(path), settings) is not None
     assert len(os.listdir(tmp_path / "cache" / "loongplug")) == 1
-    monkeypatch.setattr(row_sizes, "put_whole", lambda _: refuse(path))
+    monkeypatch.setattr(extents, "put_whole", lambda _: refuse(path))
     assert "cannot be kept anywhere" in command(path, "--tokenizer-model", settings.folder).stderr
 
 
 def test_a_file_that_is_written_to_meanwhile_has_no_index(
-    path: Path, settings: LengthSettings, monkeypatch: pytest.MonkeyPatch
+    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loongplug.data import index as module
+    from loongplug.data import check as module
 
     def late(*args: Any, **options: Any) -> Any:
         with path.open("a") as file:

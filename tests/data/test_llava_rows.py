@@ -22,11 +22,11 @@ from llava_folders import (
 )
 from local_loader import local_loader
 from PIL import Image
+from surveyed import survey_of
 from transformers import CLIPImageProcessorPil, GotOcr2ImageProcessorPil, LlavaProcessor
 from transformers.utils import is_torchvision_available
 
 from loongplug.data.bad_samples import BadSampleError, BadSamples
-from loongplug.data.check import RowChecker
 from loongplug.data.conversation import ImagePart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe
@@ -271,7 +271,7 @@ def test_microbatches_have_plain_positions_and_one_row_of_tokens_to_each_patch(
     places = np.flatnonzero(sample.input_ids == llava.image_token_id)
     assert unit_of(microbatch).places[0].tolist() == places.tolist()
     assert len(places) == 576
-    lines = "\n".join(describe(sample, llava))
+    lines = "\n".join(describe(survey_of(llava, dataset.rows, 0), llava))
     assert "a.png, 90 x 40 pixels: 576 tokens" in lines
     assert "<image> x 576" in lines
 
@@ -289,7 +289,7 @@ def test_a_row_with_a_video_is_refused(llava: Processor, write_rows: Callable[..
         with pytest.raises(BadSampleError, match=said) as error:
             dataset[0]
         assert error.value.sample.kind == "media"
-        checked = RowChecker(llava, seq_length=640, training_phase="sft").check(JsonlIndex(path), 0)
+        checked = survey_of(llava, JsonlIndex(path), 0)
         assert [finding.kind for finding in checked.findings] == ["media"]
 
 

@@ -13,10 +13,10 @@ from PIL import ImageFile
 
 from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.evaluation import Evaluation
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
+from loongplug.data.row_plan import Evaluation
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
@@ -149,8 +149,8 @@ def test_evaluation_goes_in_file_order_and_begins_again(dataset: ChatDataset) ->
     every = loader(dataset, micro_batch_size=4)
     seen = [answer for _ in range(5) for answer in answers(next(every), dataset)]
     assert seen == [f"{i % 10}<|im_end|>" for i in range(20)]
-    sizes = {"batch": 4, "most_steps": None, "look_ahead": None, "lengths": None}
-    once = loader(dataset, micro_batch_size=4, evaluation=Evaluation.plan(dataset, **sizes))
+    evaluation = Evaluation.plan(len(dataset), batch=4, most_steps=None)
+    once = loader(dataset, micro_batch_size=4, evaluation=evaluation)
     for _ in range(2):
         microbatches = [next(once) for _ in range(3)]
         seen = [answer for each in microbatches for answer in answers(each, dataset)]

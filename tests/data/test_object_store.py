@@ -15,6 +15,7 @@ import pytest
 from image_units import media_batch
 from PIL import Image
 from s3_server import S3
+from surveyed import grids_of, media_in
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -69,7 +70,7 @@ def dataset(
 
 def pixels(data: ChatDataset, index: int) -> Any:
     media = MediaLoader(data.processor, videos=data.videos)
-    return media.load(data[index].media, where=WHERE).rows
+    return media.load(media_in(data, index), where=WHERE).rows
 
 
 def test_a_size_takes_the_first_bytes_alone(s3: S3) -> None:
@@ -160,7 +161,7 @@ def test_samples_are_those_of_files_here(
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    expected = dataset(write_rows(*rows), processor=processor)
+    expected = dataset(write_rows(*rows).rename(tmp_path / "a.jsonl"), processor=processor)
     s3.put_folder(tmp_path / "images", prefix="set/images")
     lines = s3.put("set/rows.jsonl", jsonl(*rows))
     found = dataset(lines, processor=processor)
@@ -226,7 +227,7 @@ def test_images_of_a_sample_are_asked_for_at_one_time(
     data = dataset(rows, processor=processor)
     assert s3.most_at_once == 1
     s3.pause = 0.3
-    assert len(data[0].grids) == 12
+    assert len(grids_of(data[0])) == 12
     assert s3.most_at_once > 3
     with pytest.raises(BadSampleError, match="gone"):
         data[1]
@@ -251,8 +252,7 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
             data[index]
         assert caught.value.sample.kind == "media"
         assert "\n" not in str(caught.value)
-    batch = media_batch(0, [data[5]])
-    load = UnitLoader(processor, videos=data.videos)
+    batch, load = media_batch([5], [data[5]]), UnitLoader(data)
     s3.stop()
     with pytest.raises(StoreError):  # and not a sample whose pixels are bad
         load(batch)
@@ -357,7 +357,7 @@ def test_media_are_confined(
         with pytest.raises(BadSampleError, match="--confine-media takes only what lies in s3://"):
             confined[index]
     for index in range(len(outside), len(rows)):
-        assert len(confined[index].media) == 1
+        assert len(media_in(confined, index)) == 1
     here = dataset(path, processor=processor, access=RowAccess(confine_media=True))
     with pytest.raises(BadSampleError, match=f"takes only what lies in {tmp_path}"):
         here[1]

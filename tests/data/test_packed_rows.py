@@ -12,24 +12,26 @@ import torch
 from image_units import media_of
 from local_loader import local_loader, require_alike
 from numpy.typing import NDArray
+from surveyed import grids_of, indexed
 
 from loongplug.context.row_parts import Balance, RowParts
 from loongplug.context.token_split import zigzag
 from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
 from loongplug.data.packing import Pack, packs_once
-from loongplug.data.planned_packs import PlannedPacks, packs_of_epochs
 from loongplug.data.processor import Processor
-from loongplug.data.text_stream import START, PackedTexts, ResumePoint
+from loongplug.data.row_plan import START, Packing, PackStream, ResumePoint, packs_of_epochs
 from loongplug.data.units import token_ids
-from loongplug.data.workers import IN_PROCESS, WorkerSettings
+from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
 
 SEQ_LENGTH, LOOK_AHEAD, ROWS = 64, 6, 12
+PACKING = Packing(seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD)
 
 
 @pytest.fixture
@@ -108,7 +110,8 @@ def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
 
 def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -> None:
     grids = {
-        tuple(sample.input_ids): sample.grids for sample in map(dataset.__getitem__, range(ROWS))
+        tuple(sample.input_ids): grids_of(sample)
+        for sample in map(dataset.__getitem__, range(ROWS))
     }
     packs = loader(dataset)
     for pack in (next(packs) for _ in range(6)):
@@ -142,33 +145,23 @@ def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
 
 
 def test_a_stream_of_packs_goes_on_from_any_place(dataset: ChatDataset) -> None:
-    def packs(place: ResumePoint) -> PackedTexts:
-        return PackedTexts(
-            dataset,
-            look_ahead=LOOK_AHEAD,
-            dp_rank=0,
-            dp_size=1,
-            seed=None,
-            consumed_packs=place.packs,
-            resume=place,
-            workers=IN_PROCESS,
-        )
+    def packs(place: ResumePoint) -> MicrobatchLoader:
+        return loader(dataset, seed=None, consumed_samples=place.packs, resume=place)
 
-    def wheres(packs: PackedTexts, number: int) -> list[list[str]]:
-        return [[sample.where for sample in next(packs)] for _ in range(number)]
-
-    whole = wheres(packs(START), 12)
+    whole_stream = packs(START)
+    whole = [contents(next(whole_stream)) for _ in range(12)]
     stream, given = packs(START), []
     for number, expected in enumerate(whole):
-        (pack,) = wheres(stream, 1)
-        assert pack == expected
-        place = stream.before
+        place = stream.source.resume_point()
         assert place.packs == number
         # Each sample that was read is in one pack, or held back.
-        held = [dataset[position % ROWS].where for position, _ in place.state.held]
-        read = [dataset[position % ROWS].where for position in range(place.state.read)]
+        held = [dataset[position % ROWS].input_ids.tolist() for position, _ in place.state.held]
+        read = [dataset[at % ROWS].input_ids.tolist() for at in range(place.state.read)]
         assert sorted(given + held) == sorted(read)
-        assert wheres(packs(place), 12 - number) == whole[number:]
+        pack = contents(next(stream))
+        assert pack == expected
+        resumed = packs(place)
+        assert [contents(next(resumed)) for _ in range(12 - number)] == whole[number:]
         given += pack
 
 
@@ -238,7 +231,6 @@ def dataset_order(count: int) -> list[int]:
 
 
 def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
-    """As an index has them."""
     samples = dataset.text_parts(range(len(dataset)))
     return np.array([len(sample) for sample in samples], dtype=np.int32)
 
@@ -247,10 +239,10 @@ def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
 def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
     dataset: ChatDataset, processes: int
 ) -> None:
-    lengths, workers = lengths_of(dataset), WorkerSettings(processes=processes)
+    known, workers = indexed(dataset), WorkerSettings(processes=processes)
     for rank in range(2):
         ranks = {"dp_rank": rank, "dp_size": 2, "workers": workers}
-        planned, read = loader(dataset, lengths=lengths, **ranks), loader(dataset, **ranks)
+        planned, read = loader(known, **ranks), loader(dataset, **ranks)
         for _ in range(8):
             assert planned.source.resume_point() == read.source.resume_point()
             require_alike(next(planned), next(read))
@@ -263,16 +255,16 @@ def test_a_run_with_an_index_resumes_in_the_middle_of_an_epoch(
     dataset: ChatDataset, noted: str
 ) -> None:
     """With its own place, with that of a run without an index, and with none."""
-    expected, lengths = expected_packs(dataset), lengths_of(dataset)
-    before = loader(dataset, dp_size=2, **({"lengths": lengths} if noted == "with" else {}))
+    expected, known = expected_packs(dataset), indexed(dataset)
+    before = loader(known if noted == "with" else dataset, dp_size=2)
     for _ in range(2):
         next(before)
     noted_place = before.source.resume_point()
     assert noted_place is not None
     plain = json.loads(json.dumps(noted_place.plain()))
     for place in (ResumePoint.of_plain(plain), None):
-        options = {"lengths": lengths, "consumed_samples": 4, "dp_size": 3, "resume": place}
-        ranks = [loader(dataset, dp_rank=rank, **options) for rank in range(3)]
+        options = {"consumed_samples": 4, "dp_size": 3, "resume": place}
+        ranks = [loader(known, dp_rank=rank, **options) for rank in range(3)]
         assert [contents(next(rank)) for _ in range(2) for rank in ranks] == expected[4:10]
 
 
@@ -284,12 +276,11 @@ def test_with_an_index_a_rank_reads_its_own_packs_alone(
     monkeypatch.setattr(
         ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
     )
-    lengths = lengths_of(dataset)
     counts = []
-    for options in ({"lengths": lengths}, {}):
+    for data in (indexed(dataset), dataset):
         for rank in range(2):
             reads.clear()
-            packs = loader(dataset, dp_rank=rank, dp_size=2, **options)
+            packs = loader(data, dp_rank=rank, dp_size=2)
             own = sum(len(next(packs).segments or ()) for _ in range(12))
             counts.append((len(reads), own))
     (first, own), (second, other), *every = counts
@@ -301,9 +292,7 @@ def test_with_an_index_a_rank_reads_its_own_packs_alone(
 def test_a_sample_that_is_not_as_long_as_its_index_says_ends_the_run(
     dataset: ChatDataset,
 ) -> None:
-    lengths = lengths_of(dataset)
-    lengths[5] += 1
-    packs = loader(dataset, lengths=lengths)
+    packs = loader(indexed(dataset, lengths=(len(dataset[5]) + 1,)))
     message = r"rows\.jsonl:6: the sample has \d+ tokens, but \d+ by the index .*data index`"
     with pytest.raises(ValueError, match=message):
         list(islice(packs, ROWS))
@@ -312,23 +301,32 @@ def test_a_sample_that_is_not_as_long_as_its_index_says_ends_the_run(
 def test_a_sample_that_cannot_be_used_any_more_leaves_its_room_empty(
     dataset: ChatDataset,
 ) -> None:
-    lengths = lengths_of(dataset)
-    (dataset.rows.path.parent / "32.png").unlink()
-    packs = loader(dataset, lengths=lengths, bad_samples=BadSamples("skip"))
-    gone = loader(dataset, lengths=lengths)
-    with pytest.raises(BadSampleError, match="no image file"):
-        list(islice(gone, ROWS))
-    pack = next(packs)
-    first = SampleOrder(ROWS, seed=5).indices(next(iter(planned_packs(dataset, lengths))))
-    assert pack.lengths == tuple(
-        0 if index % 3 and index < 9 else lengths[index] for index in first
-    )
+    """Its media still have their places there, but nothing is trained on."""
+    known, path = indexed(dataset), dataset.rows.path
+    gone = dataset[4].input_ids.tolist()
+    before = [next(packs) for packs in [loader(known)] for _ in range(6)]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], lines[4].replace("assistant", "nobody's"), *lines[5:]]))
+    known.rows = JsonlIndex(path)
+    with pytest.raises(BadSampleError, match=r"rows\.jsonl:5: "):
+        list(islice(loader(known), ROWS))
+    packs, emptied = loader(known, bad_samples=BadSamples("skip")), 0
+    for whole, pack in zip(before, packs, strict=False):
+        assert (pack.lengths, pack.segments) == (whole.lengths, whole.segments)
+        assert torch.equal(media_of(pack).grids, media_of(whole).grids)
+        for mine, theirs, ids in zip(
+            *(each.loss_mask[0, : pack.tokens].split(pack.segments) for each in (pack, whole)),
+            contents(whole),
+            strict=True,
+        ):
+            assert torch.equal(mine, torch.zeros_like(theirs) if ids == gone else theirs)
+            emptied += ids == gone
+    assert emptied > 0
 
 
-def planned_packs(dataset: ChatDataset, lengths: NDArray[np.int32]) -> Iterator[Pack]:
-    packs = PlannedPacks(
-        lengths, SampleOrder(ROWS, seed=5), seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD
-    )
+def planned_packs(lengths: NDArray[np.int32]) -> Iterator[Pack]:
+    order = SampleOrder(ROWS, seed=5)
+    packs = PackStream(lambda position: int(lengths[order.index(position)]), packing=PACKING)
     while True:
         yield packs.next()
 
@@ -338,9 +336,8 @@ def test_packs_of_epochs_hold_all_their_samples_and_are_no_more(
     dataset: ChatDataset, epochs: int
 ) -> None:
     lengths = lengths_of(dataset)
-    sizes = {"seq_length": SEQ_LENGTH, "look_ahead": LOOK_AHEAD, "seed": 5}
-    count = packs_of_epochs(lengths, **sizes, epochs=epochs)
-    packs = list(islice(planned_packs(dataset, lengths), count))
+    count = packs_of_epochs(lengths, seed=5, packing=PACKING, epochs=epochs)
+    packs = list(islice(planned_packs(lengths), count))
     wanted = {*range(epochs * ROWS)}
     assert wanted <= {position for pack in packs for position in pack}
     assert not wanted <= {position for pack in packs[:-1] for position in pack}

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_units import batch_of_extents
 from on_a_gpu import in_fresh_interpreter
 from PIL import Image
+from surveyed import dataset_of_media
 from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
 from loongplug.data.image_patches import QwenPatches
-from loongplug.data.media import MediaLoader
+from loongplug.data.media import MediaLoader, extent_of
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.processor import Processor
 from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.platform import current_platform
 
+WHERE = "rows.jsonl:1"
 pytestmark = pytest.mark.quick
 
 SETTINGS: list[dict[str, Any]] = [
@@ -87,15 +90,8 @@ def test_each_channel_has_its_own_values_and_each_frame_the_same() -> None:
 
 
 def unit_of(*media: Any, loader: MediaLoader) -> MediaBatch:
-    grids = [loader.load([each], where="rows.jsonl:1").grids[0].tolist() for each in media]
-    return MediaBatch(
-        index=0,
-        encoder="image_encoder",
-        media=media,
-        grids=tuple(map(tuple, grids)),
-        samples=tuple(range(len(media))),
-        where=("rows.jsonl:1",) * len(media),
-    )
+    grids = [loader.load([each], where=WHERE).grids[0].tolist() for each in media]
+    return batch_of_extents(*map(extent_of, media, map(tuple, grids)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -142,7 +138,7 @@ def test_units_of_images_and_videos_are_loaded_as_bytes(
     write_frames: Callable[..., list[str]],
 ) -> None:
     videos = VideoProcessor(processor, TIMESTAMPS)
-    loader, load = MediaLoader(processor, videos=videos), UnitLoader(processor, videos=videos)
+    loader = MediaLoader(processor, videos=videos)
     images = [
         tmp_path / write_image(f"{seed}.png", height=64, width=96, seed=seed) for seed in (1, 2)
     ]
@@ -150,26 +146,30 @@ def test_units_of_images_and_videos_are_loaded_as_bytes(
     video = Video(frames=tuple(tmp_path / name for name in frames), fps=2.0)
     assert loader.coded is not None
 
-    unit = unit_of(*images, loader=loader)
+    def load_of(*media: Any) -> UnitLoader:
+        return UnitLoader(dataset_of_media(media, processor, videos=videos, where=WHERE))
+
+    unit, load = unit_of(*images, loader=loader), load_of(*images)
     loaded = load(unit)
     assert unit.coded
     assert loaded.rows.dtype == torch.uint8
     values = loader.load(images, where="rows.jsonl:1").rows
-    assert torch.equal(loader.coded.decoded(loaded.rows, unit.media, unit.grids), values)
+    assert torch.equal(loader.coded.decoded(loaded.rows, unit.extents), values)
     assert torch.equal(load(unit).rows, loaded.rows)  # from its cache
 
-    mixed = unit_of(images[0], video, video, images[1], images[0], loader=loader)
+    media = (images[0], video, video, images[1], images[0])
+    mixed, load = unit_of(*media, loader=loader), load_of(*media)
     assert mixed.coded
     rows = load(mixed).rows
     assert rows.dtype == torch.uint8
     assert len(rows) == mixed.loaded_rows == 3 * 24 + 2 * 3 * 16  # three frames, not four
-    decoded = loader.coded.decoded(rows, mixed.media, mixed.grids)
-    singly = [loader.load([each], where="rows.jsonl:1").rows for each in mixed.media]
+    decoded = loader.coded.decoded(rows, mixed.extents)
+    singly = [loader.load([each], where="rows.jsonl:1").rows for each in media]
     assert torch.equal(decoded, torch.cat(singly))
 
     (tmp_path / "2.png").write_bytes(b"no image any more")
     (tmp_path / frames[1]).write_bytes(b"nor this")
-    broken = load(replace(mixed, index=1))
+    broken = load(mixed)
     assert broken.bad.keys() == {1, 2, 3}
     assert broken.rows.dtype == torch.uint8
     assert broken.rows.shape == rows.shape

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
 from loongplug.data.blend import open_source
+from loongplug.data.check import index
 from loongplug.data.conversation import AudioPart, ImagePart, VideoPart
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.extent_index import command_for, kept_table
 from loongplug.data.formats import parse_conversation
-from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.length_index import LengthSettings, indexed_sizes, kept_sizes
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED, Remarks
@@ -323,26 +324,26 @@ def test_rows_that_are_left_out_and_marks_that_are_text_are_said(
     assert mark in printed
     assert f"{path}:2: left out by its loss or weight" in printed
 
-    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
-    assert indexed_sizes(JsonlIndex(path), decides) == []
+    decides = settings_of(processor_folder)
+    assert kept_table(JsonlIndex(path), decides) is not None  # by data check
     code, printed, said = run_data("index", path, *options)
     assert (code, printed) == (0, "")
     assert "4 rows in" in said
     assert "all of which can be used" in said
-    sizes = kept_sizes(JsonlIndex(path), decides)
-    assert sizes is not None
-    assert (sizes.tokens > 0).tolist() == [True, False, True, False, True, True]
-    longest = int(sizes.tokens.max())
-    too_long = int((sizes.tokens == longest).sum())
-    assert (sizes.unusable(longest), sizes.unusable(longest - 1)) == (0, too_long)
-    assert sizes.remarks.found == {  # how many rows, and the number of the first
+    table = kept_table(JsonlIndex(path), decides)
+    assert table is not None
+    assert (table.tokens > 0).tolist() == [True, False, True, False, True, True]
+    longest = int(table.tokens.max())
+    too_long = int((table.tokens == longest).sum())
+    assert (table.unusable(longest), table.unusable(longest - 1)) == (0, too_long)
+    assert table.remarks.found == {  # how many rows, and the number of the first
         MASKED: (2, "1"),
         ("key", "source"): (2, "2"),
         ("mark", "<image>"): (2, "2"),
     }
     dataset = ChatDataset(path, processor=processor, seq_length=40, training_phase="sft")
     samples = dataset.text_parts(range(6))
-    assert [len(sample) for sample in samples] == sizes.tokens.tolist()
+    assert [len(sample) for sample in samples] == table.tokens.tolist()
     bad = BadSamples("fatal")
     for sample in samples:
         if sample.bad is not None:
@@ -368,10 +369,10 @@ def test_ignored_keys_are_of_the_index_and_its_command(
     )
     assert (code, printed) == (0, "")
     assert "'score' (1)" in said
-    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
-    index([str(path)], tokenizer_model=processor_folder, training_phase="sft", access=access)
+    decides = settings_of(processor_folder)
+    index([str(path)], dataclasses.replace(decides, access=access))
     with pytest.raises(ValueError, match=r"ignore_keys was .*score.*, is"):
-        kept_sizes(JsonlIndex(path), decides)
+        kept_table(JsonlIndex(path), decides)
 
 
 @pytest.mark.quick
@@ -440,12 +441,12 @@ def test_columns_give_our_names_to_keys(
     options = ("--tokenizer-model", processor_folder, "--columns", access.columns)
     for command in (("check", "--seq-length", 40), ("inspect",), ("index",)):
         assert run_data(*command, path, *options)[0] == 0
-    decides = LengthSettings(folder=processor_folder, training_phase="sft", timestamps=True)
+    decides = settings_of(processor_folder)
     with pytest.raises(ValueError, match=r"columns question was query, is None"):
-        kept_sizes(JsonlIndex(path), decides)
+        kept_table(JsonlIndex(path), decides)
     decides = dataclasses.replace(decides, access=access)
-    assert kept_sizes(JsonlIndex(path, access=access), decides) is not None
-    assert f"--columns '{access.columns}'" in decides.command(JsonlIndex(path))
+    assert kept_table(JsonlIndex(path, access=access), decides) is not None
+    assert f"--columns '{access.columns}'" in command_for(JsonlIndex(path), decides)
     arrow = pytest.importorskip("pyarrow", reason="pip install 'loongplug[parquet]'")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows[:1]), tmp_path / "rows.parquet")

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from image_units import ENCODER, image_units
 
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.extents import RowExtent
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 def texts(*lengths: int) -> list[list[Any]]:
-    return [[np.zeros(length) for length in lengths]]
+    return [[RowExtent(lengths=(length,)) for length in lengths]]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_folder_without_a_video_processor_refuses_videos_only(
         processor, tmp_path / "hf", lambda f: (f / "video_preprocessor_config.json").unlink()
     )
     dataset = ChatDataset(rows, processor=without, seq_length=64, training_phase="sft")
-    assert len(dataset[0].grids) == 1
+    assert len(dataset[0].extent.media) == 1
     message = r"rows\.jsonl:2: .* no video processor in .*hf: copy video_preprocessor_config\.json"
     with pytest.raises(ValueError, match=message):
         dataset[1]

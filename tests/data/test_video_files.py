@@ -5,23 +5,25 @@ import wave
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from image_units import batch_of_extents
+from surveyed import dataset_of_media, grids_of, media_in, survey_of
 from transformers.video_utils import VideoMetadata
 from video_reference import Family, row_of
 
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.check import RowChecker
 from loongplug.data.conversation import VideoClip, VideoFile
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import MediaLoader
+from loongplug.data.media import MediaLoader, extent_of
 from loongplug.data.processor import Processor
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.units import UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
@@ -156,17 +158,12 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
 
     # What a run counts, and logs once.
     videos = VideoProcessor(processor, TIMESTAMPS)
-    load, met = UnitLoader(processor, videos=videos, cache_bytes=0), BadSamples()
+    met = BadSamples()
     taken = videos.clip(VideoFile(path, 30), where=WHERE)
     assert taken.indices[-1] == 52
-    unit = MediaBatch(
-        index=0,
-        encoder="image_encoder",
-        media=(taken,),
-        grids=(videos.grid(taken, where=WHERE),),
-        samples=(0,),
-        where=(WHERE,),
-    )
+    unit = batch_of_extents(extent_of(taken, videos.grid(taken, where=WHERE)))
+    rows = dataset_of_media([taken], processor, videos=videos, where=WHERE)
+    load = UnitLoader(rows, cache_bytes=0)
     for _ in range(2):
         loaded = load(unit)
         assert not loaded.bad
@@ -225,8 +222,8 @@ def test_data_check_counts_odd_videos_by_row(
     even = write_video("even.mp4", 12)
     shown = [row_of([{"type": "video", "video": name}]) for name in (even, odd, odd)]
     rows = JsonlIndex(write_rows(*shown))
-    checker = RowChecker(processor, seq_length=500, training_phase="sft")
-    checked = [checker.check(rows, index) for index in range(3)]
+    checker = partial(survey_of, processor)
+    checked = [checker(rows, index) for index in range(3)]
     assert [each.findings for each in checked] == [()] * 3
     remark = ("video", "stamps more than a frame from index / rate")
     assert [each.remarks for each in checked] == [(), (remark,), (remark,)]
@@ -257,7 +254,8 @@ def test_rows_agree_with_transformers(
         video_style=family.style,
     )
     sample = dataset[0]
-    vision = MediaLoader(family.processor, videos=dataset.videos).load(sample.media, where=WHERE)
+    loader = MediaLoader(family.processor, videos=dataset.videos)
+    vision = loader.load(media_in(dataset, 0), where=WHERE)
 
     every = np.stack(list(decode_all(tmp_path / name)))
     with av.open(str(tmp_path / name)) as container:
@@ -283,7 +281,7 @@ def test_rows_agree_with_transformers(
         ),
     )
     assert sample.input_ids.tolist() == features["input_ids"][0].tolist()
-    assert [list(grid) for grid in sample.grids] == features["video_grid_thw"].tolist()
+    assert [list(grid) for grid in grids_of(sample)] == features["video_grid_thw"].tolist()
     assert sample.position_ids.tolist() == positions[:, 0].tolist()
     assert torch.equal(vision.rows, features["pixel_values_videos"])
 

@@ -379,19 +379,19 @@ def shift_a_boundary(original: Any, lengths: Any, **of: Any) -> Any:
 
 
 @fault("all replicas train on one replica's samples", spec="planner-data.md S3, batch multisets")
-@at("loongplug.data.text_stream:microbatch_positions", where=lambda *_, **of: of["dp_size"] > 1)
+@at("loongplug.data.row_plan:microbatch_positions", where=lambda *_, **of: of["dp_size"] > 1)
 def same_samples_everywhere(original: Any, *args: Any, **of: Any) -> Any:
     return original(*args, **of | {"dp_rank": 0})
 
 
 @fault("a resumed run leaves out a microbatch", spec="planner-data.md S3, resume")
 @at(
-    "loongplug.data.source:padded_texts",
-    where=lambda *_, **of: of["consumed_samples"] > 0,
+    "loongplug.data.source:padded_slots",
+    where=lambda *_, **of: of["consumed"] > 0,
 )
 def resume_behind_a_microbatch(original: Any, *args: Any, **of: Any) -> Any:
-    if of["consumed_samples"]:
-        of["consumed_samples"] += of["micro_batch_size"] * of["dp_size"]
+    if of["consumed"]:
+        of["consumed"] += of["micro_batch_size"] * of["dp_size"]
     return original(*args, **of)
 
 

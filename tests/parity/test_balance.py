@@ -7,10 +7,10 @@ import pytest
 from image_units import ENCODER, media_batch
 from ranks import run_ranks
 
+from loongplug.data.assignment import Assignment
 from loongplug.data.microbatch import Share
-from loongplug.data.source import Assignment
-from loongplug.data.text_stream import padded_texts
-from loongplug.data.workers import IN_PROCESS
+from loongplug.data.order import SampleOrder
+from loongplug.data.row_plan import padded_slots
 from loongplug.hetero.modes import balance_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
@@ -38,17 +38,17 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[tuple[Share, ...], ...]]:
     balance = balance_of(parsed.args, parsed.model.encoder(ENCODER))
     planned = []
     for replica in range(cell.dp):
-        texts = padded_texts(
-            provider.train,
+        data = provider.train
+        slots = padded_slots(
+            SampleOrder(len(data), seed=parsed.args.seed),
             micro_batch_size=1,
             dp_rank=replica,
             dp_size=cell.dp,
-            seed=parsed.args.seed,
-            consumed_samples=0,
-            workers=IN_PROCESS,
+            consumed=0,
         )
         for _ in range(STEPS):
-            grids = [media_batch(n, next(texts)).grids for n in range(cell.microbatches)]
+            rows = [next(slots).rows for _ in range(cell.microbatches)]
+            grids = [media_batch(each, data.text_parts(each)).grids for each in rows]
             planned.append(balance.assign(grids, replicas=cell.encoder_replicas))
     return planned
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 from ranks import RankError, run_ranks
+from surveyed import settings_of
 
 from loongplug.data.blend import open_rows
+from loongplug.data.check import index
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.index import index
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import load_processor
 from loongplug.data.rows import RowAccess
@@ -148,8 +149,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     noted = json.loads((tmp_path / "run" / "loongplug_data.json").read_text())
     assert noted["settings"]["train_template_thought"] is False
     assert "multi_turn" not in noted["settings"]
-    options = {"tokenizer_model": processor, "training_phase": "sft", "processes": 1}
-    index([str(data)], **options, access=RowAccess(media_root=demo))
+    index([str(data)], settings_of(processor, access=RowAccess(media_root=demo)), processes=1)
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
     capfd.readouterr()

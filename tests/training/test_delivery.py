@@ -1,6 +1,5 @@
 """The rows of two encoders' units, on the ranks that encode them, and word of bad samples."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ from ranks import run_ranks
 
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.coded_media import CodedMedia
-from loongplug.data.conversation import AudioClip, Medium
+from loongplug.data.extents import MediumExtent
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
-from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
 from loongplug.training.delivery import News, ReplicaDelivery, deliver, loaded_replicas
 
 pytestmark = pytest.mark.quick
@@ -53,23 +52,17 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
         def load() -> LoadedUnit:
             order.append((index, encoder))
             return LoadedUnit(
-                index=index,
-                encoder=encoder,
                 rows=rows_of(index, encoder),
                 bad={number: BadSample(kind="pixels", message="of noise") for number in bad},
                 decoded=len(media),
             )
 
-        nothing: tuple[Medium, ...] = (AudioClip(Path("a.wav"), samples=1),) * len(media)
+        heard = (
+            UnitMedium(sample, 0, number, MediumExtent("audio", (1, 1, rows)))
+            for number, (rows, sample) in enumerate(media)
+        )
         return planned_whole(
-            MediaBatch(
-                index=index,
-                encoder=encoder,
-                media=nothing,
-                grids=tuple((1, 1, rows) for rows, _ in media),
-                samples=tuple(sample for _, sample in media),
-                where=("rows.jsonl:1",) * len(media),
-            ),
+            MediaBatch(index=index, encoder=encoder, media=tuple(heard)),
             load if replica in loaded_replicas(replicas, rank=rank) else None,
             replica=replica,
         )
@@ -133,17 +126,11 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[torch.dtype]]:
         return broadcast(rows, **options)
 
     dist.broadcast = watched
-    media = MediaBatch(
-        index=0,
-        encoder="eyes",
-        media=(Path("image.png"),),
-        grids=((1, 1, 3),),
-        samples=(0,),
-        where=("rows.jsonl:1",),
-    )
+    seen = UnitMedium(0, 0, 0, MediumExtent("image", (1, 1, 3)))
+    media = MediaBatch(index=0, encoder="eyes", media=(seen,))
 
     def load() -> LoadedUnit:
-        return LoadedUnit(index=0, encoder="eyes", rows=BYTES, bad={}, decoded=1)
+        return LoadedUnit(rows=BYTES, bad={}, decoded=1)
 
     delivery = ReplicaDelivery(
         [(0, 1)],

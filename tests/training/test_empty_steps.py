@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from ranks import run_ranks
+from surveyed import settings_of
 from sweeps import sweep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from loongplug.data.index import index
+from loongplug.data.check import index
 from loongplug.data.order import epoch_permutation
 from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
@@ -103,10 +104,8 @@ def test_a_step_without_a_usable_sample_changes_nothing(
     """And a run that resumes behind it goes on as one that was not stopped, to the last bit."""
     ranks, layout, empty = CASES[name]
     data = rows(empty)
-    access = RowAccess(media_root=demo)
-    index(
-        [data], tokenizer_model=demo / "processor", training_phase="sft", access=access, processes=1
-    )
+    settings = settings_of(demo / "processor", access=RowAccess(media_root=demo))
+    index([data], settings, processes=1)
     line = [
         *(*flags, "--micro-batch-size", "1", "--global-batch-size", str(BATCH), *layout),
         *("--train-data-path", data, "--media-root", str(demo), "--bad-sample", "skip"),

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from command_lines import command_line
+from surveyed import settings_of
 
+from loongplug.data.check import index
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.index import index
+from loongplug.data.order import SampleOrder
 from loongplug.data.processor import load_processor
+from loongplug.data.row_plan import Packing, PackStream
 from loongplug.data.rows import RowAccess
-from loongplug.data.text_stream import PackedTexts
-from loongplug.data.workers import IN_PROCESS
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.rows import training_rows, validation_rows
 
@@ -86,7 +87,7 @@ def test_packs_are_counted_by_the_index(flags: list[str], demo: Path, tmp_path: 
         parsed(line)
     assert f"`loongplug data index {data} --tokenizer-model " in str(raised.value)
     folder, access = demo / "processor", RowAccess(media_root=demo)
-    index([str(data)], tokenizer_model=folder, training_phase="sft", access=access, processes=1)
+    index([str(data)], settings_of(folder, access=access), processes=1)
     args = parsed(line)
     dataset = ChatDataset(
         training_rows(args),
@@ -94,19 +95,12 @@ def test_packs_are_counted_by_the_index(flags: list[str], demo: Path, tmp_path: 
         seq_length=80,
         training_phase="sft",
     )
-    packs = PackedTexts(
-        dataset,
-        look_ahead=16,
-        dp_rank=0,
-        dp_size=1,
-        seed=args.seed,
-        consumed_packs=0,
-        resume=None,
-        workers=IN_PROCESS,
-    )
+    packing = Packing(seq_length=80, look_ahead=16)
+    order = SampleOrder(64, seed=args.seed)
+    packs = PackStream(lambda at: len(dataset[order.index(at)]), packing=packing)
     seen: Counter[str] = Counter()
     count = 0
     while len(seen) < 64 or min(seen.values()) < 2:
-        seen.update(sample.where for sample in next(packs))
+        seen.update(map(str, order.indices(packs.next())))
         count += 1
     assert args.train_iters == -(-count // 4)

@@ -10,7 +10,8 @@ from cut_images import cut
 from ranks import RankError
 from sweeps import sweep
 
-from loongplug.data.source import Assignment, LocalSource
+from loongplug.data.assignment import Assignment
+from loongplug.data.source import LocalSource
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,9 @@ def planned(rank: int, *, flags: list[str], of_steps: Path) -> Steps:
 
     def of(self: Assignment, numbers: range, media: Any, *, step: int) -> Any:
         source = loaders[-1]
-        asked.setdefault(id(source), []).append([*range(source._index, source._index + len(media))])
+        blocks = asked.setdefault(id(source), [])
+        first = sum(map(len, blocks))
+        blocks.append([*range(first, first + len(media))])
         return original(self, numbers, media, step=step)
 
     def planning(self: LocalSource) -> None:

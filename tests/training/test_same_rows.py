@@ -15,14 +15,22 @@ from sweeps import sweep
 
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import Sample
+from loongplug.data.extents import MediumExtent, RowExtent
 from loongplug.data.packing import PackingState
-from loongplug.data.text_stream import ResumePoint
+from loongplug.data.row_plan import ResumePoint
 from loongplug.parallel.verdict import SharedFaultError
 from loongplug.training import same_start
 from loongplug.training.run import run
 from loongplug.training.same_start import SameRows
 
-SAMPLE = replace(Sample.blank(), input_ids=np.arange(7), grids=((1, 4, 6),), where="rows.jsonl:3")
+
+def of_grids(*grids: tuple[int, int, int]) -> RowExtent:
+    return RowExtent(media=tuple(MediumExtent("image", grid) for grid in grids))
+
+
+SAMPLE = replace(
+    Sample.blank(), input_ids=np.arange(7), extent=of_grids((1, 4, 6)), where="rows.jsonl:3"
+)
 MISSING = Sample.blank(BadSample("media", "rows.jsonl:3: a.png is not there"))
 
 
@@ -44,7 +52,7 @@ def ranks(store: dist.Store) -> list[SameRows]:
     [
         (replace(SAMPLE, input_ids=np.arange(8)), "rows.jsonl:3: 8 tokens (digest "),
         (replace(SAMPLE, input_ids=np.arange(1, 8)), "rows.jsonl:3: 7 tokens (digest "),
-        (replace(SAMPLE, grids=((1, 6, 4),)), "rows.jsonl:3: 7 tokens (digest "),
+        (replace(SAMPLE, extent=of_grids((1, 6, 4))), "rows.jsonl:3: 7 tokens (digest "),
         (MISSING, "rows.jsonl:3: a.png is not there: left out (media) on rank 1, 7 tokens"),
     ],
 )
@@ -69,12 +77,12 @@ def test_a_row_that_differs_is_named_with_two_ranks(
 @pytest.mark.quick
 def test_what_is_kept_and_said_is_short(store: dist.Store, ranks: list[SameRows]) -> None:
     where = f"{'folder/' * 99}rows.jsonl:12345678"
-    video = replace(SAMPLE, grids=((1, 4, 6),) * 500, where=where)
+    video = replace(SAMPLE, extent=of_grids(*[(1, 4, 6)] * 500), where=where)
     first, second = ranks
     first("training", 0, 0, [video] * 100, None)
     assert len(store.get("training/0/0")) < 2000
     missing = Sample.blank(BadSample("media", f"{where}: {'no file ' * 99}"))
-    for other in (replace(video, grids=(*video.grids[1:], (1, 6, 4))), missing):
+    for other in (replace(video, extent=of_grids(*[(1, 4, 6)] * 499, (1, 6, 4))), missing):
         with pytest.raises(SharedFaultError) as raised:
             second("training", 0, 0, [*[video] * 99, other], None)
         assert len(str(raised.value)) <= 500

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from surveyed import settings_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from loongplug.checkpoint.notes import CARRIED_FOLDER
-from loongplug.data.index import index
+from loongplug.data.check import index
 from loongplug.training import run as training_run
 from loongplug.training.run import run
 
@@ -97,7 +98,7 @@ def test_an_encoder_without_media_is_named_at_the_start_by_an_index(flags, demo,
     given = [*flags, "--train-data-path", str(data)]
     idle = "image_encoder trains, but has no media: weight decay alone moves it. Freeze it."
     assert idle not in run_ranks(lines_of_the_start, 1, flags=given)[0]
-    index([str(data)], tokenizer_model=demo / "processor", training_phase="sft", processes=1)
+    index([str(data)], settings_of(demo / "processor"), processes=1)
     assert idle in run_ranks(lines_of_the_start, 1, flags=given)[0]
     frozen = [*given, "model.image_encoder.freeze=true"]
     assert idle not in run_ranks(lines_of_the_start, 1, flags=frozen)[0]

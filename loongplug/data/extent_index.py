@@ -1,0 +1,194 @@
+"""The index of extents that is kept of a data file, and whether it fits.
+
+With it, steps are planned without reading any row. It is bound to the rows and to all settings
+that decide on extents. Media are not among them: there are too many to look at. So what is loaded
+is compared with the index.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongplug.data import kept_files
+from loongplug.data.blend import Blend, Rows, Source, sources_of
+from loongplug.data.energon import EnergonRows
+from loongplug.data.extents import ExtentTable, RowExtent
+from loongplug.data.fingerprint import processor_digest, source_digest
+from loongplug.data.rows import MAX_ROW_MIB
+from loongplug.data.survey import SurveySettings
+
+_ANY = "any"  # no row's turns differ, whatever --multi-turn says of them
+_LAST = ".last"  # in the name of an index of that rule
+
+
+class NotKeptError(ValueError):
+    """There is no place for an index."""
+
+
+@dataclass(frozen=True)
+class IndexedExtents:
+    """The extents of all rows, by the index of each of their files."""
+
+    rows: Rows
+    tables: tuple[ExtentTable, ...]  # of each source
+
+    @classmethod
+    def of(cls, rows: Rows, settings: SurveySettings) -> Self | None:
+        """None, unless each file has an index; ValueError as of :func:`kept_table`."""
+        found = [kept_table(source, settings) for source in sources_of(rows)]
+        tables = tuple(table for table in found if table is not None)
+        return cls(rows, tables) if len(tables) == len(found) else None
+
+    def row(self, index: int) -> RowExtent:
+        """That of one row."""
+        if not isinstance(self.rows, Blend):
+            return self.tables[0].row(index)
+        source, row = self.rows.find(index)
+        return self.tables[source].row(row)
+
+    def lengths(self, *, seq_length: int) -> NDArray[np.int32]:
+        """Tokens of each row's sample, [rows]; 0: it cannot be used, or is too long."""
+        tokens = self.by_row("tokens")
+        return np.where(tokens > seq_length, 0, tokens)
+
+    def by_row(self, name: str) -> NDArray[np.int32]:
+        """The values of so named an array of the tables, [rows]; a blend repeats some."""
+        values = [getattr(table, name) for table in self.tables]
+        return self.rows.spread(values) if isinstance(self.rows, Blend) else values[0]
+
+
+def made_of(source: Source, settings: SurveySettings) -> dict[str, Any]:
+    """What an index of the source's rows is bound to, as plain data; reads the files."""
+    return {
+        "rows": source_digest(source),
+        "processor": processor_digest(settings.folder),
+        "settings": {
+            "training_phase": settings.training_phase,
+            "video_timestamps": settings.timestamps,
+            "video_fps": settings.video_fps,
+            "special_tokens_in_text": settings.special_tokens_in_text,
+            "multi_turn": settings.multi_turn,
+            "max_row_mib": settings.access.max_row_mib,
+            "confine_media": settings.access.confine_media,
+            "ignore_keys": settings.access.ignored,
+            "columns": settings.access.names,
+            **settings.pixel_limits.given(),
+        },
+    }
+
+
+def command_for(source: Source, settings: SurveySettings) -> str:
+    """The command line that makes the index."""
+    access = settings.access
+    values = {
+        "tokenizer_model": settings.folder,
+        "training_phase": settings.training_phase,
+        "media_root": access.media_root,
+        "video_fps": settings.video_fps,
+        "index_dir": settings.index_dir,
+        **settings.pixel_limits.given(),
+        "max_row_mib": None if access.max_row_mib == MAX_ROW_MIB else access.max_row_mib,
+        "ignore_keys": access.ignore_keys if access.ignored else None,
+        "columns": access.columns if access.names else None,
+        "multi_turn": None if settings.multi_turn == "split" else settings.multi_turn,
+    }
+    words = ["loongplug", "data", "index", str(path_of(source))]
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--confine-media"] * access.confine_media
+    words += ["--special-tokens-in-text"] * settings.special_tokens_in_text
+    return shlex.join(words)
+
+
+def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
+    """The source's index, memory-mapped; None without one.
+
+    Raises:
+        ValueError: it is damaged, or of other rows or settings; with the command that makes it
+            again.
+    """
+    problems = []
+    names = [*([_LAST] if settings.multi_turn == "last" else []), ""]
+    places = [place for name in names for place in _places_of(source, settings, name)]
+    for place in filter(Path.is_file, places):
+        try:
+            known, table = ExtentTable.read(place)
+            if known["settings"]["multi_turn"] == _ANY:
+                known["settings"]["multi_turn"] = settings.multi_turn
+            if change := _change(known, made_of(source, settings)):
+                raise ValueError(f"is of other rows or settings ({change})")
+        except ValueError as error:
+            problems.append(f"{place} {error}")
+        else:
+            return table
+    if not problems:
+        return None
+    raise ValueError(
+        f"{problems[0]}: make it again with `{command_for(source, settings)}`, or remove it to go"
+        " on without an index."
+    )
+
+
+def keep_table(
+    source: Source,
+    table: ExtentTable,
+    settings: SurveySettings,
+    *,
+    known: dict[str, Any],
+    turns_differ: bool,
+) -> Path:
+    """Write the index, of what is ``known`` of the source, in the first place that takes it.
+
+    Where no row's turns differ, it holds for any ``--multi-turn``; else each rule has its own.
+    """
+    known = {**known, "settings": {**known["settings"]}}
+    if not turns_differ:
+        known["settings"]["multi_turn"] = _ANY
+    name = _LAST if known["settings"]["multi_turn"] == "last" else ""
+    refusals = []
+    for place in _places_of(source, settings, name):
+        try:
+            table.write(place, known)
+        except OSError as error:
+            refusals.append(f"{place.parent}: {error.strerror}")
+        else:
+            return place
+    raise NotKeptError(
+        f"The index of {path_of(source)} cannot be kept anywhere ({'; '.join(refusals)}): make"
+        " room, or set XDG_CACHE_HOME to a folder that has some."
+    )
+
+
+def path_of(source: Source) -> Path:
+    """The file or folder that was named for the source."""
+    return source.folder if isinstance(source, EnergonRows) else source.path
+
+
+def _places_of(source: Source, settings: SurveySettings, name: str) -> list[Path]:
+    split = f".{source.split or 'all'}" if isinstance(source, EnergonRows) else ""
+    beside, cached = kept_files.places(path_of(source).absolute(), suffix=f"{split}{name}.lengths")
+    folder = settings.index_dir
+    return [beside, cached] if folder is None else [folder / beside.name]
+
+
+def _change(found: Any, expected: Mapping[str, Any]) -> str:
+    """The first setting that differs; nothing where none does."""
+    before, now = dict(_flat(found)), dict(_flat(expected))
+    for name in (*now, *before):
+        if before.get(name) != now.get(name):
+            return f"{name} was {before.get(name)}, is {now.get(name)}"
+    return ""
+
+
+def _flat(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        yield name, values
+        return
+    for key, value in values.items():
+        yield from _flat(value, f"{name} {key}".strip())

@@ -1,0 +1,184 @@
+"""Which rows each microbatch has: padded ones, packs, and those of an evaluation. Pure."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count, cycle, islice
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongplug.data.order import SampleOrder, microbatch_positions
+from loongplug.data.packing import Pack, PackingState, PackPlanner, packs_once
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A place in a stream of packs, to go on from without planning what is before it."""
+
+    packs: int  # how many there are before
+    state: PackingState
+
+    def plain(self) -> dict[str, Any]:
+        """As lists and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, data: dict[str, Any]) -> Self:
+        """What :meth:`plain` gave."""
+        held = tuple((position, length) for position, length in data["state"]["held"])
+        return cls(data["packs"], PackingState(read=data["state"]["read"], held=held))
+
+
+START = ResumePoint(0, PackingState(read=0, held=()))
+
+
+class Slot(NamedTuple):
+    """A microbatch of one data parallel rank before anything of it is read."""
+
+    rows: tuple[int, ...]
+    begins: ResumePoint | None = None  # where a stream of packs goes on that begins with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How a stream of rows is packed: see :class:`~loongplug.data.packing.PackPlanner`."""
+
+    seq_length: int
+    look_ahead: int
+
+
+def padded_slots(
+    order: SampleOrder, *, micro_batch_size: int, dp_rank: int, dp_size: int, consumed: int
+) -> Iterator[Slot]:
+    """Rows of their own, from so many ``consumed`` samples on. Endless."""
+    for start in count(consumed, micro_batch_size * dp_size):
+        positions = microbatch_positions(
+            start, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size
+        )
+        yield Slot(tuple(order.indices(positions)))
+
+
+class PackStream:
+    """The packs of an endless stream of samples, of all ranks, one after the other.
+
+    ``length`` tells the tokens of the sample at a position. It is asked first for those that are
+    held back at ``place``, then for the others in their order, for each once; an index may have
+    been made again since the place was noted. No collectives: ranks with equal lengths get the same
+    packs.
+    """
+
+    def __init__(
+        self, length: Callable[[int], int], *, packing: Packing, place: ResumePoint = START
+    ) -> None:
+        self._length = length
+        held = tuple((position, length(position)) for position, _ in place.state.held)
+        self._planner = PackPlanner(
+            seq_length=packing.seq_length,
+            look_ahead=packing.look_ahead,
+            state=PackingState(read=place.state.read, held=held),
+        )
+        self.given = place.packs  # so far
+
+    def next(self) -> Pack:
+        """The positions of the next pack's samples."""
+        while (pack := self._planner.next_pack()) is None:
+            self._planner.add(self._length(self._planner.read))
+        self.given += 1
+        return pack
+
+    def slots(
+        self,
+        order: SampleOrder,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        consumed: int,
+        taken: Callable[[Pack, bool], None] = lambda pack, own: None,
+    ) -> Iterator[Slot]:
+        """The packs of one rank from so many ``consumed`` on: ranks take one each at a time.
+
+        ``taken`` is called with each pack, and whether it is the rank's own.
+        """
+        for first in count(consumed, dp_size):
+            while self.given < first:
+                taken(self.next(), False)
+            begins = ResumePoint(self.given, self._planner.state)
+            for _ in range(dp_rank):
+                taken(self.next(), False)
+            pack = self.next()
+            taken(pack, True)
+            yield Slot(tuple(order.indices(pack)), begins)
+
+
+def packs_of_epochs(lengths: NDArray[np.int32], *, seed: int, packing: Packing, epochs: int) -> int:
+    """How many packs of the stream hold all samples of its first epochs.
+
+    The last of them may be filled up with samples of the next epoch.
+    """
+    order = SampleOrder(len(lengths), seed=seed)
+    packs = PackStream(lambda at: int(lengths[order.index(at)]), packing=packing)
+    while packs.next()[0] < epochs * len(lengths):  # a pack's first sample has waited longest
+        pass
+    return packs.given - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The places of an evaluation, all ranks' together: a row each or, with ``packs``, a pack.
+
+    Rows come in their order, each once. Places behind the last row are blank. All follows from the
+    rows' number or lengths alone, so that ranks need not ask each other when an evaluation ends.
+    """
+
+    rows: int  # that are evaluated
+    of_rows: int  # that there are
+    batch: int  # places of a step
+    packs: tuple[Pack, ...] | None
+
+    @classmethod
+    def plan(
+        cls,
+        rows: int,
+        *,
+        batch: int,
+        most_steps: int | None,
+        packing: Packing | None = None,
+        lengths: Iterable[int] = (),
+    ) -> Self:
+        """Of all ``rows``, or of the first, as many as ``most_steps`` have places for.
+
+        With ``packing``, by the rows' ``lengths``, of which no more are asked than it takes.
+        """
+        places = rows if most_steps is None else min(rows, most_steps * batch)
+        if packing is None:
+            return cls(rows=places, of_rows=rows, batch=batch, packs=None)
+        found = packs_once(lengths, seq_length=packing.seq_length, look_ahead=packing.look_ahead)
+        packs = tuple(islice(found, places))
+        return cls(rows=sum(map(len, packs)), of_rows=rows, batch=batch, packs=packs)
+
+    @property
+    def steps(self) -> int:
+        """How many there are, the last of which may be short."""
+        places = self.rows if self.packs is None else len(self.packs)
+        return -(-places // self.batch)
+
+    def rows_at(self, places: range) -> tuple[int, ...]:
+        """The rows of these places; none of blank ones."""
+        if self.packs is None:
+            return tuple(place for place in places if place < self.rows)
+        return tuple(row for pack in self.packs[places.start : places.stop] for row in pack)
+
+    def slots(self, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[Slot]:
+        """One rank's microbatches of one evaluation after the other."""
+        # As of training: neighbours are made at one time, by all ranks together.
+        first, each = dp_rank * micro_batch_size, dp_size * micro_batch_size
+        for start in cycle(range(first, self.steps * self.batch, each)):
+            yield Slot(self.rows_at(range(start, start + micro_batch_size)))
+
+    def __str__(self) -> str:
+        packed = "" if self.packs is None else f" in {len(self.packs)} packs"
+        return (
+            f"{self.rows} of {self.of_rows} rows{packed}, each once, in {self.steps} steps of "
+            f"{self.batch}"
+        )
