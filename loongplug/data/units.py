@@ -130,7 +130,7 @@ class LoadedUnit:
     odd: OddVideos = field(default_factory=list)  # among these
 
     def pin_memory(self) -> "LoadedUnit":
-        """The same with rows in page-locked memory (torch's data loader asks for it)."""
+        """The same with rows in page-locked memory; a pool asks for it."""
         return replace(self, rows=self.rows.pin_memory())
 
 
