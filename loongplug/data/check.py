@@ -57,7 +57,10 @@ def check(
                 title="checking rows",
             )
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(found.kinds.items()))
-    found.tell(f"{found.rows} rows", f"{found.bad} cannot be used ({counts})." if found.bad else "all can be used.")
+    found.tell(
+        f"{found.rows} rows",
+        f"{found.bad} cannot be used ({counts})." if found.bad else "all can be used.",
+    )
     if found.lengths:
         tokens = [each for each, _, _ in found.lengths]
         console.print(fill_words(tokens, seq_length=seq_length), highlight=False, soft_wrap=True)

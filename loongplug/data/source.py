@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, count, islice, repeat, tee
@@ -24,7 +25,7 @@ from loongplug.data.row_plan import (
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.survey import MAKE_AGAIN
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
-from loongplug.data.workers import IN_PROCESS, Pool, Work, WorkerSettings
+from loongplug.data.workers import IN_PROCESS, Pool, WorkerSettings
 
 _MEDIA_CACHE_BYTES = 256 * 2**20
 _CHUNK = 16  # samples that are measured at a time
@@ -234,7 +235,7 @@ class LocalSource:
         texts = [self._next_text() for _ in numbers]
         rows, extents = [each.rows for each in texts], [each.extents for each in texts]
         media = media_of(rows, extents, self._encoders, first=texts[0].number)
-        plans: dict[str, tuple[Any, Work[Any]]] = {}
+        plans: dict[str, tuple[Any, Future[Any]]] = {}
         for name, assignment in assignments.items():
             if assignment.by_plan is not None and self._settings.processes:
                 grids = [each.grids for each in media[name]]
@@ -374,7 +375,7 @@ class _Load:
     """A share's media, which are to be loaded here."""
 
     unit: MediaBatch
-    work: Work[LoadedUnit] | None = None
+    work: Future[LoadedUnit] | None = None
 
 
 class _Text(NamedTuple):
@@ -394,7 +395,7 @@ class _Draft(NamedTuple):
     step: int
     texts: Sequence[_Text]
     media: Mapping[str, Sequence[MediaBatch]]
-    plans: Mapping[str, tuple[Any, Work[Any]]]
+    plans: Mapping[str, tuple[Any, Future[Any]]]
 
 
 def _as_planned(sample: Sample, extent: RowExtent) -> Sample:

@@ -129,7 +129,7 @@ class LoadedUnit:
         return self.rows.nbytes
 
     def pin_memory(self) -> "LoadedUnit":
-        """The same with rows in page-locked memory."""
+        """The same with rows in page-locked memory; a pool asks for it."""
         return replace(self, rows=self.rows.pin_memory())
 
 

@@ -1,16 +1,27 @@
-"""Work ahead of its use in background processes, by torch's data loader."""
+"""Work ahead of its use, in forked processes.
 
+Not by concurrent.futures' own pool: it waits for its jobs when the interpreter exits and, for
+ever, for the rest of a result whose process was killed as it sent it.
+"""
+
+import atexit
 import gc
 import os
 import signal
+import sys
 import threading
 import traceback
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
-from typing import Any
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from queue import SimpleQueue
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,8 +38,9 @@ class ProcessDiedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """How much runs ahead: ``processes * depth`` results at most wait for their use.
+    """How much of a stream runs ahead: ``processes * depth`` results at most wait for their use.
 
+    Nothing is begun while those that wait come to more than ``most_bytes``, by their ``nbytes``.
     Without processes, each result is made when it is asked for. ``pin_memory`` moves results to
     page-locked memory, from which copies to a GPU need not be waited for.
     """
@@ -36,108 +48,138 @@ class WorkerSettings:
     processes: int = 0
     depth: int = 2
     pin_memory: bool = False
+    most_bytes: int = 512 * 2**20
 
 
 IN_PROCESS = WorkerSettings()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An exception as it leaves its process: exceptions themselves need not survive pickling."""
+class Pool[Job, Made]:
+    """Makes results of jobs in forked processes or, without some, here when they are asked for.
 
-    message: str
-    expected: bool  # a ValueError, which says everything itself
-    trace: str
-
-
-class Background[Item, Result](Iterator[Result]):
-    """``function(item)`` for each of ``items``, in their order, whatever process made it.
-
-    The processes are forked when the first result is asked for, so they see ``function`` as it is
-    then, and what it keeps (caches) is each one's own. ``items`` are taken in this process, as
-    far ahead as ``settings`` allow.
+    The processes are forked at the first job, so they see ``make`` as it is then, and what it
+    keeps (caches) is each one's own. There a ValueError stays one, with its message; anything else
+    becomes a RuntimeError. Once a process has died, all else ends in a ProcessDiedError.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Item], Result],
-        items: Iterator[Item],
-        *,
-        settings: WorkerSettings,
-    ) -> None:
-        self._function = function
-        self._items = _Once(items)
-        self._settings = settings
-        self._results: Iterator[tuple[Result, _Failure | None]] | None = None
-        self._died: ProcessDiedError | None = None
+    def __init__(self, make: Callable[[Job], Made], *, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self._make = make
+        self._jobs: SimpleQueue[tuple[Job, Future[Made]] | None] = SimpleQueue()
+        self._processes: list[ForkProcess] = []
+        self.over: Exception | None = None
 
-    def __next__(self) -> Result:
-        """The next result.
+    def submit(self, job: Job) -> Future[Made]:
+        """Begin a job, or leave it to whoever asks for its result first."""
+        if self.settings.processes == 0:
+            return _Late(partial(self._make, job))
+        if self.over is not None:
+            raise self.over
+        if not self._processes:
+            self._fork()
+        work = Future[Made]()
+        self._jobs.put((job, work))
+        return work
 
-        Raises:
-            ValueError: the function raised one; with its message.
-            RuntimeError: the function raised something else, or a process has died (a
-                ProcessDiedError). Once one has died, every call says so.
-            Exception: what the items raised, as it was, behind the results of those before.
-        """
-        if self._settings.processes == 0:
-            return self._function(next(self._items.items))
-        # Torch's iterator raises a death once; asked again, it just ends. The first caller may be
-        # one that works ahead and keeps the error for later.
-        if self._died is not None:
-            raise self._died
-        if self._results is None:
-            self._results = self._start()
-        try:
-            result, failure = next(self._results)
-        except StopIteration:
-            if self._items.error is not None:
-                raise self._items.error from None
-            raise
-        # RuntimeError is torch's, when it finds a process gone; the others come of asking one for
-        # the memory of a result that it announced before it died.
-        except (RuntimeError, OSError, EOFError) as error:
-            self._died = ProcessDiedError(
-                f"A data loading process has died: {error or type(error).__name__}. The usual"
-                " reason is a lack of memory: give a smaller --num-workers."
-            )
-            raise self._died from error
-        if failure is None:
-            return result
-        if failure.expected:
-            raise ValueError(failure.message)
-        raise RuntimeError(f"In a data loading process: {failure.message}\n{failure.trace}")
+    def ordered(self, jobs: Iterator[Job]) -> "Ordered[Job, Made]":
+        """The results of ``jobs`` in their order, taken here as far ahead as settings allow."""
+        return Ordered(self, jobs)
 
     def close(self) -> None:
         """End the processes; nothing more can be asked for."""
-        self._items = _Once(iter(()))
-        self._results = None
+        atexit.unregister(self.close)
+        self._end(RuntimeError("This pool of data loading processes is closed."))
+        for process in self._processes:
+            self._jobs.put(None)
+            process.join()
 
-    def _start(self) -> Iterator[tuple[Result, _Failure | None]]:
-        import torch  # not above: few rows are read without it
-        from torch.utils.data import DataLoader
-
-        loader: DataLoader[Any] = DataLoader(
-            _Task(self._function),  # type: ignore[arg-type]  # it needs no base class
-            sampler=self._items,
-            batch_size=None,  # an item may hold anything
-            collate_fn=_unchanged,
-            num_workers=self._settings.processes,
-            prefetch_factor=self._settings.depth,
-            pin_memory=self._settings.pin_memory,
-            multiprocessing_context="fork",  # the function need not be pickled
-            worker_init_fn=_begin,
-            generator=torch.Generator(),  # by default it draws from the one that training uses
-        )
-        before = signal.getsignal(signal.SIGCHLD)
+    def _fork(self) -> None:
+        context, connections = get_context("fork"), []
         with _garbage_stays_here(), signals_wait():
-            results = iter(loader)
-        # Torch's handler raises wherever the main thread is when a process dies, in the middle of
-        # a step. That it is dead shows when its results are waited for: there it can be told.
-        # None is a handler that was not set from Python, and cannot be set again from here.
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, before)
-        return results
+            for _ in range(self.settings.processes):
+                here, there = context.Pipe()
+                process = context.Process(target=_work, args=(self._make, there), daemon=True)
+                process.start()
+                there.close()  # else its end would not show here
+                self._processes.append(process)
+                connections.append(here)
+            for each in zip(self._processes, connections, strict=True):
+                threading.Thread(target=self._speak, args=each, daemon=True).start()
+            atexit.register(self.close)  # else they get SIGTERM, which training does not end by
+
+    def _speak(self, process: ForkProcess, connection: Connection) -> None:
+        """Have one process make what is asked for."""
+        for job, work in iter(self._jobs.get, None):
+            if not work.set_running_or_notify_cancel():
+                continue
+            try:
+                if self.over is not None:
+                    raise self.over
+                connection.send(job)
+                made, error = connection.recv()
+                if error is not None:
+                    raise error
+                pinned = self.settings.pin_memory and hasattr(made, "pin_memory")
+                work.set_result(made.pin_memory() if pinned else made)
+            # OSError also of asking a process for the memory of a result, when it is dead by then.
+            except (OSError, EOFError) as ended:
+                process.join(1.0)
+                # Not what the pipe said: "reset by peer" is read as the word of another rank.
+                how = ended if process.exitcode is None else f"exit code {process.exitcode}"
+                died = ProcessDiedError(
+                    f"A data loading process has died: process {process.pid}, {how}. The usual"
+                    " reason is a lack of memory: give a smaller --num-workers."
+                )
+                work.set_exception(self._end(died))
+            except Exception as error:
+                work.set_exception(error)
+            made = job = work = None  # type: ignore[assignment]  # wait for none with them in hand
+        connection.close()
+
+    def _end(self, why: Exception) -> Exception:
+        self.over = self.over or why
+        for process in self._processes:
+            process.kill()
+        return self.over
+
+
+class Ordered[Job, Made](Iterator[Made]):
+    """The results of jobs in their order, whatever process made them."""
+
+    def __init__(self, pool: Pool[Job, Made], jobs: Iterator[Job]) -> None:
+        self._pool, self._jobs = pool, jobs
+        self._begun: deque[Future[Made]] = deque()
+        self._end: Exception | None = None
+
+    def __next__(self) -> Made:
+        """The next result, or its error; behind the last one, what the jobs raised, as it was."""
+        settings = self._pool.settings
+        while self._end is None and len(self._begun) <= settings.processes * settings.depth:
+            made = [each.result() for each in self._begun if each.done() and not each.exception()]
+            waiting = sum(getattr(each, "nbytes", 0) for each in made)
+            if self._begun and waiting > settings.most_bytes:
+                break
+            try:
+                self._begun.append(self._pool.submit(next(self._jobs)))
+            except Exception as error:  # StopIteration, too
+                self._end = error
+        if self._begun:
+            return self._begun.popleft().result()
+        assert self._end is not None
+        raise self._pool.over or self._end
+
+
+class Background[Item, Result](Ordered[Item, Result]):
+    """``function(item)`` for each of ``items``, from a pool of its own."""
+
+    def __init__(
+        self, function: Callable[[Item], Result], items: Iterator[Item], *, settings: WorkerSettings
+    ) -> None:
+        super().__init__(Pool(function, settings=settings), items)
+
+    def close(self) -> None:
+        """End the processes; nothing more can be asked for."""
+        self._pool.close()
 
 
 @contextmanager
@@ -164,7 +206,7 @@ def map_rows[T](
     Without a number of ``processes``, one for each processor works. What ``task`` returns must be
     picklable.
 
-    Raises ValueError when a process was killed, and otherwise as :class:`Background` does.
+    Raises ValueError when a process was killed, and otherwise as a :class:`Pool` does.
     """
     if processes is None:
         processes = len(os.sched_getaffinity(0))
@@ -175,9 +217,7 @@ def map_rows[T](
     settings = WorkerSettings(processes=several)
     work = Background(lambda rows: [task(row) for row in rows], iter(chunks), settings=settings)
     try:
-        with warnings.catch_warnings():  # torch's, of more processes than processors
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            first = list(islice(work, 1))  # forks before the progress bar starts its thread
+        first = list(islice(work, 1))  # forks before the progress bar starts its thread
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task(title, total=count)
             for values in chain(first, work):
@@ -192,43 +232,45 @@ def map_rows[T](
         work.close()
 
 
-class _Task[Item, Result]:
-    """The function as torch's data loader takes it."""
+class _Late[Made](Future[Made]):
+    """What is made when it is first asked for, once."""
 
-    def __init__(self, function: Callable[[Item], Result]) -> None:
-        self._function = function
+    def __init__(self, make: Callable[[], Made]) -> None:
+        super().__init__()
+        self._make = make
 
-    def __getitem__(self, item: Item) -> tuple[Result | None, _Failure | None]:
-        try:
-            return self._function(item), None
-        except ValueError as error:
-            return None, _Failure(str(error), expected=True, trace="")
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            return None, _Failure(message, expected=False, trace=traceback.format_exc())
-
-
-class _Once[Item]:
-    """An iterator as torch's data loader takes the order of its work.
-
-    It ends at an error, which is kept: torch's own would look no different.
-    """
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self.items = items
-        self.error: Exception | None = None
-
-    def __iter__(self) -> Iterator[Item]:
-        try:
-            yield from self.items
-        except Exception as error:
-            self.error = error
+    def result(self, timeout: float | None = None) -> Made:
+        if not self.done():
+            try:
+                self.set_result(self._make())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result(timeout)
 
 
-def _unchanged(result: Any) -> Any:
-    return result
-
-
-def _begin(worker: int) -> None:
-    # The tokenizer's threads do not survive the fork; it would warn of that.
+def _work[Job, Made](make: Callable[[Job], Made], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: whoever asked ends this process
+    # Threads do not survive the fork: the tokenizer's would warn of that, torch's wait for ever.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the other end is gone
+        while True:
+            job = connection.recv()
+            try:
+                connection.send((make(job), None))
+            # Exceptions themselves need not survive pickling.
+            except ValueError as error:
+                connection.send((None, ValueError(str(error))))
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+                connection.send((None, RuntimeError(f"In a data loading process: {said}")))
+
+
+def _end_with_the_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    while os.getppid() == parent.pid:  # processes that were forked later keep the sentinel quiet
+        wait([parent.sentinel], 2.0)
+    os._exit(1)

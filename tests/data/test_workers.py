@@ -3,12 +3,15 @@
 import gc
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
-from multiprocessing.popen_fork import Popen
+from multiprocessing import popen_fork
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import Processor
-from loongplug.data.workers import Background, WorkerSettings
+from loongplug.data.workers import IN_PROCESS, Background, Pool, WorkerSettings
 
 TWO = WorkerSettings(processes=2, depth=2)
 
@@ -94,13 +97,7 @@ def test_what_this_process_made_is_not_freed_in_another(
 
 def test_only_so_much_runs_ahead(background: Any) -> None:
     taken: list[int] = []
-
-    def items() -> Iterator[int]:
-        for number in count():
-            taken.append(number)
-            yield number
-
-    results = background(uneven, items())
+    results = background(uneven, (taken.append(each) or each for each in count()))
     assert taken == []  # nothing before the first is asked for
     for number in range(1, 8):
         next(results)
@@ -147,12 +144,6 @@ def dies(item: int) -> int:
     return item
 
 
-def test_a_killed_process_is_an_error_and_no_hang(background: Any) -> None:
-    results = background(dies, count())
-    with pytest.raises(RuntimeError, match=r"data loading process has died.*--num-workers"):
-        drain(results)
-
-
 def killed_from_outside(item: int) -> int:
     time.sleep(0.05)
     return os.getpid()
@@ -185,44 +176,49 @@ def test_a_death_among_those_that_make_the_items_is_told_once(background: Any) -
     assert str(caught.value).count("has died") == 1
 
 
-def test_a_death_is_told_as_often_as_is_asked(background: Any) -> None:
-    results = background(dies, count())
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="data loading process has died"):
+@pytest.mark.parametrize("items", [count(), iter(range(5))])
+def test_a_death_is_told_as_often_as_is_asked(background: Any, items: Iterator[int]) -> None:
+    results = background(dies, items)
+    for _ in range(9):
+        with pytest.raises(RuntimeError, match=r"data loading process has died.*--num-workers"):
             drain(results)
 
 
-def test_a_handler_that_was_not_set_from_python_is_left_alone(
-    background: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    monkeypatch.setattr(signal, "getsignal", lambda _: None)
-    try:
-        assert next(background(uneven, count()))[0] == 0
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+class HalfSent:
+    """Ends its process when the first of what is sent with it are on their way."""
+
+    def __reduce__(self) -> Any:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return bytes, (10**8,)
+
+
+def test_a_process_killed_as_it_sends_is_an_error(background: Any) -> None:
+    results = background(lambda _: [bytes(2 * 10**8), HalfSent()], count())
+    with pytest.raises(RuntimeError, match="data loading process has died"):
+        next(results)
 
 
 def test_ctrl_c_comes_when_all_processes_are_there(
     background: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would leave one that nobody ends, or run this process's clean-up in a new one."""
-    usual, forks = signal.getsignal(signal.SIGINT), []
+    numbers, forks = (signal.SIGINT, signal.SIGTERM), []
+    usual = [signal.getsignal(each) for each in numbers]
 
     def interrupted(self: Any, process: Any) -> None:
         forks.append(process)
         os.kill(os.getpid(), signal.SIGINT)
         launch(self, process)
 
-    launch = Popen._launch
-    monkeypatch.setattr(Popen, "_launch", interrupted)
-    results = background(lambda _: signal.getsignal(signal.SIGINT) is usual, count())
+    launch = popen_fork.Popen._launch
+    monkeypatch.setattr(popen_fork.Popen, "_launch", interrupted)
+    results = background(lambda _: [signal.getsignal(each) for each in numbers], count())
     with pytest.raises(KeyboardInterrupt):
         next(results)
     assert len(forks) == TWO.processes
     monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is usual
-    assert next(results), "a new process has the handlers that were there before"
+    assert [signal.getsignal(each) for each in numbers] == usual
+    assert next(results) == [signal.SIG_IGN, usual[1]], "Ctrl-C is for the process that asked"
 
 
 def test_closing_ends_the_processes(background: Any) -> None:
@@ -230,6 +226,78 @@ def test_closing_ends_the_processes(background: Any) -> None:
     pids = {next(results)[1] for _ in range(6)}
     results.close()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+class Large(int):
+    """A result that says how large it is."""
+
+    nbytes = 100
+
+
+def test_streams_share_a_pool() -> None:
+    pool: Pool[int, Any] = Pool(uneven, settings=TWO)
+    works = [pool.submit(each) for each in range(100, 106)]
+    streams = pool.ordered(count()), pool.ordered(iter(range(50, 58)))
+    found = [[next(each)[0] for each in streams] for _ in range(8)]
+    assert found == [[each, 50 + each] for each in range(8)]
+    assert [each.result()[0] for each in reversed(works)] == [*range(105, 99, -1)]
+    assert len({next(streams[0])[1] for _ in range(9)} | {works[0].result()[1]}) == 2
+    with pytest.raises(StopIteration):
+        next(streams[1])
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(1)
+
+
+def test_without_processes_each_is_made_once_when_it_is_asked_for() -> None:
+    made: list[int] = []
+    works = [Pool(made.append, settings=IN_PROCESS).submit(each) for each in range(3)]
+    for each in (2, 1, 2):
+        works[each].result()
+    assert made == [2, 1]
+
+
+def test_no_more_is_begun_while_what_waits_is_large() -> None:
+    taken: list[int] = []
+    pool = Pool(Large, settings=replace(TWO, depth=8, most_bytes=250))
+    stream = pool.ordered(taken.append(each) or each for each in count())
+    next(stream)  # fills the pool
+    eventually(lambda: all(each.done() for each in stream._begun))
+    begun = len(taken)
+    for number in range(begun - 3):
+        assert next(stream) == number + 1
+        assert len(taken) == begun
+    assert next(stream) == begun - 2
+    assert len(taken) > begun
+    pool.close()
+
+
+OWNER = """
+import itertools, os, sys, time
+from loongplug.data.workers import Pool, WorkerSettings
+def make(job):
+    os.write(1, b"%d\\n" % os.getpid())  # at once, unlike print
+    time.sleep(job)
+others = [Pool(make, settings=WorkerSettings(processes=2)) for _ in range(2)]
+works = [pool.submit(job) for job in (0, 0, 0, 999, 999) for pool in others]
+for work in works[:6]:
+    work.result()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_processes_end_with_the_one_that_asked(killed: bool) -> None:
+    """However it ends, with jobs under way, and with no word of theirs."""
+    owner = Popen([sys.executable, "-c", OWNER, str(999 * killed)], stdout=PIPE, stderr=PIPE)
+    assert owner.stdout is not None
+    pids = {int(owner.stdout.readline()) for _ in range(10)}
+    assert len(pids) == 4
+    if killed:
+        owner.kill()
+    said = owner.communicate(timeout=60)
+    assert (owner.returncode, *said) == (-signal.SIGKILL if killed else 0, b"", b"")
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=30)
 
 
 # The loader on top of them.
