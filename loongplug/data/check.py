@@ -1,10 +1,12 @@
 """What ``loongplug data check`` and ``index`` do: survey every row, tell faults, keep an index."""
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +19,8 @@ from loongplug.data.extents import ExtentTable, RowExtent
 from loongplug.data.lengths import fill_words, length_table, tokens_of
 from loongplug.data.remarks import Remark, Remarks
 from loongplug.data.survey import Survey, Surveyor, SurveySettings
-from loongplug.data.workers import map_rows
+from loongplug.data.workers import garbage_stays_here, map_rows
+from loongplug.platform.forks import signals_wait
 
 
 def check(
@@ -45,17 +48,10 @@ def check(
     surveyor = settings.surveyor(seq_length=seq_length)
     found = _Found(surveyor, console, literal_markers=literal_markers)
     for source in sources:
+        rows = survey_rows(source, surveyor, decodes=True)
+        made = map_rows(*rows, processes=processes, console=console, title="checking rows")
         with suppress(NotKeptError):
-            keep_survey(
-                source,
-                surveyor,
-                settings,
-                heard=found.add,
-                decodes=True,
-                processes=processes,
-                console=console,
-                title="checking rows",
-            )
+            keep_survey(source, made, settings, heard=found.add)
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(found.kinds.items()))
     found.tell(
         f"{found.rows} rows",
@@ -87,56 +83,68 @@ def index(
     for source in sources:
         # Its remarks are told where it is used.
         found = _Found(surveyor, console, silent=True)
-        kept.append(
-            keep_survey(
-                source,
-                surveyor,
-                settings,
-                heard=found.add,
-                processes=processes,
-                console=console,
-                title="indexing rows",
-            )
-        )
+        rows = survey_rows(source, surveyor)
+        made = map_rows(*rows, processes=processes, console=console, title="indexing rows")
+        kept.append(keep_survey(source, made, settings, heard=found.add))
         bad = f"{found.bad} of which cannot be used." if found.bad else "all of which can be used."
         found.tell(f"{kept[-1]}: {found.rows - found.left_out} rows", bad)
     return kept
 
 
+def survey_rows(
+    source: Source, surveyor: Surveyor, *, decodes: bool = False
+) -> tuple[Callable[[int], Survey], int]:
+    """What surveys a row, without its tokens and media, and how many rows there are."""
+
+    def survey(row: int) -> Survey:
+        return replace(surveyor(source, row, decodes=decodes), tokens=None, media=())
+
+    return survey, len(source)
+
+
 def keep_survey(
     source: Source,
-    surveyor: Surveyor,
+    rows: Iterable[Survey],
     settings: SurveySettings,
     *,
-    heard: Callable[[Survey], None],
-    processes: int | None,
-    console: Console,
-    title: str,
-    decodes: bool = False,
+    heard: Callable[[Survey], object],
 ) -> Path:
-    """Survey each row of a file, ``heard`` in their order, and keep the index; gives its place.
-
-    ``decodes``: media, too.
+    """Survey all ``rows`` of a file, each ``heard`` in its turn, and keep the index.
 
     Raises:
         ValueError: the file changed meanwhile, or the index cannot be kept.
     """
     known, differ = made_of(source, settings), False
 
-    def survey(row: int) -> Survey:
-        return replace(surveyor(source, row, decodes=decodes), tokens=None, media=())
-
     def extents() -> Iterator[tuple[RowExtent, Sequence[Remark]]]:
         nonlocal differ
-        for row in map_rows(survey, len(source), processes=processes, console=console, title=title):
+        for row in rows:
             heard(row)
             differ = differ or row.turns_differ
             yield row.extent, row.remarks
 
     table = ExtentTable.of(extents())
     if made_of(source, settings) != known:
-        raise ValueError(f"{path_of(source)} changed while it was read: read it again.")
+        raise ValueError(f"{path_of(source)} changed while it was read: index it again.")
     return keep_table(source, table, settings, known=known, turns_differ=differ)
+
+
+def index_beside(
+    sources: Sequence[Source], surveyor: Surveyor, settings: SurveySettings
+) -> Callable[[], None]:
+    """Index files in a process of the lowest priority; gives what ends it before it is done."""
+
+    def work() -> None:
+        os.nice(19)
+        for source in sources:
+            survey, count = survey_rows(source, surveyor)
+            with suppress(ValueError):  # the next run begins again
+                keep_survey(source, map(survey, range(count)), settings, heard=lambda row: None)
+
+    process = get_context("fork").Process(target=work, daemon=True)
+    with garbage_stays_here(), signals_wait():
+        process.start()
+    return process.kill
 
 
 class _Found:

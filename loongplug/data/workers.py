@@ -95,7 +95,7 @@ class Pool[Job, Made]:
 
     def _fork(self) -> None:
         context, connections = get_context("fork"), []
-        with _garbage_stays_here(), signals_wait():
+        with garbage_stays_here(), signals_wait():
             for _ in range(self.settings.processes):
                 here, there = context.Pipe()
                 process = context.Process(target=_work, args=(self._make, there), daemon=True)
@@ -183,7 +183,7 @@ class Background[Item, Result](Ordered[Item, Result]):
 
 
 @contextmanager
-def _garbage_stays_here() -> Iterator[None]:
+def garbage_stays_here() -> Iterator[None]:
     """Processes that are forked meanwhile never collect what this one has made before.
 
     Some of it may have threads, which a forked process lacks: a video's decoder that nobody holds

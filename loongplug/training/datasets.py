@@ -2,7 +2,7 @@
 
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.blend import parse_blend
+from loongplug.data.blend import Source, parse_blend
+from loongplug.data.check import index_beside
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.extent_index import IndexedExtents
+from loongplug.data.extent_index import IndexedExtents, path_of
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import LOG, said_by
@@ -147,10 +148,11 @@ class DatasetProvider:
         self.valid_fingerprint = (
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
+        self._settings = survey_settings(args, model)
         for data in filter(None, (train, self._valid)):
             # Without packing, nothing needs an index: one of other rows ends no run.
             try:
-                data.extents = IndexedExtents.of(data.rows, survey_settings(args, model))
+                data.extents = IndexedExtents.of(data.rows, self._settings)
             except ValueError as error:
                 if args.packing:
                     raise
@@ -168,6 +170,7 @@ class DatasetProvider:
                 usable = train.extents.lengths(seq_length=args.seq_length) > 0
                 answers = train.extents.by_row("answers")[usable].sum()
                 self._turns += f", {answers} answers are trained on"
+        self._end_index: Callable[[], None] = lambda: None
         self._streams: list[Microbatches] = []  # of training and, where there is one, validation
         self._remarks = Remarks(literal_markers=args.literal_markers)  # by the indexes
         # By them, too: rows of the files, and those that cannot be used.
@@ -187,9 +190,17 @@ class DatasetProvider:
     def planned(self) -> dict[str, str]:
         """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
         extents = self.train.extents
-        lengths = b"" if extents is None else extents.by_row("tokens").tobytes()
+        compared = self._args.packing or self._engine.apart
+        lengths = b"" if extents is None or not compared else extents.by_row("tokens").tobytes()
         found = {"lengths": lengths, "evaluation": repr(self.evaluation).encode()}
         return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
+
+    @property
+    def _unindexed(self) -> list[Source]:
+        """The files that have no index, each once."""
+        data = [each for each in (self.train, self._valid) if each is not None]
+        found = {path_of(each): each for one in data if one.extents is None for each in one.sources}
+        return list(found.values())
 
     @property
     def samples(self) -> int | None:
@@ -208,6 +219,8 @@ class DatasetProvider:
             share = f"{self._unusable} of {self._rows} rows of the training data"
             share += f" ({self._unusable / self._rows:.1%})"
             yield f"{share} are left out, by their index of lengths."
+        if files := ", ".join(str(path_of(each)) for each in self._unindexed):
+            yield f"An index of the extents of rows is made beside this run: {files}."
         for line in self._remarks.totals():
             yield f"Training data have {line}."
         if self._turns:
@@ -274,11 +287,14 @@ class DatasetProvider:
 
     def close(self) -> None:
         """End the background processes."""
+        self._end_index()
         for stream in self._streams:
             stream.close()
 
     def _start(self) -> None:
         args, sizes = self._args, step_sizes(self._args)
+        if args.rank == 0 and self._unindexed:
+            self._end_index = index_beside(self._unindexed, self.train.surveyor, self._settings)
         assert sizes is not None, "Megatron's checks set what was not given"
         decodes, data = self._engine.decodes, self._data
         valid_bad_samples = BadSamples(args.bad_sample)
