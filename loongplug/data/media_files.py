@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from loongplug.data.object_store import RemoteFile, is_remote, open_remote, remote_head
+from loongplug.data.object_store import RemoteFile, is_remote, open_remote
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,6 @@ def media_named(name: str, root: MediaRoot) -> MediaFile:
     A folder here knows no URLs; other roots say themselves what becomes of them.
     """
     return RemoteFile.named(name) if isinstance(root, Path) and is_remote(name) else root / name
-
-
-def read_head(file: MediaFile, count: int) -> bytes:
-    """At most ``count`` bytes from the file's beginning, without a buffer; OSError as of open."""
-    start = 0
-    if isinstance(file, InlineFile):
-        return file.content[:count]
-    if isinstance(file, RemoteFile):
-        return remote_head(file, count)
-    if isinstance(file, TarMember):
-        start, count = file.offset, min(count, file.size)
-    handle = _open(file)
-    try:
-        return os.pread(handle, count, start)
-    finally:
-        os.close(handle)
 
 
 def file_on_disk(file: MediaFile) -> Path:

@@ -21,7 +21,7 @@ from loongplug.output_files import put_whole
 
 SCHEME = "s3://"
 
-_BUFFER = 256 * 2**10  # bytes of one request, where a file is read piece by piece
+_BUFFER = 64 * 2**10  # bytes of one request, where a file is read piece by piece
 _CHUNK = 64 * 2**20  # bytes of one request, where a file is copied
 _LEFT_FREE = 0.1  # of the disk: media are kept until no more is free
 _BUCKET = re.compile(r"[a-zA-Z0-9._-]{1,255}")
@@ -78,13 +78,6 @@ def is_remote(name: str | Path) -> bool:
 def file_named(name: str | Path) -> Path | RemoteFile:
     """The file of this path or URL."""
     return RemoteFile.named(str(name)) if is_remote(name) else Path(name)
-
-
-def remote_head(file: RemoteFile, count: int) -> bytes:
-    """At most ``count`` bytes from the beginning, by one request; errors as of open_remote."""
-    with _asking(file) as store:
-        found: bytes = store.cat_file(file.url, start=0, end=count)
-    return found
 
 
 def remote_version(file: RemoteFile) -> RemoteVersion:
