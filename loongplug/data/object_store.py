@@ -8,7 +8,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -108,7 +108,14 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     except OSError as error:  # the next best is to keep nothing
         reason = error.strerror or type(error).__name__
         _say_once(f"Files of {SCHEME} are not kept: {reason}.")
-    return io.BufferedReader(_RemoteReader(file, opened), _BUFFER)
+
+    def read_at(offset: int, count: int) -> bytes:
+        with _asking(file):
+            opened.seek(offset)
+            found: bytes = opened.read(count)
+        return found
+
+    return io.BufferedReader(RangeReader(version.size, read_at), _BUFFER)
 
 
 def data_copy(file: RemoteFile) -> Path:
@@ -200,13 +207,21 @@ def _copy(file: RemoteFile, opened: Any, place: Path) -> None:
             copy.write(piece)
 
 
-class _RemoteReader(io.RawIOBase):
-    """A file on a store that is read by ranges, whose errors are those of open_remote."""
+class RangeReader(io.RawIOBase):
+    """A file of ``size`` bytes, of which ``read_at(offset, count)`` gives some."""
 
-    def __init__(self, file: RemoteFile, opened: Any) -> None:
+    def __init__(
+        self,
+        size: int,
+        read_at: Callable[[int, int], bytes],
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
-        self._file = file
-        self._opened = opened
+        self._size = size
+        self._read_at = read_at
+        self._close = close
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -215,16 +230,24 @@ class _RemoteReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        try:
-            return int(self._opened.seek(offset, whence))
-        except ValueError as error:
-            raise OSError(str(error)) from error
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        position = start[whence] + offset
+        if position < 0:
+            raise OSError(f"sought to {position}, before the beginning")
+        self._position = position
+        return position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        with _asking(self._file):
-            found = self._opened.read(len(buffer))
+        left = max(0, self._size - self._position)
+        found = self._read_at(self._position, min(len(buffer), left))
         buffer[: len(found)] = found
+        self._position += len(found)
         return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._close()
+        super().close()
 
 
 @contextmanager
