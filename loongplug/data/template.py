@@ -17,10 +17,10 @@ from loongplug.data.processor import MediaTokens, Processor
 from loongplug.data.special_text import (
     After,
     SpecialTexts,
+    added_ids,
     encode_hidden,
     encode_text,
     hide_special,
-    is_added,
 )
 from loongplug.data.token_ids import among
 
@@ -157,7 +157,7 @@ def _tokenized(
             ids = [*ids, processor.end_token_id]
         parts.append((ids, segment.trained))
         if ids:
-            after = "special" if is_added(ids[-1], tokenizer) else "text"
+            after = "special" if ids[-1] in added_ids(tokenizer) else "text"
     return _joined(parts, processor, placeholders=placeholders)
 
 
