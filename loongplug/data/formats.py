@@ -9,14 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from loongplug.data.conversation import (
-    AudioPart,
-    Conversation,
-    ImagePart,
-    Message,
-    Part,
-    VideoPart,
-)
+from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part, VideoPart
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
@@ -37,12 +30,8 @@ PLAIN_ROLE = "text"  # of the one message of a row without roles
 _KINDS = ("image", "video", "audio")
 # With the line break that is written between a marker and the text.
 _MARKER = re.compile(rf"\n?<({'|'.join(_KINDS)})>\n?")
-_FIELDS = (
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-)  # what templates read beside the content
+# What templates read beside the content.
+_FIELDS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ROLES = {"human": "user", "gpt": "assistant"}
 _LONGEST_PATH = 4096  # of Linux
 # What files of images and sounds begin with, in base64.

@@ -26,11 +26,7 @@ def is_array(path: Path) -> bool:
 
 
 def scan_array(path: Path) -> Iterator[tuple[int, int]]:
-    """Byte offset and line number, from 1, of each element; reads the file once.
-
-    Raises:
-        ValueError: the file is not a JSON array of objects; with the line.
-    """
+    """Byte offset and line number, from 1, of each element; ValueError for no array of objects."""
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
         counted, line = 0, 1
 

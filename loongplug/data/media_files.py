@@ -174,7 +174,12 @@ def _open(file: MediaFile) -> int:
     try:
         _require_plain(os.fstat(handle).st_mode)
         if isinstance(file, ConfinedFile):
-            _require_inside(file.folder, handle)
+            # The system says where the opened file lies: nothing can change between check and use.
+            real = os.readlink(f"/proc/self/fd/{handle}")
+            if not real.startswith(os.path.join(file.folder, "")):
+                raise OSError(
+                    f"it is {real}, and --confine-media takes only what lies in {file.folder}"
+                )
     except OSError:
         os.close(handle)
         raise
@@ -184,10 +189,3 @@ def _open(file: MediaFile) -> int:
 def _require_plain(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise OSError("it is not a plain file, but a folder, a pipe, a socket or a device")
-
-
-def _require_inside(folder: str, handle: int) -> None:
-    """Asks the system where the opened file lies: nothing can change between check and use."""
-    real = os.readlink(f"/proc/self/fd/{handle}")
-    if not real.startswith(os.path.join(folder, "")):
-        raise OSError(f"it is {real}, and --confine-media takes only what lies in {folder}")

@@ -119,10 +119,9 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
 
 
 def data_copy(file: RemoteFile) -> Path:
-    """A copy of a data file as it is now, kept; of the processes of a machine one makes it.
+    """A copy of a data file as it is now; ValueError where it cannot be read, or not be kept.
 
-    Raises:
-        ValueError: it cannot be read, or not be kept.
+    Of the processes of a machine one makes it.
     """
     try:
         opened, version = _opened(file)
