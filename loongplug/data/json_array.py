@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+_HEAD = 2**16  # bytes; more blanks than that are in front of no array
 _BLANKS = re.compile(rb"[ \t\n\r]*+")
 # Up to the first row or the end, behind UTF-8's byte order mark.
 _BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\n\r]*+\[[ \t\n\r]*+(?=[{\]])")
@@ -19,10 +20,8 @@ _NEWLINE = re.compile(rb"\n")
 
 def is_array(path: Path) -> bool:
     """Whether the file begins with a bracket and an object; a line ``[1]`` is one bad row."""
-    if not path.stat().st_size:
-        return False
-    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
-        return _BEGINNING.match(text) is not None
+    with path.open("rb") as file:
+        return _BEGINNING.match(file.read(_HEAD)) is not None
 
 
 def scan_array(path: Path) -> Iterator[tuple[int, int]]:
