@@ -54,29 +54,25 @@ class ArrowRows:
         self._versions = [version(file) for file in self.files]
         self._names = self.files if copy_of is None else [copy_of]
         self._media_root = access.media_of(copy_of or self.files[0])
-        self._batches: list[Any] = []
-        firsts, rows = [], 0  # of each batch, in the whole
-        self._file_of_batch: list[int] = []
-        self._file_starts: list[int] = []
+        self._batches: list[tuple[int, int, Any]] = []  # file, first row of the file's, rows
         for number, file in enumerate(self.files):
-            self._file_starts.append(rows)
+            first = 0
             for batch in _mapped_parquet(file) if parquet else _mapped(file):
-                firsts.append(rows)
-                rows += batch.num_rows
-                self._batches.append(batch)
-                self._file_of_batch.append(number)
-        if not rows:
+                self._batches.append((number, first, batch))
+                first += batch.num_rows
+        self._ends = np.cumsum([batch.num_rows for *_, batch in self._batches], dtype=np.int64)
+        if not len(self):
             raise ValueError(f"{path} has no rows: a dataset needs at least one.")
-        self._firsts, self._rows = np.array(firsts), rows
-        self._checked = np.zeros(len(firsts), dtype=np.bool_)
+        self._checked: set[int] = set()  # batches
 
     def __len__(self) -> int:
-        return self._rows
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def where(self, index: int) -> str:
         """``file:row`` of a row, from 1, for messages."""
-        number = self._file_of_batch[self._batch_of(index)]
-        return f"{self._names[number]}:{index - self._file_starts[number] + 1}"
+        number, row = self._find(index)
+        file, first, _ = self._batches[number]
+        return f"{self._names[file]}:{first + row + 1}"
 
     def media_root(self, index: int) -> MediaRoot:
         """What relative paths in the row start at."""
@@ -84,14 +80,14 @@ class ArrowRows:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is too large or damaged."""
-        number = self._batch_of(index)
-        batch, file = self._batches[number], self._file_of_batch[number]
+        number, row_of_batch = self._find(index)
+        file, _, batch = self._batches[number]
         require_version(self.files[file], self._versions[file])
         try:
-            if not self._checked[number]:  # places in the file may lead out of it
+            if number not in self._checked:  # places in the file may lead out of it
                 batch.validate(full=True)
-                self._checked[number] = True
-            found = batch.slice(index - int(self._firsts[number]), 1)
+                self._checked.add(number)
+            found = batch.slice(row_of_batch, 1)
             self.access.require_size(found.nbytes, where=self.where(index))
             (values,) = found.to_pylist()
         except _arrow_errors() as error:
@@ -99,8 +95,10 @@ class ArrowRows:
         row = {key: _plain(value) for key, value in values.items() if value is not None}
         return self.access.by_our_keys(row, where=self.where(index))
 
-    def _batch_of(self, index: int) -> int:
-        return int(np.searchsorted(self._firsts, index, side="right")) - 1
+    def _find(self, index: int) -> tuple[int, int]:
+        """The row's batch, and its number there."""
+        batch = int(np.searchsorted(self._ends, index, side="right"))
+        return batch, index - int(self._ends[batch]) + self._batches[batch][2].num_rows
 
 
 def _plain(value: Any) -> Any:

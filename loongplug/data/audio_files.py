@@ -5,10 +5,9 @@ the extra ``video`` installs, and which also changes the rate of sounds of anoth
 """
 
 import wave
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from io import SEEK_END
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +44,11 @@ def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
     Raises ValueError with ``where`` for a file that is missing, damaged or no sound.
     """
     with opened_media("audio", path, where=where, header=True) as file:
-        header = _WavHeader.of(file, path, where=where)
-    if header is not None:
-        if header.rate != SAMPLE_RATE:
+        wav = _wav(file, path, where=where)
+    if wav is not None:
+        if wav.getframerate() != SAMPLE_RATE:
             imported_av(path, _AUDIO, where=where)  # better told now than when it is decoded
-        return samples_at_16k(header.samples, rate=header.rate)
+        return samples_at_16k(wav.getnframes(), rate=wav.getframerate())
     counted, length = 0, 0
     with opened_stream(_AUDIO, path, where=where, header=True) as (container, stream):
         for frame in _frames(container, stream):
@@ -69,11 +68,12 @@ def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
     """
     path = clip.path
     with opened_media("audio", path, where=where) as file:
-        header = _WavHeader.of(file, path, where=where)
-        if header is not None:
-            _require_length(header.samples, clip, rate=header.rate, where=where)
-            sound, rate = header.read(file), header.rate
-    if header is None:
+        wav = _wav(file, path, where=where)
+        if wav is not None:
+            rate = wav.getframerate()
+            _require_length(wav.getnframes(), clip, rate=rate, where=where)
+            sound = _joined(_pieces(wav, file))
+    if wav is None:
         sound, rate = _decoded(clip, where=where)
     if not (np.abs(sound) <= _LOUDEST).all():
         raise ValueError(
@@ -87,7 +87,7 @@ def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
 
 def _decoded(clip: AudioClip, *, where: str) -> tuple[NDArray[np.float32], int]:
     """The mean of the channels, [samples], by PyAV, and the rate."""
-    pieces, counted, rate = [np.zeros(0, np.float32)], 0, SAMPLE_RATE
+    pieces, counted, rate = [], 0, SAMPLE_RATE
     with opened_stream(_AUDIO, clip.path, where=where) as (container, stream):
         for frame in _frames(container, stream):
             counted, rate = counted + frame.samples, frame.sample_rate
@@ -95,7 +95,7 @@ def _decoded(clip: AudioClip, *, where: str) -> tuple[NDArray[np.float32], int]:
                 break  # it is another file now
             pieces.append(_of_frame(frame))
     _require_length(counted, clip, rate=rate, where=where)
-    return np.concatenate(pieces), rate
+    return _joined(pieces), rate
 
 
 def _require_length(samples: int, clip: AudioClip, *, rate: int, where: str) -> None:
@@ -111,67 +111,45 @@ def samples_at_16k(samples: int, *, rate: int) -> int:
     return -(-samples * SAMPLE_RATE // rate)
 
 
-@dataclass(frozen=True)
-class _WavHeader:
-    """What a WAV file of whole numbers says of itself."""
-
-    samples: int  # of each channel
-    rate: int
-    channels: int
-    width: int  # bytes of a number
-    start: int  # of the numbers in the file
-
-    @classmethod
-    def of(cls, file: BinaryIO, path: MediaFile, *, where: str) -> Self | None:
-        """Read it; None for all other files; ValueError for a file that is cut off."""
-        head = file.read(12)
-        if not (head.startswith(b"RIFF") and head.endswith(b"WAVE")):
-            return None
-        file.seek(0)
-        try:
-            with wave.open(file) as sound:  # the file itself stays open
-                found = cls(
-                    samples=sound.getnframes(),
-                    rate=sound.getframerate(),
-                    channels=sound.getnchannels(),
-                    width=sound.getsampwidth(),
-                    start=file.tell(),  # the library stops reading where the samples begin
-                )
-        except (wave.Error, EOFError):  # floating point numbers, say, or damage: PyAV tells
-            return None
-        size = found.samples * found.channels * found.width
-        if (held := file.seek(0, SEEK_END) - found.start) < size:
-            raise ValueError(
-                f"{where}: audio {path} is cut off: its header says {size} bytes of sound, but"
-                f" {held} are there: replace the file."
-            )
-        if found.width > 4 or not _LEAST_RATE <= found.rate <= _MOST_RATE:
-            raise ValueError(
-                f"{where}: audio {path} has {8 * found.width} bits and {found.rate} samples a"
-                f" second: expected up to 32 bits, and {_LEAST_RATE} to {_MOST_RATE}."
-            )
-        return found
-
-    def read(self, file: BinaryIO) -> NDArray[np.float32]:
-        """The mean of the channels, [samples]."""
-        file.seek(self.start)
-        size, left = self.channels * self.width, self.samples
-        pieces = [np.zeros(0, np.float32)]
-        while left:
-            content = file.read(min(left, _AT_ONCE) * size)
-            numbers = _whole_numbers(content, width=self.width)
-            pieces.append(_mean(numbers.reshape(-1, self.channels).T))
-            left -= len(pieces[-1])
-        return np.concatenate(pieces)
+def _wav(file: BinaryIO, path: MediaFile, *, where: str) -> wave.Wave_read | None:
+    """A WAV file of whole numbers; None for all other files; ValueError for one cut off."""
+    try:
+        wav = wave.Wave_read(file)  # the file itself stays open
+    # Floating point numbers, say, or damage, such as a chunk that ends behind the file: PyAV tells.
+    except (wave.Error, EOFError, RuntimeError):
+        return None
+    start = file.tell()  # the library stops reading where the samples begin
+    width, rate = wav.getsampwidth(), wav.getframerate()
+    size = wav.getnframes() * wav.getnchannels() * width
+    if (held := file.seek(0, SEEK_END) - start) < size:
+        raise ValueError(
+            f"{where}: audio {path} is cut off: its header says {size} bytes of sound, but"
+            f" {held} are there: replace the file."
+        )
+    if width > 4 or not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ValueError(
+            f"{where}: audio {path} has {8 * width} bits and {rate} samples a second: expected up"
+            f" to 32 bits, and {_LEAST_RATE} to {_MOST_RATE}."
+        )
+    file.seek(start)
+    return wav
 
 
-def _whole_numbers(content: bytes, *, width: int) -> NDArray[Any]:
-    """Of a WAV file, [numbers] uint8, int16 or int32, 24 bits as the upper three bytes."""
-    if width != 3:
-        return np.frombuffer(content, dtype={1: "u1", 2: "<i2", 4: "<i4"}[width])
-    wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
-    wide[:, 1:] = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3)
-    return wide.view("<i4")[:, 0]
+def _pieces(wav: wave.Wave_read, file: BinaryIO) -> Iterator[NDArray[np.float32]]:
+    """The mean of the channels, [samples] each, of a file that is where its samples begin."""
+    samples, channels, width = wav.getnframes(), wav.getnchannels(), wav.getsampwidth()
+    for first in range(0, samples, _AT_ONCE):
+        content = file.read(min(_AT_ONCE, samples - first) * channels * width)
+        if width == 3:  # the upper three bytes of four
+            wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
+            wide[:, 1:] = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3)
+            content = wide.tobytes()
+        numbers = np.frombuffer(content, dtype={1: "u1", 2: "<i2", 3: "<i4", 4: "<i4"}[width])
+        yield _mean(numbers.reshape(-1, channels).T)
+
+
+def _joined(pieces: Iterable[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.concatenate([np.zeros(0, np.float32), *pieces])
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:

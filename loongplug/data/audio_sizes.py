@@ -38,11 +38,7 @@ class AudioSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "AudioSizes | None":
-        """By the content of a model's config.json; None where it has no encoder of sounds.
-
-        Raises:
-            ValueError: its encoder of sounds is not one that is known, or its sizes are none.
-        """
+        """By a model's config.json; None without an encoder of sounds, ValueError for others."""
         inner = config.get("thinker_config")  # of Qwen2.5-Omni, beside what speaks
         audio = (inner if isinstance(inner, Mapping) else config).get("audio_config")
         if not isinstance(audio, Mapping):

@@ -37,7 +37,7 @@ def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
     """
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
-        return BlendSpec(tuple(file_named(value) for value in values), None)
+        return BlendSpec(tuple(map(file_named, values)), None)
     weights, names = numbers[::2], values[1::2]
     if len(values) % 2 or None in weights or any(n is not None for n in numbers[1::2]):
         raise ValueError(
@@ -50,7 +50,7 @@ def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
             raise ValueError(
                 f"{flag}: weight {weight:g} is not above 0: leave its file out, or raise it."
             )
-    return BlendSpec(tuple(file_named(name) for name in names), tuple(checked))
+    return BlendSpec(tuple(map(file_named, names)), tuple(checked))
 
 
 def _number(value: str) -> float | None:

@@ -5,53 +5,33 @@ ms-swift, and plain text; each row says by its keys which one it is in.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from loongplug.data.conversation import (
-    AudioPart,
-    Conversation,
-    ImagePart,
-    Message,
-    Part,
-    VideoPart,
-)
+from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part, VideoPart
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
     AlpacaRow,
     AnyPart,
     AnyRow,
-    AudioPartRow,
-    AudioUrlPart,
     ConversationsRow,
-    ImagePartRow,
-    ImageUrlPart,
     MessagesRow,
     QueryRow,
     Spoken,
     TextPart,
     TextRow,
-    Url,
-    VideoPartRow,
     validate_row,
 )
 
-IMAGE_MARKER = "<image>"
-VIDEO_MARKER = "<video>"
-AUDIO_MARKER = "<audio>"
-_KINDS = {IMAGE_MARKER: "image", VIDEO_MARKER: "video", AUDIO_MARKER: "audio"}
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
+_KINDS = ("image", "video", "audio")
 # With the line break that is written between a marker and the text.
-_MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER}|{AUDIO_MARKER})\n?")
-_FIELDS = (
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-)  # what templates read beside the content
+_MARKER = re.compile(rf"\n?<({'|'.join(_KINDS)})>\n?")
+# What templates read beside the content.
+_FIELDS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ROLES = {"human": "user", "gpt": "assistant"}
 _LONGEST_PATH = 4096  # of Linux
 # What files of images and sounds begin with, in base64.
@@ -72,7 +52,7 @@ def parse_conversation(
     checked, unused = validate_row(row, where=where, ignored=ignored)
     conversation = _conversation(checked, where=where)
     texts = (part for said in conversation.messages for part in said.parts if isinstance(part, str))
-    remarks = {("mark", mark) for text in texts for mark in _MARKER.findall(text)}
+    remarks = {("mark", f"<{kind}>") for text in texts for kind in _MARKER.findall(text)}
     remarks |= {("key", key) for key in unused}
     if not _is_trained(checked, "assistant", where=where):
         remarks = {MASKED}
@@ -119,58 +99,69 @@ def _is_trained(said: Spoken, role: str, *, where: str) -> bool:
     return False not in given
 
 
-def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str) -> Iterator[Part]:
-    """The pieces of a message; media ``beside`` it take the places of parts without a path."""
-    if isinstance(content, str):
-        yield from [content] if beside is None else _fill(content, beside)
-        return
-    for part in content:
-        if isinstance(part, TextPart):
-            yield part.text
-        elif (marker := _stands_for(part)) and beside is not None:
-            yield beside.take(marker, fps=getattr(part, "fps", None))
-        elif marker:
-            raise ValueError(
-                f"{where}: a part of type {part.type} has no path, and the row has no {part.type}s"
-                f' beside its messages: write {{"type": "{part.type}", "{part.type}": "path"}}.'
-            )
-        elif isinstance(part, ImagePartRow):
-            assert part.image is not None
-            yield ImagePart(_file(part.image, where=where))
-        elif isinstance(part, ImageUrlPart):
-            yield ImagePart(_file(part.image_url, where=where))
-        elif isinstance(part, AudioPartRow):
-            assert part.audio is not None
-            yield AudioPart(_file(part.audio, where=where))
-        elif isinstance(part, AudioUrlPart):
-            yield AudioPart(_file(part.audio_url, where=where))
-        else:
-            source = part.video if isinstance(part, VideoPartRow) else part.video_url
-            yield _video(source, fps=part.fps, where=where)
-
-
 def _messages(row: AnyRow, *, where: str) -> list[Message]:
     """The messages, with media that stand beside them in the places of their markers.
 
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
     """
     turns = list(_turns(row, where=where))
-    media = {marker: row.media(kind) for marker, kind in _KINDS.items()}
-    beside = None
-    if any(media.values()) or isinstance(row, ConversationsRow):
-        beside = _Beside(media, fps=row.fps, where=where)
-        for marker, kind in _KINDS.items():
-            written = sum(_places(content, marker) for _, content in turns)
-            if written != len(media[marker]):
-                raise ValueError(
-                    f"{where}: {written} {marker} markers in the text for {len(media[marker])}"
-                    f" {kind}s of the row: write one {marker} where each belongs, in a list of"
-                    f' parts {{"type": "{kind}"}}.'
-                )
+    media = {kind: row.media(kind) for kind in _KINDS}
+    left = {kind: iter(each) for kind, each in media.items()}
+    beside = any(media.values()) or isinstance(row, ConversationsRow)
+
+    def take(kind: str, fps: float | None = None) -> Part:
+        """The next of this kind; ``fps`` is of this video, else the row's."""
+        fps = row.fps if fps is None else fps
+        return _medium(kind, next(left[kind]), fps=fps, where=where)
+
+    for kind, each in media.items() if beside else ():
+        written = sum(_places(content, kind) for _, content in turns)
+        if written != len(each):
+            raise ValueError(
+                f"{where}: {written} <{kind}> markers in the text for {len(each)} {kind}s of the"
+                f" row: write one <{kind}> where each belongs, in a list of parts"
+                f' {{"type": "{kind}"}}.'
+            )
     return [
-        replace(message, parts=tuple(_parts(content, beside, where=where)))
+        replace(message, parts=tuple(_parts(content, take if beside else None, where=where)))
         for message, content in turns
     ]
+
+
+def _places(content: str | list[AnyPart], kind: str) -> int:
+    """Where media of the row belong: in a string, markers; among parts, those without a path."""
+    if isinstance(content, str):
+        return content.count(f"<{kind}>")
+    media = [part for part in content if not isinstance(part, TextPart)]
+    return sum(part.kind == kind and part.source is None for part in media)
+
+
+def _parts(
+    content: str | list[AnyPart], take: Callable[..., Part] | None, *, where: str
+) -> Iterator[Part]:
+    """The pieces of a message; media of the row, by ``take``, are where they stand for them."""
+    if isinstance(content, str):
+        pieces = [content] if take is None else _MARKER.split(content)  # text, kind, text, ...
+        for number, piece in enumerate(pieces):
+            if number % 2 and take is not None:
+                yield take(piece)
+            elif piece or len(pieces) == 1:
+                yield piece
+        return
+    for part in content:
+        if isinstance(part, TextPart):
+            yield part.text
+            continue
+        kind, source, fps = part.kind, part.source, getattr(part, "fps", None)
+        if source is not None:
+            yield _medium(kind, source, fps=fps, where=where)
+        elif take is not None:
+            yield take(kind, fps)
+        else:
+            raise ValueError(
+                f"{where}: a part of type {kind} has no path, and the row has no {kind}s beside its"
+                f' messages: write {{"type": "{kind}", "{kind}": "path"}}.'
+            )
 
 
 def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[AnyPart]]]:
@@ -198,78 +189,30 @@ def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[Any
         yield Message(role, (), _is_trained(said, role, where=where), fields), said.content
 
 
-def _places(content: str | list[AnyPart], marker: str) -> int:
-    """Where media of the row belong: in a string, markers; among parts, those without a path."""
-    if isinstance(content, str):
-        return content.count(marker)
-    return sum(_stands_for(part) == marker for part in content)
+def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
+    """What a row says of an image, a video or a sound: names of files, or the file itself."""
+    if kind == "video":
+        if not isinstance(source, list):
+            return VideoPart(_local(source, where=where), fps)
+        if fps is None:
+            raise ValueError(
+                f'{where}: a video given as frames has no "fps": give how many of its frames make a'
+                ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
+                ' "second.png"], "fps": 2.0}.'
+            )
+        return VideoPart(tuple(_local(frame, where=where) for frame in source), fps)
+    if isinstance(source, str) and source.startswith("data:"):
+        try:
+            source = InlineFile.of_url(source)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    elif isinstance(source, str):
+        source = _local(source, where=where)
+    return ImagePart(source) if kind == "image" else AudioPart(source)
 
 
-def _stands_for(part: AnyPart) -> str:
-    """The marker that the part is, if it has no path."""
-    if isinstance(part, ImagePartRow) and part.image is None:
-        return IMAGE_MARKER
-    if isinstance(part, AudioPartRow) and part.audio is None:
-        return AUDIO_MARKER
-    return VIDEO_MARKER if isinstance(part, VideoPartRow) and part.video is None else ""
-
-
-class _Beside:
-    """The media of a row beside its messages, to be taken in their order."""
-
-    def __init__(self, media: dict[str, list[Any]], *, fps: float | None, where: str) -> None:
-        self._left = {marker: iter(each) for marker, each in media.items()}
-        self._fps = fps
-        self._where = where
-
-    def take(self, marker: str, *, fps: float | None = None) -> Part:
-        """The next that the marker stands for; ``fps`` is of this video, else the row's."""
-        source = next(self._left[marker])
-        if marker == IMAGE_MARKER:
-            return ImagePart(_file(source, where=self._where))
-        if marker == AUDIO_MARKER:
-            return AudioPart(_file(source, where=self._where))
-        return _video(source, fps=self._fps if fps is None else fps, where=self._where)
-
-
-def _fill(text: str, beside: _Beside) -> Iterator[Part]:
-    """The text's pieces, and what each marker between them stands for."""
-    pieces = _MARKER.split(text)  # text, marker, text, ...
-    for number, piece in enumerate(pieces):
-        if number % 2:
-            yield beside.take(piece)
-        elif piece or len(pieces) == 1:
-            yield piece
-
-
-def _file(source: str | Url | InlineFile, *, where: str) -> str | InlineFile:
-    """The name of an image or a sound, or itself where it stands in the row."""
-    if isinstance(source, InlineFile):
-        return source
-    text = source.url if isinstance(source, Url) else source
-    if not text.startswith("data:"):
-        return _local(source, where=where)
-    try:
-        return InlineFile.of_url(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:
-    if not isinstance(source, list):
-        return VideoPart(_local(source, where=where), fps)
-    if fps is None:
-        raise ValueError(
-            f'{where}: a video given as frames has no "fps": give how many of its frames make a'
-            ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
-            ' "second.png"], "fps": 2.0}.'
-        )
-    return VideoPart(tuple(_local(frame, where=where) for frame in source), fps)
-
-
-def _local(path: str | Url, *, where: str) -> str:
+def _local(text: str, *, where: str) -> str:
     """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
-    text = path.url if isinstance(path, Url) else path
     if len(text) > _LONGEST_PATH or _BASE64.fullmatch(text):
         raise ValueError(
             f"{where}: {text[:20]}... of {len(text):,} characters is not the path of a file: if it"

@@ -46,11 +46,7 @@ class PatchSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> PatchSizes | None:
-        """By the content of a model's config.json; None where it does not say.
-
-        Raises:
-            ValueError: what it says are no sizes.
-        """
+        """By a model's config.json; None where it does not say, ValueError for what are none."""
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping) or vision.get("patch_size") is None:
             return None
@@ -139,7 +135,6 @@ class QwenPatches(ImagePatches):
         self.spatial_merge_size = transform.merge_size
 
     def grid(self, height: int, width: int) -> Grid:
-        """See :meth:`ImagePatches.grid`."""
         size, patch = self.transform.size, self.patch_size
         height, width = smart_resize(
             height,
@@ -151,7 +146,6 @@ class QwenPatches(ImagePatches):
         return 1, height // patch, width // patch
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """See :meth:`ImagePatches.coded`."""
         from loongplug.data.pixel_bytes import cut_once
 
         transform = copy(self.transform)
@@ -165,7 +159,6 @@ class QwenPatches(ImagePatches):
         ]
 
     def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
-        """See :meth:`ImagePatches.model_inputs`."""
         return {"pixel_values": pixels, "image_grid_thw": grid_thw}
 
 
@@ -203,7 +196,6 @@ class FixedPatches(ImagePatches):
             )
 
     def grid(self, height: int, width: int) -> Grid:
-        """See :meth:`ImagePatches.grid`."""
         transform = self.transform
         pads = bool(getattr(transform, "do_pad", False))
         if pads or transform.size.get("shortest_edge"):  # else nothing grows with the ratio
@@ -222,7 +214,6 @@ class FixedPatches(ImagePatches):
         return tiles, self._rows, self._columns
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """See :meth:`ImagePatches.coded`."""
         from loongplug.data.pixel_bytes import cut
 
         grids = [self.grid(image.height, image.width) for image in images]
@@ -235,7 +226,6 @@ class FixedPatches(ImagePatches):
         return [(cut(part, **size), grid) for part, grid in zip(made, grids, strict=True)]
 
     def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
-        """See :meth:`ImagePatches.model_inputs`."""
         return {"pixel_values": self.frames(pixels)}
 
     def frames(self, pixels: Tensor) -> Tensor:
@@ -262,10 +252,8 @@ _FIXED: Mapping[str, Any] = {
 def processor_kind(name: str | None) -> Any:
     """The class of transformers for an ``image_processor_type``; Qwen's where there is none.
 
-    The suffixes of classes for Pillow and torchvision play no part: Pillow's is taken.
-
-    Raises:
-        ValueError: it is one that is not known here.
+    The suffixes of classes for Pillow and torchvision play no part: Pillow's is taken. ValueError
+    for one that is not known here.
     """
     plain = (name or "Qwen").removesuffix("Fast").removesuffix("Pil")
     if plain.startswith("Qwen"):
@@ -279,11 +267,7 @@ def processor_kind(name: str | None) -> Any:
 
 
 def limited(patches: ImagePatches, limits: PixelLimits) -> None:
-    """Give the processor these limits.
-
-    Raises:
-        ValueError: they leave no size, or the processor makes all images one size.
-    """
+    """Give the processor these limits; ValueError where they leave no size, or it has one alone."""
     if isinstance(patches, FixedPatches):
         if (limits.min_pixels, limits.max_pixels) != (None, None):
             height, width = patches.size

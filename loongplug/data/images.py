@@ -18,7 +18,6 @@ from loongplug.data.media_files import (
 )
 from loongplug.data.object_store import RemoteFile, StoreError, remote_version
 from loongplug.data.pixel_limits import Transparency
-from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
@@ -41,8 +40,6 @@ _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
     """Height and width of the image once it is upright; reads the file's header only."""
-    if (plain := plain_size(path)) is not None:
-        return plain
     with _opened(path, where=where, header=True) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:

@@ -5,62 +5,71 @@ one, so that a bad one is one bad row, and a large one is refused before it is p
 """
 
 import re
-from array import array
+from collections.abc import Iterator
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
-_CHUNK = 16 * 2**20
-_HEAD = 4096
-_MARK = "\xef\xbb\xbf"  # UTF-8's byte order mark, read as latin-1
-_BLANKS = re.compile(r"[ \t\n\r]*")
+_HEAD = 2**16  # bytes; more blanks than that are in front of no array
+_BLANKS = re.compile(rb"[ \t\n\r]*+")
+# Up to the first row or the end, behind UTF-8's byte order mark.
+_BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\n\r]*+\[[ \t\n\r]*+(?=[{\]])")
 # What changes no depth: anything but brackets, and whole strings.
-_PLAIN = re.compile(r'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
-# The rest of a string, up to its end or to a backslash that the window cuts off.
-_IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_PLAIN = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
+_NEWLINE = re.compile(rb"\n")
 
 
 def is_array(path: Path) -> bool:
     """Whether the file begins with a bracket and an object; a line ``[1]`` is one bad row."""
     with path.open("rb") as file:
-        text = _Window(file, chunk=_HEAD)
-        if text.next_character() != "[":
-            return False
-        text.skip(1)
-        return text.next_character() in ("{", "]")
+        return _BEGINNING.match(file.read(_HEAD)) is not None
 
 
-def scan_array(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Byte offset and line number, from 1, of each element, [rows] each; reads the file once.
+def scan_array(path: Path) -> Iterator[tuple[int, int]]:
+    """Byte offset and line number, from 1, of each element; ValueError for no array of objects."""
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+        counted, line = 0, 1
 
-    Raises:
-        ValueError: the file is not a JSON array of objects; with the line.
-    """
-    offsets, lines = array("q"), array("q")
-    with path.open("rb") as file:
-        text = _Window(file, chunk=_CHUNK)
-        text.next_character()
-        text.skip(1)  # the bracket
-        character = text.next_character()
-        while character != "]":
-            if character != "{":
-                raise _no_array(path, text.line, "expected an object or the end ]")
-            offsets.append(text.offset)
-            lines.append(text.line)
-            if not text.skip_object():
-                raise _no_array(path, lines[-1], "an object that does not end")
-            character = text.next_character()
-            if character == ",":
-                text.skip(1)
-                character = text.next_character()
-            elif character != "]":
-                raise _no_array(path, text.line, "expected a comma or the end ]")
-        text.skip(1)
-        if text.next_character():
-            raise _no_array(path, text.line, "something behind the array's end")
-    return np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64)
+        def expected(what: str, *characters: bytes) -> bytes:
+            """The character here, of these."""
+            nonlocal counted, line
+            line += sum(1 for _ in _NEWLINE.finditer(text, counted, at))
+            counted = at
+            if text[at : at + 1] not in characters:
+                raise _no_array(path, line, what)
+            return text[at : at + 1]
+
+        beginning = _BEGINNING.match(text)
+        assert beginning is not None, "is_array has looked"
+        at = beginning.end()
+        while expected("expected an object or the end ]", b"{", b"]") == b"{":
+            yield at, line
+            end = _object_end(text, at)
+            if end is None:
+                raise _no_array(path, line, "an object that does not end")
+            at = _behind_blanks(text, end)
+            if expected("expected a comma or the end ]", b",", b"]") == b",":
+                at = _behind_blanks(text, at + 1)
+        at = _behind_blanks(text, at + 1)
+        expected("something behind the array's end", b"")
+
+
+def _behind_blanks(text: mmap, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()
+
+
+def _object_end(text: mmap, at: int) -> int | None:
+    """Behind the object that begins here; None where the file ends before it does."""
+    depth = 0
+    while found := _PLAIN.match(text, at):
+        bracket, at = text[found.end() : found.end() + 1], found.end() + 1
+        if bracket not in (b"{", b"[", b"]", b"}"):  # the file's end, or a string up to there
+            break
+        depth += 1 if bracket in (b"{", b"[") else -1
+        if depth == 0:
+            return at
+    return None
 
 
 def _no_array(path: Path, line: int, what: str) -> ValueError:
@@ -68,71 +77,3 @@ def _no_array(path: Path, line: int, what: str) -> ValueError:
         f"{path}:{line}: {what}. The file begins with [ and {{, so it has to be one JSON array of"
         " rows: mend it, or write one row to a line."
     )
-
-
-class _Window:
-    """A part of the file, with the place that has been read up to; what is behind it is let go.
-
-    Its bytes are characters of latin-1, so that places in the text are places in the file; JSON's
-    own characters are the same in UTF-8.
-    """
-
-    def __init__(self, file: BinaryIO, *, chunk: int) -> None:
-        self._file = file
-        self._chunk = chunk
-        self._text = ""
-        self._at = 0
-        self._begins = 0  # the text, in the file
-        self.line = 1
-        while len(self._text) < len(_MARK) and self._more():
-            pass
-        if self._text.startswith(_MARK):
-            self._at = len(_MARK)
-
-    @property
-    def offset(self) -> int:
-        """Of the next character, in the file."""
-        return self._begins + self._at
-
-    def next_character(self) -> str:
-        """The next one that is no blank, which stays; "" at the end."""
-        while True:
-            self._skip_to(_BLANKS)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                return ""
-
-    def skip(self, count: int) -> None:
-        """Go on behind the next ``count`` characters."""
-        self.line += self._text.count("\n", self._at, self._at + count)
-        self._at += count
-
-    def skip_object(self) -> bool:
-        """Go on behind the object that begins here; False where the file ends before it does."""
-        depth, in_string = 0, False
-        while True:
-            self._skip_to(_IN_STRING if in_string else _PLAIN)
-            character = self._text[self._at : self._at + 1]
-            if character in ("", "\\"):  # the window ends, maybe between a backslash and the next
-                if not self._more():
-                    return False
-            elif character == '"':
-                self.skip(1)
-                in_string = not in_string
-            else:
-                self.skip(1)
-                depth += 1 if character in "{[" else -1
-                if depth == 0:
-                    return True
-
-    def _skip_to(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self._text, self._at)
-        assert found is not None, "it may be empty"
-        self.skip(found.end() - self._at)
-
-    def _more(self) -> bool:
-        piece = self._file.read(self._chunk)
-        self._begins += self._at
-        self._text, self._at = self._text[self._at :] + piece.decode("latin-1"), 0
-        return bool(piece)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from loongplug.data.object_store import RemoteFile, is_remote, open_remote, remote_head
+from loongplug.data.object_store import RangeReader, RemoteFile, is_remote, open_remote
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,6 @@ def media_named(name: str, root: MediaRoot) -> MediaFile:
     return RemoteFile.named(name) if isinstance(root, Path) and is_remote(name) else root / name
 
 
-def read_head(file: MediaFile, count: int) -> bytes:
-    """At most ``count`` bytes from the file's beginning, without a buffer; OSError as of open."""
-    start = 0
-    if isinstance(file, InlineFile):
-        return file.content[:count]
-    if isinstance(file, RemoteFile):
-        return remote_head(file, count)
-    if isinstance(file, TarMember):
-        start, count = file.offset, min(count, file.size)
-    handle = _open(file)
-    try:
-        return os.pread(handle, count, start)
-    finally:
-        os.close(handle)
-
-
 def file_on_disk(file: MediaFile) -> Path:
     """The file itself, or the archive that it is in; of one within a row or far away is none."""
     assert not isinstance(file, InlineFile | RemoteFile)
@@ -147,7 +131,14 @@ def open_media_file(file: MediaFile, *, header: bool = False) -> BinaryIO:
     if isinstance(file, InlineFile):
         return io.BytesIO(file.content)
     if isinstance(file, TarMember):
-        return io.BufferedReader(_MemberReader(file))
+        handle = _open(file)
+        return io.BufferedReader(
+            RangeReader(
+                file.size,
+                lambda at, count: os.pread(handle, count, file.offset + at),
+                close=lambda: os.close(handle),
+            )
+        )
     if isinstance(file, RemoteFile):
         return open_remote(file, keep=not header)
     return os.fdopen(_open(file), "rb")
@@ -183,7 +174,12 @@ def _open(file: MediaFile) -> int:
     try:
         _require_plain(os.fstat(handle).st_mode)
         if isinstance(file, ConfinedFile):
-            _require_inside(file.folder, handle)
+            # The system says where the opened file lies: nothing can change between check and use.
+            real = os.readlink(f"/proc/self/fd/{handle}")
+            if not real.startswith(os.path.join(file.folder, "")):
+                raise OSError(
+                    f"it is {real}, and --confine-media takes only what lies in {file.folder}"
+                )
     except OSError:
         os.close(handle)
         raise
@@ -193,46 +189,3 @@ def _open(file: MediaFile) -> int:
 def _require_plain(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise OSError("it is not a plain file, but a folder, a pipe, a socket or a device")
-
-
-def _require_inside(folder: str, handle: int) -> None:
-    """Asks the system where the opened file lies: nothing can change between check and use."""
-    real = os.readlink(f"/proc/self/fd/{handle}")
-    if not real.startswith(os.path.join(folder, "")):
-        raise OSError(f"it is {real}, and --confine-media takes only what lies in {folder}")
-
-
-class _MemberReader(io.RawIOBase):
-    """The bytes of a tar member as a file that can be read and sought in."""
-
-    def __init__(self, member: TarMember) -> None:
-        super().__init__()
-        self._member = member
-        self._position = 0
-        self._handle = _open(member)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}
-        position = start[whence] + offset
-        if position < 0:
-            raise OSError(f"sought to {position}, before the beginning")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        left = max(0, self._member.size - self._position)
-        found = os.pread(self._handle, min(len(buffer), left), self._member.offset + self._position)
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._handle)
-        super().close()

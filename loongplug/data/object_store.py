@@ -8,7 +8,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from loongplug.output_files import put_whole
 
 SCHEME = "s3://"
 
-_BUFFER = 256 * 2**10  # bytes of one request, where a file is read piece by piece
+_BUFFER = 64 * 2**10  # bytes of one request, where a file is read piece by piece
 _CHUNK = 64 * 2**20  # bytes of one request, where a file is copied
 _LEFT_FREE = 0.1  # of the disk: media are kept until no more is free
 _BUCKET = re.compile(r"[a-zA-Z0-9._-]{1,255}")
@@ -80,13 +80,6 @@ def file_named(name: str | Path) -> Path | RemoteFile:
     return RemoteFile.named(str(name)) if is_remote(name) else Path(name)
 
 
-def remote_head(file: RemoteFile, count: int) -> bytes:
-    """At most ``count`` bytes from the beginning, by one request; errors as of open_remote."""
-    with _asking(file) as store:
-        found: bytes = store.cat_file(file.url, start=0, end=count)
-    return found
-
-
 def remote_version(file: RemoteFile) -> RemoteVersion:
     """The version that the store has now; errors as of open_remote."""
     with _asking(file) as store:
@@ -115,14 +108,20 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     except OSError as error:  # the next best is to keep nothing
         reason = error.strerror or type(error).__name__
         _say_once(f"Files of {SCHEME} are not kept: {reason}.")
-    return io.BufferedReader(_RemoteReader(file, opened), _BUFFER)
+
+    def read_at(offset: int, count: int) -> bytes:
+        with _asking(file):
+            opened.seek(offset)
+            found: bytes = opened.read(count)
+        return found
+
+    return io.BufferedReader(RangeReader(version.size, read_at), _BUFFER)
 
 
 def data_copy(file: RemoteFile) -> Path:
-    """A copy of a data file as it is now, kept; of the processes of a machine one makes it.
+    """A copy of a data file as it is now; ValueError where it cannot be read, or not be kept.
 
-    Raises:
-        ValueError: it cannot be read, or not be kept.
+    Of the processes of a machine one makes it.
     """
     try:
         opened, version = _opened(file)
@@ -207,13 +206,21 @@ def _copy(file: RemoteFile, opened: Any, place: Path) -> None:
             copy.write(piece)
 
 
-class _RemoteReader(io.RawIOBase):
-    """A file on a store that is read by ranges, whose errors are those of open_remote."""
+class RangeReader(io.RawIOBase):
+    """A file of ``size`` bytes, of which ``read_at(offset, count)`` gives some."""
 
-    def __init__(self, file: RemoteFile, opened: Any) -> None:
+    def __init__(
+        self,
+        size: int,
+        read_at: Callable[[int, int], bytes],
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
-        self._file = file
-        self._opened = opened
+        self._size = size
+        self._read_at = read_at
+        self._close = close
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -222,16 +229,24 @@ class _RemoteReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        try:
-            return int(self._opened.seek(offset, whence))
-        except ValueError as error:
-            raise OSError(str(error)) from error
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        position = start[whence] + offset
+        if position < 0:
+            raise OSError(f"sought to {position}, before the beginning")
+        self._position = position
+        return position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        with _asking(self._file):
-            found = self._opened.read(len(buffer))
+        left = max(0, self._size - self._position)
+        found = self._read_at(self._position, min(len(buffer), left))
         buffer[: len(found)] = found
+        self._position += len(found)
         return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._close()
+        super().close()
 
 
 @contextmanager

@@ -23,15 +23,10 @@ class PixelBytes:
     has those of all ``frames`` of a temporal patch, in which an image is repeated. ``values``,
     [channels, 256] float32, has of each byte what the processor makes of it, by rescaling and
     normalising: so both kinds of rows are bit by bit the same pixels.
-
-    ``formula``, [3, channels, 1] float32: what a byte is divided by, what is then taken from it,
-    and what the rest is divided by, where that gives the same ``values`` to the bit. A processor of
-    a CPU computes three times as fast as it looks up. None: no such numbers are known.
     """
 
     values: Tensor
     frames: int
-    formula: Tensor | None = None
 
     @classmethod
     def of(cls, transform: Any, *, frames: int) -> "PixelBytes":
@@ -42,13 +37,7 @@ class PixelBytes:
         if transform.do_normalize:
             each = transform.normalize(each, transform.image_mean, transform.image_std)
         values = torch.from_numpy(np.ascontiguousarray(each[:, :, 0], dtype=np.float32))
-        divided, taken, spread = torch.ones(3), torch.zeros(3), torch.ones(3)
-        if transform.do_rescale:
-            divided *= 1 / transform.rescale_factor
-        if transform.do_normalize:
-            taken, spread = _each(transform.image_mean), _each(transform.image_std)
-        formula = _formula(divided, taken, spread, values=values)
-        return cls(values=values, frames=frames, formula=formula)
+        return cls(values=values, frames=frames)
 
     @classmethod
     def of_videos(cls, transform: Any, *, frames: int) -> "PixelBytes":
@@ -62,14 +51,7 @@ class PixelBytes:
             transform.image_mean,
             transform.image_std,
         )
-        values = made.float().view(3, _VALUES)
-        # Theirs is one step where both are asked for.
-        scale = 1 / transform.rescale_factor if transform.do_rescale else 1.0
-        taken, spread = torch.zeros(3), torch.full((3,), scale)
-        if transform.do_normalize:
-            taken, spread = _each(transform.image_mean) * scale, _each(transform.image_std) * scale
-        formula = _formula(torch.ones(3), taken, spread, values=values)
-        return cls(values=values, frames=frames, formula=formula)
+        return cls(values=made.float().view(3, _VALUES), frames=frames)
 
     def width(self, row_values: int) -> int:
         """Bytes of a row that has so many values."""
@@ -110,32 +92,10 @@ class PixelBytes:
     def _values(self, rows: Tensor) -> Tensor:
         """[rows, channels * pixels] uint8 to [rows, channels, pixels] float32."""
         channels = len(self.values)
-        split = rows.view(len(rows), channels, rows.shape[1] // channels)
-        return self._looked_up(split) if self.formula is None else _computed(split, self.formula)
-
-    def _looked_up(self, split: Tensor) -> Tensor:
-        first = torch.arange(len(self.values), dtype=torch.int32, device=split.device) * _VALUES
-        places = split.int() + first[:, None]  # [rows, channels, pixels]
-        values = to_device(self.values, split.device).view(-1)
-        return values.index_select(0, places.view(-1)).view(places.shape)
-
-
-def _each(numbers: Any) -> Tensor:
-    """A mean or a deviation by channel, [3] float32."""
-    return torch.tensor(numbers, dtype=torch.float32).expand(3)
-
-
-def _formula(divided: Tensor, taken: Tensor, spread: Tensor, *, values: Tensor) -> Tensor | None:
-    """See :class:`PixelBytes`."""
-    formula = torch.stack([divided, taken, spread])[:, :, None]
-    every = torch.arange(_VALUES, dtype=torch.uint8).expand(1, len(values), _VALUES)
-    return formula if torch.equal(_computed(every, formula)[0], values) else None
-
-
-def _computed(split: Tensor, formula: Tensor) -> Tensor:
-    # By tensors, not numbers: CUDA would multiply by a number's inverse, which is not the same.
-    divided, taken, spread = to_device(formula, split.device)
-    return split.float().div_(divided).sub_(taken).div_(spread)
+        first = torch.arange(channels, dtype=torch.int32, device=rows.device) * _VALUES
+        places = rows.view(len(rows), channels, rows.shape[1] // channels).int()
+        values = to_device(self.values, rows.device).view(-1)
+        return values.index_select(0, places.add_(first[:, None]).view(-1)).view(places.shape)
 
 
 def cut(frames: Tensor, *, patch: int, merge: int) -> Tensor:

@@ -50,11 +50,7 @@ class PixelLimits:
     def _limit(
         transform: Any, least: int | None, most: int | None, *, prefix: str, patch: int
     ) -> None:
-        """``patch`` is the pixels that become one visual token.
-
-        Raises:
-            ValueError: the limits leave no size, or less than one visual token.
-        """
+        """``patch``: pixels that become a visual token; ValueError for limits that leave none."""
         if least is None and most is None:
             return
         size = transform.size

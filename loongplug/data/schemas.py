@@ -162,13 +162,6 @@ class TextPart(_Schema):
     text: Text
 
 
-class ImagePartRow(_Schema):
-    """Without ``image`` it stands for the next of the row's ``images``."""
-
-    type: Literal["image"]
-    image: File | None = None
-
-
 class Url(_Schema):
     url: Name
 
@@ -184,33 +177,51 @@ Files = Annotated[Annotated[File, Tag("one")] | Annotated[list[File], Tag("list"
 Videos = Annotated[Annotated[Name, Tag("one")] | Annotated[list[Source], Tag("list")], _ONE_OR_LIST]
 
 
-class ImageUrlPart(_Schema):
+class MediaPart(_Schema):
+    """Without a source it stands for the next of the row's media of its kind."""
+
+    type: str
+
+    @property
+    def kind(self) -> str:
+        """Image, video or audio."""
+        return self.type.removesuffix("_url")
+
+    @property
+    def source(self) -> Any:
+        """A name, a video's frames, or an image or a sound itself."""
+        found = getattr(self, self.type)
+        return found.url if isinstance(found, Url) else found
+
+
+class ImagePartRow(MediaPart):
+    type: Literal["image"]
+    image: File | None = None
+
+
+class ImageUrlPart(MediaPart):
     type: Literal["image_url"]
     image_url: UrlOrString
 
 
-class VideoPartRow(_Schema):
-    """Without ``video`` it stands for the next of the row's ``videos``."""
-
+class VideoPartRow(MediaPart):
     type: Literal["video"]
     video: Source | None = None
     fps: Rate | None = None
 
 
-class VideoUrlPart(_Schema):
+class VideoUrlPart(MediaPart):
     type: Literal["video_url"]
     video_url: UrlOrString
     fps: Rate | None = None
 
 
-class AudioPartRow(_Schema):
-    """Without ``audio`` it stands for the next of the row's ``audios``."""
-
+class AudioPartRow(MediaPart):
     type: Literal["audio"]
     audio: File | None = None
 
 
-class AudioUrlPart(_Schema):
+class AudioUrlPart(MediaPart):
     type: Literal["audio_url"]
     audio_url: UrlOrString
 

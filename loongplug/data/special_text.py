@@ -161,13 +161,9 @@ def encode_text(text: str, tokenizer: Any, *, special: bool, after: After = "not
     return ids[len(line) :]
 
 
-def is_added(token: int, tokenizer: Any) -> bool:
-    """Whether the id is one that texts are split at, as special tokens are."""
-    return token in _added_ids(tokenizer)
-
-
 @lru_cache(maxsize=8)
-def _added_ids(tokenizer: Any) -> frozenset[int]:
+def added_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids that texts are split at, as special tokens are."""
     return frozenset(tokenizer.added_tokens_decoder)
 
 

@@ -11,17 +11,16 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part
 from loongplug.data.processor import MediaTokens, Processor
 from loongplug.data.special_text import (
     After,
     SpecialTexts,
+    added_ids,
     encode_hidden,
     encode_text,
     hide_special,
-    is_added,
 )
 from loongplug.data.token_ids import among
 
@@ -161,7 +160,7 @@ def _tokenized(
             ids = [*ids, processor.end_token_id]
         parts.append((ids, segment.trained))
         if ids:
-            after = "special" if is_added(ids[-1], tokenizer) else "text"
+            after = "special" if ids[-1] in added_ids(tokenizer) else "text"
     return _joined(parts, processor, placeholders=placeholders)
 
 
@@ -513,43 +512,20 @@ def render_chat(
     prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text that ``tokenizer.apply_chat_template`` renders of one conversation.
+    """The text of one conversation; ``messages`` and ``tools`` are what JSON can say.
 
-    ``messages`` and ``tools`` are what JSON can say. With ``prompt``, the beginning of an
-    answer follows.
-
-    Templates run in transformers' own sandbox, kept compiled by it. What is left out is its search
-    through tools, documents and foreign objects, which takes as long as rendering does. A tokenizer
-    class with an ``apply_chat_template`` of its own is asked.
+    With ``prompt``, the beginning of an answer follows. Templates run in transformers' own sandbox.
 
     Raises jinja2.TemplateError where the template refuses the conversation, or is too long.
     """
-    source = tokenizer.get_chat_template()
-    if len(source) > _MOST_SOURCE:
+    if len(tokenizer.get_chat_template()) > _MOST_SOURCE:
         raise TemplateError(f"it is longer than {_MOST_SOURCE:,} characters")
-    usual = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-    # It may have another name in another transformers.
-    if not hasattr(chat_template_utils, "_compile_jinja_template") or not usual:
-        offered: dict[str, Any] = {} if tools is None else {"tools": tools}
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt, **offered
-        )
-        assert isinstance(text, str)
-        return text
-    rendered: str = chat_template_utils._compile_jinja_template(source).render(
-        messages=messages,
-        tools=tools,
-        documents=None,
-        add_generation_prompt=prompt,
-        **_special_tokens(tokenizer),
+    offered: dict[str, Any] = {} if tools is None else {"tools": tools}
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=prompt, **offered
     )
-    return rendered
-
-
-@lru_cache(maxsize=8)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """By their names, as templates know them; the tokenizer would look them up each time."""
-    return dict(tokenizer.special_tokens_map)
+    assert isinstance(text, str)
+    return text
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,10 @@ def damaged(path: Path) -> None:
     path.write_bytes(b"RIFF\xff\xff\xff\xffWAVE" + bytes(range(256)) * 4)
 
 
+def long_chunk(path: Path) -> None:
+    path.write_bytes(b"RIFF" + struct.pack("<I", 20) + b"WAVELIST" + struct.pack("<I", 4_000))
+
+
 def pipe(path: Path) -> None:
     import os
 
@@ -195,6 +199,7 @@ def concatenation(path: Path) -> None:
         (cut_off, "is cut off: its header says 4000 bytes of sound, but 3990"),
         (text, "damaged or no sound of a kind that is read"),
         (damaged, "damaged or no sound of a kind that is read"),
+        (long_chunk, "damaged or no sound of a kind that is read"),
         (pipe, "cannot be opened: it is not a plain file"),
         (slow, "has 16 bits and 1 samples a second: expected up to 32 bits, and 1000 to"),
         (playlist, "damaged or no sound of a kind that is read"),

@@ -18,7 +18,7 @@ from loongplug.data import media_files
 from loongplug.data.blend import Rows, open_rows
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.images import decode_image, image_size
-from loongplug.data.media_files import ConfinedFolder, open_media_file, read_head
+from loongplug.data.media_files import ConfinedFolder, open_media_file
 from loongplug.data.processor import Processor
 from loongplug.data.rows import RowAccess
 from loongplug.data.units import UnitLoader
@@ -116,13 +116,11 @@ def test_a_link_that_is_changed_at_the_last_moment_leads_nowhere(
         (inside / "sub" / "back.png").symlink_to(secret)
         return opened(path, *arguments)
 
-    assert read_head(file, 4) == b"\x89PNG"
+    with open_media_file(file) as found:
+        assert found.read(4) == b"\x89PNG"
     monkeypatch.setattr(media_files.os, "open", swapped)
-    for read in (open_media_file, lambda file: read_head(file, 4)):
-        (inside / "sub" / "back.png").unlink()
-        (inside / "sub" / "back.png").symlink_to("../a.png")
-        with pytest.raises(OSError, match=REFUSED):
-            read(file)
+    with pytest.raises(OSError, match=REFUSED):
+        open_media_file(file)
 
 
 @pytest.fixture

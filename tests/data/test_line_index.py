@@ -1,7 +1,7 @@
 """Where lines start, and the index files that large files have beside them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -33,21 +33,21 @@ def no_scan(_: Path) -> None:
     raise AssertionError("read the file")
 
 
-@given(content=st.text("a \n\r\t", max_size=40).map(str.encode), chunk=st.integers(1, 9))
+@given(content=st.text("a \n\r\t", max_size=40).map(str.encode), piece=st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
 def test_lines_start_where_python_says(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, piece: int
 ) -> None:
     file = tmp_path_factory.mktemp("lines") / "f"
     file.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_CHUNK", chunk)
-        index = scan_lines(file)
+        patch.setattr(module, "_PIECE", piece)
+        found = list(scan_lines(file))
     lines = content.split(b"\n")
     starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
     expected = [(s, n) for n, (s, line) in enumerate(zip(starts, lines, strict=True), 1)
                 if line.strip()]  # fmt: skip
-    assert list(zip(index.offsets.tolist(), index.lines.tolist(), strict=True)) == expected
+    assert found == expected
 
 
 def test_the_second_time_nothing_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +55,8 @@ def test_the_second_time_nothing_is_read(path: Path, monkeypatch: pytest.MonkeyP
     assert [p.name for p in sorted(path.parent.iterdir())] == ["rows.jsonl", "rows.jsonl.index"]
     monkeypatch.setattr(module, "scan_lines", no_scan)
     for index in (first, line_index(path)):
-        assert isinstance(index.offsets.base, np.memmap)
-        assert index.offsets.tolist() == [0, 10]
-        assert index.lines.tolist() == [1, 3]
+        assert isinstance(index, np.memmap)
+        assert index.tolist() == [[0, 1], [10, 3]]
 
 
 def test_a_small_file_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_a_changed_file_is_read_anew(path: Path, change: str) -> None:
         path.write_bytes(b'\n{"a": 1}\n{"a": 2}\n')
         assert path.stat().st_size == state.st_size
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert line_index(path).lines.tolist() == ([6] if change == "size" else [2, 3])
+    assert line_index(path)[:, 1].tolist() == ([6] if change == "size" else [2, 3])
 
 
 def with_word(content: bytes, place: int, word: int) -> bytes:
@@ -96,7 +95,7 @@ def with_word(content: bytes, place: int, word: int) -> bytes:
         (lambda content: with_word(content, 1, 1), "is cut off or of another version of LoongPlug"),
         (lambda content: with_word(content, 3, 1), "is of what the file was before it changed"),
         (lambda content: with_word(content, 4, 2**62), "is cut off"),
-        (lambda content: with_word(content, 7, 11), "is damaged"),  # the second row's offset
+        (lambda content: with_word(content, 8, 11), "is damaged"),  # the second row's offset
     ],
 )
 def test_a_damaged_index_file_is_replaced_and_that_is_said(
@@ -111,11 +110,11 @@ def test_a_damaged_index_file_is_replaced_and_that_is_said(
     place.write_bytes(damage(whole))
     caplog.clear()
     with kept_files.said_by(first=False):  # as on all ranks but one
-        assert line_index(path).offsets.tolist() == [0, 10]
+        assert line_index(path)[:, 0].tolist() == [0, 10]
     assert caplog.messages == []
     place.write_bytes(damage(whole))
     with kept_files.said_by(first=True):
-        assert line_index(path).offsets.tolist() == [0, 10]
+        assert line_index(path)[:, 0].tolist() == [0, 10]
     assert caplog.messages == [f"{place} {said}: it is made again from {path}."]
     assert place.read_bytes() == whole
     caplog.clear()
@@ -138,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
     assert len(list((tmp_path / "cache" / "loongplug").iterdir())) == 1
     monkeypatch.setattr(module, "scan_lines", no_scan)
-    assert line_index(path).offsets.tolist() == [0, 10]
+    assert line_index(path)[:, 0].tolist() == [0, 10]
 
 
 def test_without_any_place_to_write_it_is_read_each_time(
@@ -148,7 +147,7 @@ def test_without_any_place_to_write_it_is_read_each_time(
         raise OSError("no space")
 
     monkeypatch.setattr(module, "put_whole", refuse)
-    assert line_index(path).offsets.tolist() == [0, 10]
+    assert line_index(path)[:, 0].tolist() == [0, 10]
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
 
 
@@ -159,7 +158,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
         raise OSError("no space")
 
     monkeypatch.setattr(kept_files.os, "replace", fail)
-    assert line_index(path).offsets.tolist() == [0, 10]
+    assert line_index(path)[:, 0].tolist() == [0, 10]
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
     assert list((tmp_path / "cache" / "loongplug").iterdir()) == []
 
@@ -169,11 +168,10 @@ def test_a_file_that_is_being_written_is_refused(
 ) -> None:
     scan = module.scan_lines
 
-    def scan_while_written(file: Path) -> module.LineIndex:
-        index = scan(file)
+    def scan_while_written(file: Path) -> Iterator[tuple[int, int]]:
+        yield from scan(file)
         with file.open("ab") as more:
             more.write(b"{}\n")
-        return index
 
     monkeypatch.setattr(module, "scan_lines", scan_while_written)
     with pytest.raises(ValueError, match=r"rows\.jsonl changed while it was read"):
@@ -181,7 +179,7 @@ def test_a_file_that_is_being_written_is_refused(
 
 
 def _open(rank: int, *, path: Path) -> list[list[int]]:
-    return [line_index(path).offsets.tolist() for _ in range(20)]
+    return [line_index(path)[:, 0].tolist() for _ in range(20)]
 
 
 def test_ranks_that_start_together_do_not_disturb_each_other(path: Path) -> None:

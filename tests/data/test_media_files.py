@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.data.media_files import TarMember, open_media_file, read_head
+from loongplug.data.media_files import TarMember, open_media_file
 
 pytestmark = pytest.mark.quick
 
@@ -40,21 +40,10 @@ def test_it_reads_like_a_file(member: TarMember, tmp_path: Path) -> None:
         one.read()
 
 
-def test_its_head_ends_where_it_ends(member: TarMember, tmp_path: Path) -> None:
-    assert read_head(member, 10) == WHOLE[:10]
-    assert read_head(member, 10**6) == WHOLE
-    short = TarMember(member.archive, "s", offset=6, size=3)
-    assert read_head(short, 10) == WHOLE[:3]
-    assert read_head(member.archive, 8) == b"before\0\1"
-    with pytest.raises(FileNotFoundError):
-        read_head(tmp_path / "gone", 1)
-
-
 def test_files_are_closed(member: TarMember) -> None:
     gc.collect()  # files of tests before
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        read_head(member, 5)
         with open_media_file(member) as file:
             file.read(5)
     assert len(os.listdir("/proc/self/fd")) == before

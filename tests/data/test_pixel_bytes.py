@@ -34,6 +34,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"do_rescale": False},
     {"do_rescale": False, "do_normalize": False},
     {"do_resize": False},
+    {"rescale_factor": 0.0123},  # its inverse is no number of float32
     {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 1.0, 1.0], "image_std": [1.0, 1.0, 1.0]},
 ]
 SETTINGS_OF_VIDEOS = [each for each in SETTINGS if "do_resize" not in each]
@@ -63,19 +64,6 @@ def test_values_are_those_of_transformers_to_the_bit(
     for (rows, _), values in zip(coded, made, strict=True):
         assert rows.dtype == torch.uint8
         assert rows.untyped_storage().nbytes() == rows.nbytes == values.nbytes // 8
-        table = replace(patches.pixel_bytes, formula=None)
-        assert torch.equal(table.decoded(rows), values)
-    assert patches.pixel_bytes.formula is not None
-
-
-def test_a_formula_that_is_not_the_processors_to_the_bit_is_not_used(processor: Processor) -> None:
-    transform = copy.copy(processor.vision.transform)
-    transform.rescale_factor = 0.0123  # its inverse is no number of float32
-    pixel_bytes = QwenPatches(transform).pixel_bytes
-    assert pixel_bytes.formula is None
-    coded, _ = QwenPatches(transform).coded([noise(32, 32)])[0]
-    expected = transform(images=[noise(32, 32)], return_tensors="pt")["pixel_values"].float()
-    assert torch.equal(pixel_bytes.decoded(coded), expected)
 
 
 def test_each_channel_has_its_own_values_and_each_frame_the_same() -> None:
@@ -124,11 +112,6 @@ def test_values_of_frames_are_those_of_transformers_to_the_bit(
     # Each frame once, a byte for a value.
     assert rows.dtype == torch.uint8
     assert rows.untyped_storage().nbytes() == rows.nbytes == count * grid[1] * grid[2] * 3 * 16**2
-
-
-def test_what_transformers_computes_is_computed_and_not_looked_up() -> None:
-    plain = Qwen3VLVideoProcessor(patch_size=16, cap_pixels_per_frame=False)
-    assert PixelBytes.of_videos(plain, frames=2).formula is not None
 
 
 def test_units_of_images_and_videos_are_loaded_as_bytes(
