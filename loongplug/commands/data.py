@@ -12,6 +12,7 @@ from loongplug.commands.options import (
     ConfineMedia,
     Files,
     IgnoreKeys,
+    IndexDir,
     LiteralMarkers,
     MaxPixels,
     MaxRowMib,
@@ -61,6 +62,7 @@ def data_check(
     columns: Columns = "",
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
+    index_dir: IndexDir = None,
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
@@ -113,12 +115,13 @@ def data_index(
     ignore_keys: IgnoreKeys = "",
     columns: Columns = "",
     multi_turn: MultiTurnRule = "split",
+    index_dir: IndexDir = None,
     processes: Processes = None,
 ) -> None:
-    """Keep how long each row's sample is, so that with --packing each rank reads only its own.
+    """Keep how large each row's sample and media are, so that each rank reads only its own.
 
     The index lies beside each file, and training finds it there. Rows that cannot be used are
-    printed as by data check.
+    printed as by data check, which leaves such an index, too.
     """
     with user_errors():
         from loongplug.data.check import index as run

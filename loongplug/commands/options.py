@@ -79,6 +79,9 @@ MultiTurnRule = Annotated[
     Literal["split", "last"],
     typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
 ]
+IndexDir = Annotated[
+    Path | None, typer.Option(help="Where indexes of rows lie. Default: beside the data.")
+]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
 ]

@@ -280,7 +280,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--train-template-thought",
         "train the thought without content that the chat template puts before an answer",
     )
-    value("--index-dir", "DIR", "where indexes of rows lie (default: beside their data)")
+    value("--index-dir", "DIR", "where indexes of rows lie; default: beside the data", type=Path)
     value("--valid-share", "X", "validate on this share of training rows, not train", type=float)
     value(
         "--epochs",
