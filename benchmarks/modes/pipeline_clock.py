@@ -4,7 +4,7 @@ Nothing that is sent takes time, and work takes what the case says. Pure.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.encoder_steps import EncoderStep
@@ -22,7 +22,7 @@ from loongplug.hetero.operations import (
     When,
     forward,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn, ahead
+from loongplug.hetero.pass_order import Turn
 from loongplug.hetero.placement import ApartPiece, Edge
 from loongplug.hetero.recorded_schedule import around
 from loongplug.hetero.step_programs import stage_acts
@@ -65,7 +65,7 @@ def programs(case: Case) -> Programs:
 def _passes(case: Case, inner: "Sequence[_Side]", rank: int, *, build: Build) -> Iterator[Act]:
     """What Megatron's schedule does on a stage, with the encoders' work in its places."""
     ranks = case.decoder.group("pp", rank)
-    stage, stages = ranks.index(rank), len(ranks)
+    stage = ranks.index(rank)
     takes = case.stages[stage]
     here = [side.in_forward(rank) for side in inner]
 
@@ -85,10 +85,9 @@ def _passes(case: Case, inner: "Sequence[_Side]", rank: int, *, build: Build) ->
         if first and not forwards:
             yield Work(sum(each.backward for each in here), Label("encoder_backward"))
 
-    pipeline = Pipeline(stages=stages, stage=stage, chunks=case.chunks, group=stages)
     yield from stage_acts(
         build,
-        pipeline,
+        replace(case.first_stage, stage=stage),
         case.microbatches,
         ranks=ranks,
         work=work,
@@ -145,7 +144,7 @@ class _Side:
         return self._place(edge).step(
             rank,
             training=True,
-            ahead=ahead(pipeline=len(self.case.stages), virtual=self.case.chunks > 1),
+            decoder=self.case.first_stage,
             encoder_replicas=tuple((number % replicas,) for number in range(count)),
             trains=self._trains,
             trains_before=self._trains and self._stage(rank) > 0,

@@ -20,7 +20,6 @@ from torch import Tensor
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
 from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
-from loongplug.hetero.pass_order import ahead
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
@@ -112,7 +111,7 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
         return EncoderEngine(
             found=place,
             taps=0,
-            ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
+            decoder=case.first_stage,
             costs=paced_costs(case, encoder) if case.streams else None,
         )
 

@@ -12,6 +12,7 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.hetero.step_programs import plan_time
 from loongplug.models.entries import Entry, Role, checked
@@ -112,6 +113,12 @@ class Case:
     def decoder(self) -> Layout:
         """On the first ranks."""
         return Layout(tp=self.tp, pp=len(self.stages))
+
+    @property
+    def first_stage(self) -> Pipeline:
+        """The decoder's."""
+        stages = len(self.stages)
+        return Pipeline(stages=stages, stage=0, chunks=self.chunks, group=stages)
 
     @property
     def apart(self) -> bool:

@@ -16,7 +16,7 @@ from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, TRANSIENT, Tape
 from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
 from loongplug.hetero.operations import BEGIN, END, Event, When
-from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.pass_order import Pipeline, Turn, first_stage
 from loongplug.hetero.recorded_schedule import events, shortened, turns
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
@@ -156,13 +156,7 @@ class EstimatedStep:
     def _trace_decoder(self) -> None:
         """All microbatches have as long rows, and as many media, as the largest."""
         args, first, count = self._args, self._first, len(self._microbatches)
-        pipeline = self._pipeline = Pipeline(
-            stages=args.pipeline_model_parallel_size,
-            stage=self._rank.stage,
-            chunks=len(self._rank.chunks),
-            group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
-            overlaps=args.overlap_moe_expert_parallel_comm,
-        )
+        pipeline = self._pipeline = replace(first_stage(args), stage=self._rank.stage)
         largest = max(self._microbatches, key=lambda each: (each.split.length, media_rows(each)))
         stage = TracedStage(
             args,

@@ -19,8 +19,9 @@ from loongplug.hetero.communicators import (
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.pass_order import warmup
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
+from loongplug.hetero.recorded_schedule import forwards_first
 from loongplug.models.entries import Entry
 from loongplug.parallel.connections import connected_group
 from loongplug.parallel.layout import Layout
@@ -76,11 +77,11 @@ class EncoderPlace:
         replica = self.layout.coordinates(rank).dp
         return tuple(each for each in self.pieces[training] if each.replica == replica)
 
-    def step(self, rank: int, *, training: bool, ahead: int, **of_step: Any) -> EncoderStep:
+    def step(self, rank: int, *, training: bool, decoder: Pipeline, **of_step: Any) -> EncoderStep:
         """What a policy is asked of a step of ``rank``.
 
-        ``ahead`` are the forwards of the decoder's first chunk before its first backward;
-        ``of_step`` is what does not follow from the place, as :class:`EncoderStep` has it.
+        ``decoder`` is that one's first stage; ``of_step`` is what does not follow from the place,
+        as :class:`EncoderStep` has it.
         """
         of_step["training"] = training
         if self.edge is not None:
@@ -94,15 +95,18 @@ class EncoderPlace:
             pieces = () if self.pieces is None else self.pieces[training]
             consumes = any(rank in each.edge.consumers for each in pieces)
             return EncoderStep(replicas=1, replica=None, consumes=consumes, **of_step)
-        stage = self.layout.coordinates(rank).pp
+        stage, stages = self.layout.coordinates(rank).pp, self.layout.pp
+        behind = stages - 1 - stage
+        made = max(1, len(self.made_by(rank, training=training)))
+        count = len(of_step["encoder_replicas"]) // made if of_step["trains"] else 0
         return EncoderStep(
             replicas=1,
             replica=0,
             consumes=False,
-            pieces=max(1, len(self.made_by(rank, training=training))),
-            warmup=warmup(ahead=ahead, stages=self.layout.pp, stage=stage),
+            pieces=made,
+            forwards=forwards_first(decoder, count, behind=behind) if count else (),
             stage=stage,
-            stages=self.layout.pp,
+            stages=stages,
             **of_step,
         )
 

@@ -47,8 +47,8 @@ class EncoderStep:
     the policy has them do so. Without ``rows`` each goes by itself.
 
     Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
-    replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
-    does so before it takes the first gradients, if it has as many (:func:`~.pass_order.warmup`).
+    replica's microbatch. ``pieces`` are how many it makes at a time, ``forwards`` how many times it
+    has done so before it takes each gradient (:func:`~.recorded_schedule.forwards_first`).
     This is ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or
     before it, ``trains_before`` whether anything has before it.
 
@@ -67,7 +67,7 @@ class EncoderStep:
     rows: tuple[int, ...] = ()
     joined_rows: int = 0
     pieces: int = 1
-    warmup: int = 0
+    forwards: tuple[int, ...] = ()
     stage: int = 0
     stages: int = 1
     trains_before: bool = False

@@ -22,7 +22,8 @@ from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executed_step import Streaming
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.pass_order import warmup
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import forwards_first
 from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
@@ -38,14 +39,13 @@ class EncoderEngine:
 
     ``found`` says where the encoder will be. ``taps`` are how many features of a token it has for
     the decoder's first layers. Units go through it together up to ``joined_rows`` of input.
-    ``ahead`` are the forwards of the decoder's first chunk before its first backward. ``costs`` are
-    a step's, where the mode fills bubbles.
+    ``decoder`` is that one's first stage. ``costs`` are a step's, where the mode fills bubbles.
     """
 
     found: PlaceOfEncoder
     taps: int
     joined_rows: int = 0
-    ahead: int
+    decoder: Pipeline
     costs: StreamedCosts | None = None
     recorder: Recorder = field(default=NOTHING, init=False)
     _executor: Executor | None = field(default=None, init=False)
@@ -112,7 +112,7 @@ class EncoderEngine:
         step = self.place.step(
             dist.get_rank(),
             training=training,
-            ahead=self.ahead,
+            decoder=self.decoder,
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             on_host=self._mode.on_host,
             joined_rows=self.joined_rows,
@@ -169,17 +169,16 @@ class EncoderEngine:
         place, rank = self.place, dist.get_rank()
         if not place.groups:
             return None
-        stage = self._stage_of(rank)
-        ahead = warmup(ahead=self.ahead, stages=self._stages, stage=stage)
+        behind, most = self._stages - 1 - self._stage_of(rank), inf
+        if self.apart:
+            long = (3 + behind) * self.decoder.group  # a step that is not over before
+            most, *_ = forwards_first(self.decoder, long, behind=behind)
         return Carrier(
             wire=Wire(
-                place.groups,
-                most=1 + ahead if self.apart else inf,  # microbatches
-                device=current_platform().device,
-                recorder=self.recorder,
+                place.groups, most=most, device=current_platform().device, recorder=self.recorder
             ),
             deals=self._dealer(place.deals),
-            shares=self._dealer(place.replica_group if stage == self._stages - 1 else None),
+            shares=self._dealer(place.replica_group if not behind else None),
             crossings=partial(self.crossings, rank=rank),
             links=(
                 ()

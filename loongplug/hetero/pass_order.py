@@ -1,13 +1,6 @@
-"""A pipeline stage's passes within a step, and how many it does ahead of gradients. Pure.
+"""A pipeline stage's passes within a step. Pure."""
 
-Modules on ranks of their own are pipelines that lead into one another and at last into the decoder.
-Each rank runs Megatron's 1F1B: some forwards to warm up, then a forward and a backward in turn,
-then the backwards that are left. With as many warm-up forwards as stages lie between it and the
-decoder's last one, no rank waits for a gradient that its own next output is needed for, as long as
-nobody waits for a send between modules (figure 4(a) and appendix D of the MIMO paper; upstream
-counts from the sources instead, which is too many where encoders are not equally deep).
-"""
-
+from argparse import Namespace
 from dataclasses import dataclass
 
 
@@ -47,28 +40,13 @@ class Turn:
         return " with ".join(name for name, each in there if each is not None)
 
 
-def ahead(*, pipeline: int, virtual: bool, group: int | None = None) -> int:
-    """Forwards of the decoder's first chunk before its first backward.
-
-    ``pipeline`` is the decoder's pipeline parallel size. ``virtual``: its ranks hold several
-    chunks each, and Megatron's interleaved schedule runs ``group`` microbatches of a chunk before
-    it goes on to the next; None for its default, as many as stages. More chunks or the overlap of
-    MoE communication change nothing, and a ``group`` of more can need less than this.
-    """
-    assert pipeline > 0, pipeline
-    if not virtual or pipeline == 1:
-        return pipeline
-    return 2 * (group or pipeline)
-
-
-def warmup(*, ahead: int, stages: int, stage: int) -> int:
-    """How many forwards an encoder's ``stage``, of ``stages``, does before its first backward.
-
-    ``ahead`` is what comes behind the last of them (:func:`ahead`). Where the decoder runs plain
-    1F1B, this is the distance to its last stage; a short step has fewer. One more is what the stage
-    can have sent that nobody has taken yet: where gradients come back to it, the one of the
-    microbatch so many before is here before each forward, and where none do, nothing else holds the
-    stage back, and so it keeps no more than a stage that trains.
-    """
-    assert 0 <= stage < stages, (stage, stages)
-    return ahead + stages - 1 - stage
+def first_stage(args: Namespace) -> Pipeline:
+    """The decoder's, in a run with these checked flags."""
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    return Pipeline(
+        stages=stages,
+        stage=0,
+        chunks=chunks or 1,
+        group=(args.microbatch_group_size_per_vp_stage if chunks else None) or stages,
+        overlaps=args.overlap_moe_expert_parallel_comm,
+    )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
@@ -135,11 +136,10 @@ def streamed(step: EncoderStep) -> StepPlan:
 def apart(step: EncoderStep) -> StepPlan:
     """The encoder has ranks of its own: 1F1B from microbatch to microbatch, across modules.
 
-    The encoder works ahead of the decoder by its warm-up; from then on it goes forward once and
-    backward once in turn. The decoder's ranks take features before a forward, and send gradients
-    back within a backward. Section 4 of the MIMO paper. Where the encoder has stages, the last of
-    them does so, and the others hand on what they make to the next, which gives its gradient back
-    as far as something trains before it.
+    The encoder works some forwards ahead of its backwards. The decoder's ranks take features before
+    a forward, and send gradients back within a backward. Section 4 of the MIMO paper. Where the
+    encoder has stages, the last of them does so, and the others hand on what they make to the next,
+    which gives its gradient back as far as something trains before it.
     """
     plan = _Draft()
     if step.replica is None:
@@ -155,12 +155,13 @@ def apart(step: EncoderStep) -> StepPlan:
             plan.at(BEGIN, Encode(pieces=()), Backward(pieces=(), more=False))
         return plan.done()
     slots = [step.units[first : first + step.pieces] for first in step.units[:: step.pieces]]
-    ahead = min(step.warmup, len(slots)) if step.trains else len(slots)
-    for number in range(len(slots) + ahead):
-        for unit in slots[number] if number < len(slots) else ():
+    done = 0
+    for number, count in enumerate(step.forwards if step.trains else (len(slots),)):
+        for unit in chain.from_iterable(slots[done:count]):
             _stage_forward(plan, step, unit)
-        for unit in slots[number - ahead] if step.trains and number >= ahead else ():
+        for unit in slots[number] if step.trains else ():
             _stage_backward(plan, step, unit)
+        done = count
     return plan.done()
 
 

@@ -20,7 +20,16 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from loongplug.hetero.operations import BEGIN, END, When, backward, before_pass, forward, gradient
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Event,
+    When,
+    backward,
+    before_pass,
+    forward,
+    gradient,
+)
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn
 
 
@@ -128,6 +137,25 @@ def events(pipeline: Pipeline, microbatches: int) -> Iterator[When | Turn]:
         yield from around(turn)
     yield before_pass(number)
     yield END
+
+
+@lru_cache(maxsize=256)
+def forwards_first(decoder: Pipeline, microbatches: int, *, behind: int) -> tuple[int, ...]:
+    """Forwards before each backward, on a stage of an encoder that has ranks of its own.
+
+    So many of the encoder's stages are ``behind`` it, and then the ``decoder``'s first one. That
+    one needs some microbatches before its first backward: an encoder stays as many ahead of its
+    own. But it does none that the decoder takes only behind the next gradient that it gives: in
+    one queue of a GPU, a feature that nobody takes yet holds up the gradients behind it. One more
+    may be on its way, and one between two stages, so that no stage waits for a gradient that its
+    own next output is needed for (figure 4(a) and appendix D of the MIMO paper; upstream counts
+    from the sources instead, which is too many where encoders are not equally deep).
+    """
+    found = [each.event for each in events(decoder, microbatches) if isinstance(each, When)]
+    backwards = [place for place, each in enumerate(found) if each is Event.BACKWARD]
+    needed = [found[:place].count(Event.FORWARD) for place in backwards]
+    most = enumerate([*needed[1:], microbatches])
+    return tuple(min(min(needed[0] + n, each) + 1 + behind, microbatches) for n, each in most)
 
 
 def shortened(pipeline: Pipeline, microbatches: int) -> tuple[list[Turn], list[int]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn, ahead
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+from loongplug.hetero.recorded_schedule import forwards_first
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.simulate import clock
 from loongplug.simulate.programs import Act, Build, End, Post, Wait, Work
@@ -32,9 +33,8 @@ def step_time(
     1F1B, or of ``pipeline``, which is that of any of its stages; the times are those of all virtual
     stages then, in their order. The stages of each of ``encoders`` stand in a row before it. Its
     first stage takes a microbatch from the last stages of all of them, and gives each the gradient.
-    An encoder's stage does 1F1B with as many forwards before its first backward as the encoder's
-    stages behind it and the decoder's first one have. What is sent arrives at once, and nobody
-    waits for who receives it. A backward that takes no time comes in its turn all the same.
+    An encoder's stage is as far ahead as in a run (:func:`forwards_first`). What is sent arrives at
+    once, and nobody waits for who receives it. Backwards that take no time come in their turn, too.
 
     Of p stages in a row that are equal, m microbatches take (m + p - 1) times forward and backward:
     the bubble is (p - 1) / m of the work.
@@ -44,18 +44,20 @@ def step_time(
     33
     """
     pipeline = pipeline or Pipeline(stages=len(decoder), stage=0, chunks=1, group=len(decoder))
-    stages, virtual = pipeline.stages, pipeline.chunks > 1
+    stages = pipeline.stages
     assert len(decoder) == stages * pipeline.chunks, (len(decoder), pipeline)
-    warmup = ahead(pipeline=stages, virtual=virtual, group=pipeline.group)
     first_ranks = [*accumulate(map(len, encoders), initial=stages)]
     sources = [behind - 1 for behind in first_ranks[1:]]
     build = Build()
+
+    def message(kind: str, source: int, target: int, number: int) -> int:
+        return build.message((kind, source, target), number)
 
     def with_encoders(kind: str, one: Pass) -> tuple[End, ...]:
         """This end of the decoder's messages with them."""
         sends = kind == "gradients"
         ways = [(0, each) if sends else (each, 0) for each in sources]
-        return tuple((build.message((kind, *way), one.microbatch), sends) for way in ways)
+        return tuple((message(kind, *way, one.microbatch), sends) for way in ways)
 
     def decoding(turn: Turn, stage: int) -> Iterator[Act]:
         if turn.forward is not None:
@@ -67,8 +69,19 @@ def step_time(
             if turn.backward.chunk == stage == 0:
                 yield Post(with_encoders("gradients", turn.backward))
 
-    def encoding(turn: Turn, time: StageTime) -> Iterator[Act]:
-        yield Work(time.backward if turn.forward is None else time.forward)
+    def encoding(times: Sequence[StageTime], ranks: Sequence[int], stage: int) -> Iterator[Act]:
+        rank, behind = ranks[stage : stage + 2]
+        before, done = ranks[stage - 1 : stage], 0
+        order = forwards_first(pipeline, microbatches, behind=len(times) - 1 - stage)
+        for number, count in enumerate(order):
+            for each in range(done, count):
+                yield Wait(tuple((message("activations", x, rank, each), False) for x in before))
+                yield Work(times[stage].forward)
+                yield Post(((message("activations", rank, behind, each), True),))
+            yield Wait(((message("gradients", behind, rank, number), False),))
+            yield Work(times[stage].backward)
+            yield Post(tuple((message("gradients", rank, x, number), True) for x in before))
+            done = count
 
     programs = [
         stage_acts(
@@ -78,21 +91,11 @@ def step_time(
             ranks=range(stages),
             work=partial(decoding, stage=stage),
             eager=True,
-            beside_sends=virtual,
+            beside_sends=pipeline.chunks > 1,
         )
         for stage in range(stages)
     ]
     for first_rank, times in zip(first_ranks, encoders, strict=False):
-        row = Pipeline(stages=len(times) + warmup, stage=0, chunks=1, group=1)
-        programs += [
-            stage_acts(
-                build,
-                replace(row, stage=stage),
-                microbatches,
-                ranks=[*range(first_rank, first_rank + len(times)), 0],
-                work=partial(encoding, time=time),
-                eager=True,
-            )
-            for stage, time in enumerate(times)
-        ]
+        own = [*range(first_rank, first_rank + len(times)), 0]
+        programs += [encoding(times, own, stage) for stage in range(len(times))]
     return clock.step_time(build.programs([[*each] for each in programs]))

@@ -12,7 +12,7 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.estimate.estimator import run_of
 from loongplug.estimate.microbatches import OwnRanks, own_ranks_of
 from loongplug.hetero.modes import mode_of
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.pass_order import first_stage
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
 from loongplug.models.entries import Entry, encoders, only_decoder
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
@@ -123,13 +123,6 @@ def find(
     for costs in (real, plain):  # what the first stage does for encoders is in its first layer's
         first = sum((costs[name].whole() for name in inside), costs[decoder].first)
         costs[decoder] = replace(costs[decoder], first=first)
-    pipeline = Pipeline(
-        stages=pp,
-        stage=0,
-        chunks=chunks,
-        group=parsed.args.microbatch_group_size_per_vp_stage or pp,
-        overlaps=parsed.args.overlap_moe_expert_parallel_comm,
-    )
     aware, unaware = (
         partition(
             name,
@@ -138,7 +131,7 @@ def find(
             stages={**apart, decoder: pp},
             microbatches=len(microbatches),
             around=around,
-            pipeline=pipeline if chunks > 1 else None,
+            pipeline=replace(first_stage(parsed.args), chunks=chunks),
         )
         for name, believed in ((AWARE, real), (PLAIN, plain))
     )

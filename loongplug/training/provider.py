@@ -21,7 +21,7 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import modes_of
-from loongplug.hetero.pass_order import ahead
+from loongplug.hetero.pass_order import first_stage
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
@@ -68,11 +68,7 @@ def engine_of(args: Namespace, model: Any) -> Engine:
             found=place,
             taps=len(encoder.taps()),
             joined_rows=encoder.joined_rows,
-            ahead=ahead(
-                pipeline=args.pipeline_model_parallel_size,
-                virtual=args.virtual_pipeline_model_parallel_size is not None,
-                group=args.microbatch_group_size_per_vp_stage,
-            ),
+            decoder=first_stage(args),
             costs=streamed_costs(args, model, entry=entry) if mode.fills_bubbles else None,
         )
 

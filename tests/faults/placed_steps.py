@@ -6,7 +6,7 @@ They are small whole numbers, of which fp32 makes exact sums.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +33,10 @@ from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Cargo, StepPlan
-from loongplug.hetero.pass_order import ahead, warmup
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
+from loongplug.hetero.recorded_schedule import forwards_first
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -103,17 +104,24 @@ class _Place:
         pieces = dict.fromkeys((True, False), self.pieces)
         return EncoderPlace(state=None, replica_group=None, layout=self.layout, pieces=pieces)
 
-    def planned(self, *, in_front: int, training: bool, **of_step: Any) -> StepPlan:
-        """Of a step; ``in_front`` are the forwards behind which the last stage takes gradients."""
+    def first(self, decoder: Pipeline) -> int:
+        """Forwards before the first backward of a long step."""
+        behind = self.layout.pp - 1 - self.stage
+        return forwards_first(decoder, (3 + behind) * decoder.group, behind=behind)[0]
+
+    def planned(self, *, decoder: Pipeline, less: int, training: bool, **of_step: Any) -> StepPlan:
+        """Of a step; with so many forwards ``less`` ahead than are needed."""
         step = self._place.step(
             dist.get_rank(),
             training=training,
-            ahead=in_front,
+            decoder=decoder,
             trains=training and self.trains,
             last_stage=False,
             **of_step,
         )
-        return apart(step)
+        first, count = self.first(decoder) - less, len(step.forwards)
+        few = tuple(max(n + 1, min(first + n, count)) for n in range(count))
+        return apart(replace(step, forwards=few) if less else step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +146,9 @@ class _World:
         self.draw = draw
         self.rank = dist.get_rank()
         self.decoder = Layout(tp=draw.tp, pp=draw.pp, dp=draw.dp)
-        needed = ahead(pipeline=draw.pp, virtual=draw.vpp > 1, group=draw.group)
-        self._ahead = max(0, needed - less)
+        group = draw.group if draw.vpp > 1 else draw.pp
+        self._first = Pipeline(stages=draw.pp, stage=0, chunks=draw.vpp, group=group)
+        self._less = less
         self.config = self._config()
         stages = self.decoder.groups("pp") if draw.pp > 1 else []
         pipelines = [groups.of("pp", ranks) for ranks in stages]
@@ -188,9 +197,9 @@ class _World:
             pieces=placement.pieces(entry.name, micro_batch_size=draw.micro_batch),
         )
         platform = current_platform()
-        most = 1 + warmup(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
+        most = max(1, place.first(self._first) - self._less)
         executor = Executor(
-            lambda *, trains, **step: place.planned(in_front=self._ahead, **step),
+            lambda *, trains, **step: place.planned(decoder=self._first, less=self._less, **step),
             None,
             entry=entry,
             taps=0,

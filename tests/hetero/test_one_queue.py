@@ -30,10 +30,10 @@ from loongplug.hetero.operations import (
     Receive,
     Send,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn, ahead, warmup
+from loongplug.hetero.pass_order import Pipeline, Turn
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
+from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls, forwards_first
 from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
@@ -93,9 +93,7 @@ class Ranks:
         self._microbatches = microbatches
         self._samples, self._split = samples, split
         self._more = more
-        self.ahead = ahead(
-            pipeline=decoder.pp, virtual=self._pipeline.chunks > 1, group=self._pipeline.group
-        )
+        self.ahead = self._most(behind=0) - 1
         self._placed = []
         offset = decoder.world_size
         for number, each in enumerate(encoders):
@@ -156,7 +154,11 @@ class Ranks:
     def _in_flight(self, encoder: Placed, rank: int) -> int:
         layout = encoder.layout
         stage = layout.coordinates(rank).pp if rank in layout.ranks else layout.pp - 1
-        return 1 + warmup(ahead=self.ahead, stages=layout.pp, stage=stage)
+        return self._most(behind=layout.pp - 1 - stage)
+
+    def _most(self, *, behind: int) -> int:
+        """Forwards before the first backward of a long step."""
+        return forwards_first(self._pipeline, (3 + behind) * self._pipeline.group, behind=behind)[0]
 
     def _begin(self, carrier: Carrier, encoder: Placed, rank: int) -> None:
         samples = [range(self._samples)]
@@ -260,20 +262,22 @@ class Ranks:
         carrier.wire.drain()
 
     def _step(self, encoder: Placed, rank: int, *, less: int) -> EncoderStep:
-        count = self._microbatches * len(self._made(encoder, rank))
+        count, stage = self._microbatches, encoder.layout.coordinates(rank).pp
         place = EncoderPlace(
             state=None, replica_group=None, layout=encoder.layout, pieces={True: encoder.pieces}
         )
         step = place.step(
             rank,
             training=True,
-            ahead=self.ahead,
-            encoder_replicas=((0,),) * count,
+            decoder=self._pipeline,
+            encoder_replicas=((0,),) * count * len(self._made(encoder, rank)),
             trains=self._trains(encoder, rank),
-            trains_before=any(encoder.trains[: encoder.layout.coordinates(rank).pp]),
+            trains_before=any(encoder.trains[:stage]),
             last_stage=False,
         )
-        return replace(step, warmup=max(0, step.warmup - less))
+        first = self._most(behind=encoder.layout.pp - 1 - stage) - less
+        few = tuple(max(n + 1, min(first + n, count)) for n in range(count))
+        return replace(step, forwards=few) if less else step
 
 
 def in_one_queue(programs: Programs) -> Programs:
@@ -293,6 +297,7 @@ GRAPHS = [
         for sizes in product((2, 3, 4), ((1,), (2,), (3,), (2, 1)))
         for virtual in ((2, False, False), (2, True, False), (3, True, True))
     ),
+    *((1, encoders, 1, False, True) for encoders in ENCODERS),
 ]
 
 
@@ -369,20 +374,26 @@ def test_larger_groups_of_virtual_stages_take_more(monkeypatch: pytest.MonkeyPat
     assert hangs
 
 
-def test_a_forward_beside_the_backward_before_it_without_a_pipeline(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("encoders", [(1,), (2,), (1, 3)])
+@pytest.mark.parametrize(("decoder", "chunks"), [(2, 2), (2, 3), (3, 2), (4, 3)])
+def test_larger_groups_of_virtual_stages_hold_up_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, decoder: int, chunks: int, encoders: tuple[int, ...]
 ) -> None:
-    """The overlap of MoE communication: the forward ahead that is not least else is needed."""
-    for microbatches in range(1, 6):
-        ranks = Ranks(
-            monkeypatch,
-            decoder=Layout(),
-            encoders=[Layout()],
-            microbatches=microbatches,
-            overlaps=True,
-        )
-        assert finish(ranks.programs())
-        assert finish(ranks.programs(less=1)) == (microbatches == 1)
+    """A forward and a backward in turn would: gradients come without features being taken."""
+    for group, overlaps in product((6, 9), (False, True)):
+        for microbatches in (2 * group, 2 * group + decoder, 3 * group, 4 * group):
+            ranks = Ranks(
+                monkeypatch,
+                decoder=Layout(pp=decoder),
+                encoders=[Layout(pp=stages) for stages in encoders],
+                microbatches=microbatches,
+                chunks=chunks,
+                group=group,
+                overlap=True,
+                overlaps=overlaps,
+            )
+            assert ranks.finish(), (group, overlaps, microbatches)
+            assert finish(ranks.programs()), (group, overlaps, microbatches)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

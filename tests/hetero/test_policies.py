@@ -214,6 +214,7 @@ def test_passes_take_neighbours_up_to_a_budget(ranks: list[tuple[EncoderStep, Pi
 def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
     """One step on a rank of an encoder that lies apart, and on the decoder's, by stage."""
     stages, count = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    first = draw(st.integers(1, 4))
     made = draw(st.integers(0, 3))  # pieces of each microbatch; 0: no sample is this replica's
     training = draw(st.booleans())
     decoding = EncoderStep(
@@ -224,7 +225,7 @@ def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
         training=training,
         trains=training and draw(st.booleans()),
         last_stage=False,
-        warmup=draw(st.integers(1, 4)),
+        forwards=tuple(min(first + number, count) for number in range(count)),
     )
     encoding = replace(
         decoding, encoder_replicas=((0,),) * (count * made), replica=0, pieces=max(made, 1)
@@ -282,18 +283,18 @@ ENCODES = EncoderStep(
     trains=True,
     last_stage=False,
     pieces=2,
-    warmup=2,
+    forwards=(3, 3, 3),
 )
 
 
-def test_an_encoder_apart_works_ahead_by_its_warmup() -> None:
+def test_an_encoder_apart_works_ahead_by_so_many_forwards() -> None:
     """Three microbatches of two pieces: two ahead, then one forward and one backward in turn."""
     pieces = [f"encode [{n}],send {n}" for n in range(6)]
     back = [f"wait {n},{'BACK' if n == 5 else 'back'} [{n}]" for n in range(6)]
     expected = ",".join([*pieces, *back])  # the third goes ahead of the first gradient
     assert told(apart(ENCODES)) == expected.split(",")
     one_ahead = [*pieces[:4], *back[:2], *pieces[4:], *back[2:]]
-    assert told(apart(replace(ENCODES, warmup=1))) == ",".join(one_ahead).split(",")
+    assert told(apart(replace(ENCODES, forwards=(2, 3, 3)))) == ",".join(one_ahead).split(",")
     assert apart(ENCODES).keys() == {BEGIN}  # there is no schedule to wait for
 
 

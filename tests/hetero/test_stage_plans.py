@@ -15,8 +15,9 @@ from loongplug.hetero.operations import (
     Send,
     StepPlan,
 )
-from loongplug.hetero.pass_order import warmup
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import apart
+from loongplug.hetero.recorded_schedule import forwards_first
 
 pytestmark = pytest.mark.quick
 
@@ -25,6 +26,7 @@ def step_of(
     stage: int, stages: int, *, units: int, in_front: int, trains: tuple[bool, ...]
 ) -> EncoderStep:
     """Of a stage, where the stages' own parameters train or not."""
+    decoder = Pipeline(stages=in_front, stage=0, chunks=1, group=in_front)
     return EncoderStep(
         encoder_replicas=((0,),) * units,
         replicas=1,
@@ -34,7 +36,7 @@ def step_of(
         trains=any(trains[: stage + 1]),
         trains_before=any(trains[:stage]),
         last_stage=False,
-        warmup=warmup(ahead=in_front, stages=stages, stage=stage),
+        forwards=forwards_first(decoder, units, behind=stages - 1 - stage),
         stage=stage,
         stages=stages,
     )

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from queued import finish
 
-from loongplug.hetero.pass_order import Pipeline, ahead, warmup
-from loongplug.hetero.recorded_schedule import Posted, calls
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import Posted, calls, forwards_first
 from loongplug.simulate.programs import Act, Build, End, Post, Wait
 from loongplug.simulate.wires import with_shapes
 
@@ -88,17 +88,34 @@ def finishes(modules: Modules, counts: Mapping[Rank, int], *, microbatches: int)
 def test_the_warmup_is_the_distance_to_the_sink():
     for encoder, decoder in product((1, 2, 3), (1, 2, 3, 4)):
         found = distances({"E": encoder, "L": decoder})
-        first = ahead(pipeline=decoder, virtual=False)
+        first = Pipeline(stages=decoder, stage=0, chunks=1, group=decoder)
         for stage in range(encoder):
-            assert warmup(ahead=first, stages=encoder, stage=stage) == found["E", stage]
+            ahead = [
+                count - number
+                for number, count in enumerate(
+                    forwards_first(first, 20, behind=encoder - 1 - stage), start=1
+                )
+                if count < 20
+            ]
+            assert ahead
+            assert {*ahead} == {found["E", stage]}
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "virtual", "group", "forwards"),
-    [(4, False, None, 4), (4, True, None, 8), (1, True, None, 1), (2, True, 4, 8)],
+    ("stages", "chunks", "group", "overlaps", "forwards"),
+    [
+        (1, 1, 1, False, [2, 3, 4, 5, 6, 6]),
+        (1, 1, 1, True, [3, 4, 5, 6, 6, 6]),
+        (2, 2, 2, False, [5, 6, 7, 8, 8, 8, 8, 8]),
+        # Until its sixth backward, the decoder takes nothing of the third group: neither may the
+        # encoder go on before it has that one's gradient.
+        (2, 3, 6, False, [13, 13, 13, 13, 13, 18, *[18] * 12]),
+        (2, 2, 6, False, [10, 11, 12, 13, 13, 15, 16, 17, 18, *[18] * 9]),
+    ],
 )
-def test_forwards_before_the_first_backward(pipeline, virtual, group, forwards):
-    assert ahead(pipeline=pipeline, virtual=virtual, group=group) == forwards
+def test_forwards_before_each_backward(stages, chunks, group, overlaps, forwards):
+    first = Pipeline(stages=stages, stage=0, chunks=chunks, group=group, overlaps=overlaps)
+    assert [*forwards_first(first, len(forwards), behind=0)] == forwards
 
 
 def test_upstream_hangs_where_encoders_are_not_equally_deep():

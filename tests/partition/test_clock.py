@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.hetero.pass_order import Pipeline, warmup
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.recorded_schedule import turns
 from loongplug.partition.clock import StageTime, step_time
 
@@ -78,7 +78,7 @@ def one_by_one(decoder, *, microbatches, encoders, pipeline):
     first = 2 * stages if pipeline.chunks > 1 else stages
     for name, row in enumerate(encoders):
         for stage in range(len(row)):
-            ahead = min(microbatches, warmup(ahead=first, stages=len(row), stage=stage))
+            ahead = min(microbatches, first + len(row) - 1 - stage)
             passes = [(2 * (number + ahead), False, number) for number in range(microbatches)]
             passes += [(2 * number - 1, True, number) for number in range(microbatches)]
             left.append([(name, stage, forward, number) for _, forward, number in sorted(passes)])
