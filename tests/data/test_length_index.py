@@ -257,7 +257,7 @@ def test_a_file_that_is_written_to_meanwhile_has_no_index(
     def late(*args: Any, **options: Any) -> Any:
         with path.open("a") as file:
             file.write("{}\n")
-        return iter(())
+        yield from ()
 
     monkeypatch.setattr(module, "map_rows", late)
     with pytest.raises(ValueError, match=r"rows\.jsonl changed while it was read"):
