@@ -98,7 +98,7 @@ def measure(dataset: ChatDataset, *, samples: int, rounds: int) -> DataFigures:
     media = tokens = 0
     for chunk in chunks:  # unmeasured: what is loaded once is loaded, and no row is bad
         parts = [dataset[index] for index in chunk]
-        media += sum(len(part.media) for part in parts)
+        media += sum(len(part.extent.numbers) for part in parts)
         tokens += sum(len(part) for part in parts)
     busy, clock = [], []
     for _ in range(rounds):

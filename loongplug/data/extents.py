@@ -34,7 +34,7 @@ class MediumExtent(NamedTuple):
     detail: tuple[float, ...] = ()
 
 
-class Run(NamedTuple):
+class MediaRun(NamedTuple):
     """Neighbours in a sample that hold places of media: their token, and which they are."""
 
     token: int
@@ -49,7 +49,7 @@ class RowExtent:
     lengths: tuple[int, ...] = ()  # tokens of each of its renderings, which follow each other
     shown: tuple[int, ...] = ()  # how many of the row's media, from the first on, each has
     media: tuple[MediumExtent, ...] = ()  # of the row
-    runs: tuple[Run, ...] = ()
+    runs: tuple[MediaRun, ...] = ()
     trained: int = 0  # tokens that count
     answers: int = 0  # that are trained on
 
@@ -67,14 +67,14 @@ class RowExtent:
 UNUSABLE = RowExtent()
 
 
-def runs_of(ids: NDArray[np.int64], tokens: Sequence[int]) -> tuple[Run, ...]:
+def runs_of(ids: NDArray[np.int64], tokens: Sequence[int]) -> tuple[MediaRun, ...]:
     """The runs in ``ids`` [n] of tokens that hold places of media."""
     if not len(ids):
         return ()
     begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
     ends = np.append(begins[1:], len(ids))
     found = zip(ids[begins].tolist(), begins.tolist(), (ends - begins).tolist(), strict=True)
-    return tuple(Run(*each) for each in found if each[0] in tokens)
+    return tuple(MediaRun(*each) for each in found if each[0] in tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class ExtentTable:
                     kinds, grids, self.details[media].tolist(), strict=True
                 )
             ),
-            runs=tuple(Run(*each) for each in self.runs[runs].tolist()),
+            runs=tuple(MediaRun(*each) for each in self.runs[runs].tolist()),
             trained=int(self.trained[number]),
             answers=int(self.answers[number]),
         )

@@ -19,7 +19,7 @@ from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
-from loongplug.data.source import PlannedMicrobatch, StepSource
+from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.token_ids import among
 from loongplug.data.video import VideoProcessor, video_style_of
 
@@ -78,7 +78,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     def __init__(
         self,
-        source: StepSource,
+        source: LocalSource,
         *,
         processor: Processor,
         seq_length: int,

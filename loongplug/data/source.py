@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, count, islice, repeat, tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from loongplug.data.assignment import EncoderUnits, PlannedUnit, media_of, planned_units
 from loongplug.data.bad_samples import BadSamples
@@ -49,28 +49,6 @@ class PlannedMicrobatch:
             ValueError: one cannot be used; with file and line.
         """
         return self.text()
-
-
-class StepSource(Protocol):
-    """Where the data of a rank's steps come from: this process, or one day a service."""
-
-    def next_step(self) -> Iterator[PlannedMicrobatch]:
-        """The microbatches of the next step, in their order.
-
-        Each is made when it is asked for, unless the assignment compares all of a step.
-
-        Raises:
-            ValueError: a row cannot be used; with file and line.
-        """
-        ...
-
-    def resume_point(self) -> ResumePoint | None:
-        """Where a source of packs goes on after what was taken from this one; None without."""
-        ...
-
-    def close(self) -> None:
-        """End what works in the background; nothing more can be asked for."""
-        ...
 
 
 class LocalSource:
@@ -171,11 +149,17 @@ class LocalSource:
         self._samples = samples  # of the next slot; None: they are of no use here
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
-        """See :meth:`StepSource.next_step`."""
+        """The microbatches of the next step, in their order.
+
+        Each is planned when it is asked for, unless the assignment compares all of a step.
+
+        Raises:
+            ValueError: a row cannot be used; with file and line.
+        """
         return map(self._take, range(next(self._steps)))  # unlike a generator, outlives an error
 
     def resume_point(self) -> ResumePoint | None:
-        """See :meth:`StepSource.resume_point`."""
+        """Where a source of packs goes on after what was taken from this one; None without."""
         if self._packed:
             self._require_planned()
         return self._planned[0].begins if self._planned else None

@@ -4,6 +4,7 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from loongplug.data.remarks import Remarks
 from loongplug.data.row_plan import Evaluation, Packing
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
+from loongplug.data.workers import IN_PROCESS
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
@@ -44,13 +46,7 @@ from loongplug.training.decoder_data import DecoderData, speaks_for_replica
 from loongplug.training.delivery import group_of_all, replica_group
 from loongplug.training.encoder_data import EncoderData
 from loongplug.training.packing_place import note_packing_place, packing_place
-from loongplug.training.question_source import (
-    QuestionSource,
-    end_tokens,
-    microbatches_for,
-    questions_for,
-    questions_in,
-)
+from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
 from loongplug.training.rank_data import Microbatches, RankData, StreamSettings, local_source
 from loongplug.training.rows import (
     TRAINING,
@@ -254,31 +250,34 @@ class DatasetProvider:
         if getattr(args, virtual) is not None:
             # The interleaved schedule runs them in groups.
             multiple = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+        plan = asking(self.questions, each=rows * decoder.dp, multiple=multiple)
         questions = partial(
-            QuestionSource,
-            self.questions,
-            self._valid,
-            room=MAX_NEW_TOKENS,
+            local_source,
+            args,
+            AskedRows(self._valid, self.questions, room=MAX_NEW_TOKENS),
             micro_batch_size=rows,
-            multiple=multiple,
-            dp_size=decoder.dp,
+            sizes=StepSizes.constant(plan.batch),
+            seed=None,
+            evaluation=plan,
+            look_ahead=None,
+            workers=IN_PROCESS,
             bad_samples=BadSamples(args.bad_sample),
             same=partial(self._same_rows, "questions"),
         )
-        data = self._data
+        data, microbatches = self._data, plan.batch // (rows * decoder.dp)
         settings = StreamSettings(
             source_of=questions, channel=2, tells=False, seq_length=length, packed=False
         )
-        dp_rank = parallel_state.get_data_parallel_rank() if decodes else None
+        own: tuple[int, ...] = ()
+        if decodes:
+            rank = parallel_state.get_data_parallel_rank()
+            slots = plan.slots(micro_batch_size=rows, dp_rank=rank, dp_size=decoder.dp)
+            own = tuple(row for slot in islice(slots, microbatches) for row in slot.rows)
         return Asked(
             chunk=data.stream(settings).chunk,
             pieces=data.pieces(training=False),
-            questions=[]
-            if dp_rank is None
-            else questions_for(self.questions, dp_rank=dp_rank, dp_size=decoder.dp),
-            microbatches=microbatches_for(
-                len(self.questions), each=rows * decoder.dp, multiple=multiple
-            ),
+            questions=[each for each in self.questions if each.row in own],
+            microbatches=microbatches,
             rows=rows,
             length=length,
             room=MAX_NEW_TOKENS,

@@ -10,12 +10,12 @@ from functools import wraps
 from typing import Any
 
 from loongplug.data.row_plan import ResumePoint
-from loongplug.data.source import StepSource
+from loongplug.data.source import LocalSource
 
 _NAME = "loongplug_packing_place"
 
 
-def note_packing_place(source: StepSource, args: Namespace) -> None:
+def note_packing_place(source: LocalSource, args: Namespace) -> None:
     """Tell ``args`` where a resumed run would go on; they know it from every microbatch on."""
     place = source.resume_point()
     assert place is not None, "only packs have such a place"

@@ -1,20 +1,15 @@
 """The first rows of the validation data as microbatches of questions."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
-from loongplug.data.assignment import EncoderUnits, media_of, planned_units
-from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.extents import RowExtent
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import ResumePoint
-from loongplug.data.source import PlannedMicrobatch
+from loongplug.data.row_plan import Evaluation
 from loongplug.data.survey import require_length
-from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.evaluate.questions import Question, questions_of
 
 _GENERATION_FILE = "generation_config.json"
@@ -50,86 +45,27 @@ def end_tokens(processor: Processor) -> frozenset[int]:
     return frozenset(given if isinstance(given, list) else (given,))
 
 
-def microbatches_for(questions: int, *, each: int, multiple: int) -> int:
-    """How many ask so many questions, ``each`` of them at a time on all replicas together."""
-    return -(-questions // (each * multiple)) * multiple
+class AskedRows(ChatDataset):
+    """Rows as ``questions``, each with ``room`` tokens behind it for an answer."""
+
+    def __init__(self, dataset: ChatDataset, questions: Sequence[Question], *, room: int) -> None:
+        vars(self).update(vars(dataset))
+        self.extents = None  # those of the rows
+        self._asked = {each.row: _asking(each, dataset, room=room) for each in questions}
+
+    def __getitem__(self, index: int) -> Sample:
+        """The question of the row; nothing in it counts for a loss."""
+        return self._asked[index]
 
 
-def questions_for[T](questions: Sequence[T], *, dp_rank: int, dp_size: int) -> list[T]:
-    """Those that a replica is asked."""
-    return list(questions[dp_rank::dp_size])
+def asking(questions: Sequence[Question], *, each: int, multiple: int) -> Evaluation:
+    """One step that asks all, ``each`` of them at a time on all replicas together.
 
-
-class QuestionSource:
-    """One step, the same each time it is asked for: this replica's questions, then blank rows.
-
-    A :class:`~loongplug.data.source.StepSource`. Every question has room for an answer of
-    ``room`` tokens behind it, which counts as text. Of all ``questions``, the replica has
-    every ``dp_size``-th from ``dp_rank`` on. All replicas have equally many microbatches, a
-    multiple of ``multiple``. No communication; nothing is kept from step to step.
+    All replicas have equally many microbatches, a multiple of ``multiple``; the last are blank.
     """
-
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        dataset: ChatDataset,
-        *,
-        room: int,
-        micro_batch_size: int,
-        multiple: int,
-        dp_rank: int,
-        dp_size: int,
-        encoders: Mapping[str, EncoderUnits],
-        bad_samples: BadSamples,
-        same: Callable[..., None],
-    ) -> None:
-        self.microbatches = microbatches_for(
-            len(questions), each=micro_batch_size * dp_size, multiple=multiple
-        )
-        self.questions = questions_for(questions, dp_rank=dp_rank, dp_size=dp_size)
-        self._size = micro_batch_size
-        self._encoders = encoders
-        self._bad_samples = bad_samples
-        self._load = UnitLoader(dataset, cache_bytes=0)
-        self._samples = [_asking(each, dataset, room=room) for each in self.questions]
-        left = self.microbatches * micro_batch_size - len(self._samples)
-        self._rows = [*(each.row for each in self.questions), *[-1] * left]
-        self._samples += [Sample.blank()] * left
-        same(dp_rank, 0, self._samples, None)
-
-    def next_step(self) -> Iterator[PlannedMicrobatch]:
-        """See :meth:`~loongplug.data.source.StepSource.next_step`."""
-        numbers, size = range(self.microbatches), self._size
-        rows = [self._rows[number * size : (number + 1) * size] for number in numbers]
-        samples = [tuple(self._samples[number * size : (number + 1) * size]) for number in numbers]
-        extents = [tuple(each.extent for each in of_one) for of_one in samples]
-        units = planned_units(
-            numbers,
-            media_of(rows, extents, self._encoders),
-            step=self.microbatches,
-            encoders=self._encoders,
-            load=lambda media: partial(self._loaded, media),
-        )
-        for number in numbers:
-            yield PlannedMicrobatch(
-                number=number,
-                extents=extents[number],
-                units=units[number],
-                text=partial(tuple, samples[number]),
-            )
-
-    def resume_point(self) -> ResumePoint | None:
-        """There are no packs."""
-        return None
-
-    def close(self) -> None:
-        """Nothing works in the background."""
-
-    def _loaded(self, media: MediaBatch) -> LoadedUnit:
-        loaded = self._load(media)
-        for bad in loaded.bad.values():
-            self._bad_samples.meet(bad)
-        return loaded
+    microbatches = -(-len(questions) // (each * multiple)) * multiple
+    rows = tuple((question.row,) for question in questions)
+    return Evaluation(rows=len(rows), of_rows=len(rows), batch=microbatches * each, packs=rows)
 
 
 def _asking(question: Question, dataset: ChatDataset, *, room: int) -> Sample:

@@ -17,7 +17,7 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
-from loongplug.data.source import LocalSource, StepSource
+from loongplug.data.source import LocalSource
 from loongplug.data.units import token_ids
 from loongplug.data.video import VideoProcessor
 from loongplug.data.workers import WorkerSettings
@@ -34,7 +34,7 @@ _CHANNELS = 3  # of training, of validation, and what asks
 _RECENT_STEPS = 3
 
 # Makes the steps of a decoder replica: of its ``dp_rank``, with units made as ``encoders`` say.
-SourceOf = Callable[..., StepSource]
+SourceOf = Callable[..., LocalSource]
 
 
 class Microbatches(Protocol):
@@ -63,7 +63,7 @@ class StreamSettings:
     tells: bool = True
     seq_length: int | None = None
     packed: bool | None = None
-    on_made: Callable[[StepSource], None] | None = None
+    on_made: Callable[[LocalSource], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class RankData(ABC):
 
     def _loader(
         self,
-        source: StepSource,
+        source: LocalSource,
         settings: StreamSettings,
         *,
         deliveries: Mapping[str, Delivery],
@@ -152,15 +152,18 @@ def local_source(
     **options: Any,
 ) -> LocalSource:
     """The steps of a decoder replica; ``same`` and ``options`` are training's or validation's."""
+    options = {
+        "look_ahead": args.packing_look_ahead if args.packing else None,
+        "workers": WorkerSettings(
+            processes=args.num_workers, pin_memory=current_platform().name == "cuda"
+        ),
+        **options,
+    }
     return LocalSource(
         dataset,
         dp_rank=dp_rank,
         dp_size=decoder_layout().dp,
         encoders=encoders,
-        look_ahead=args.packing_look_ahead if args.packing else None,
         same=partial(same, dp_rank),
-        workers=WorkerSettings(
-            processes=args.num_workers, pin_memory=current_platform().name == "cuda"
-        ),
         **options,
     )

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import times_slower
+from surveyed import grids_of
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.microbatch import Share
@@ -299,7 +300,7 @@ def demo_units(demo: Path) -> list[tuple[Grid, ...]]:
         seq_length=80,
         training_phase="sft",
     )
-    return [dataset[number].grids for number in range(len(dataset))]
+    return [grids_of(dataset[number]) for number in range(len(dataset))]
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("qwen3_vl_tiny", 16), ("qwen3_vl_8b", 8)])

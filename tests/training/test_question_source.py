@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from image_units import image_units, unit_of
 
-from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import load_processor
-from loongplug.training.question_source import QuestionSource, end_tokens, questions_in
+from loongplug.data.source import LocalSource
+from loongplug.data.step_sizes import StepSizes
+from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
 
 pytestmark = pytest.mark.quick
 
@@ -21,36 +22,32 @@ def dataset_of(rows, demo, *, seq_length=80):
     return ChatDataset(rows, processor=processor, seq_length=seq_length, training_phase="sft")
 
 
-def source_of(questions, dataset, *, dp_rank, multiple=1, compared):
-    return QuestionSource(
-        questions,
-        dataset,
-        room=ROOM,
-        micro_batch_size=2,
-        multiple=multiple,
-        dp_rank=dp_rank,
-        dp_size=2,
-        encoders=image_units(),
-        bad_samples=BadSamples(),
-        same=lambda *read: compared.append(read),
-    )
-
-
 def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
     dataset = dataset_of(demo / "test.jsonl", demo)
     questions = questions_in(dataset, limit=5)
-    asked, compared = [], []
+    plan, by_row = asking(questions, each=4, multiple=3), {each.row: each for each in questions}
+    asked = []
     for dp_rank in (0, 1):
-        source = source_of(questions, dataset, dp_rank=dp_rank, multiple=3, compared=compared)
+        source = LocalSource(
+            AskedRows(dataset, questions, room=ROOM),
+            sizes=StepSizes.constant(plan.batch),
+            micro_batch_size=2,
+            dp_rank=dp_rank,
+            dp_size=2,
+            seed=None,
+            encoders=image_units(),
+            evaluation=plan,
+        )
         first, second = list(source.next_step()), list(source.next_step())
         assert [each.number for each in first] == [0, 1, 2]
-        assert [each.samples for each in first] == [each.samples for each in second]
+        for one, other in zip(first, second, strict=True):
+            ids = [[each.input_ids.tolist() for each in x.samples] for x in (one, other)]
+            assert ids[0] == ids[1]
+        slots = plan.slots(micro_batch_size=2, dp_rank=dp_rank, dp_size=2)
+        own = [by_row[row] for _ in first for row in next(slots).rows]
         samples = [sample for each in first for sample in each.samples]
-        assert compared[dp_rank:] == [(dp_rank, 0, samples, None)]  # once, with other ranks
-        assert [len(sample) for sample in samples[len(source.questions) :]] == [0] * (
-            6 - len(source.questions)
-        )
-        for sample, question in zip(samples, source.questions, strict=False):
+        assert [len(sample) for sample in samples[len(own) :]] == [0] * (6 - len(own))
+        for sample, question in zip(samples, own, strict=False):
             assert sample.input_ids[:-ROOM].tolist() == question.input_ids.tolist()
             assert sample.position_ids.shape == (3, len(sample))
             steps = sample.position_ids[:, -ROOM:] - sample.position_ids[:, -ROOM - 1 : -1]
@@ -59,7 +56,7 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
         unit = unit_of(first[0])
         (share,) = unit.shares
         assert share.load().rows.shape[0] == unit.media.rows > 0
-        asked.append([question.where for question in source.questions])
+        asked.append([question.where for question in own])
     assert [len(each) for each in asked] == [3, 2]
     assert sorted(asked[0] + asked[1]) == sorted(question.where for question in questions)
 
