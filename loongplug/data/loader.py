@@ -1,9 +1,8 @@
 """The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate, repeat
 from types import MappingProxyType
 
@@ -13,54 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import Sample
-from loongplug.data.media import coded_media
-from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
+from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import PlannedMicrobatch, StepSource
 from loongplug.data.token_ids import among
-from loongplug.data.video import VideoProcessor, video_style_of
 
-# By encoder, what this rank encodes of a microbatch's media, and which of its samples have bad
-# media, the same on every rank of a replica.
-Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, MediaInput], Container[int]]]
+# By encoder, what this rank encodes of a microbatch's media; and which of its samples have bad
+# ones, for which the call waits.
+Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, Media], Callable[[], Collection[int]]]]
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-
-class LoadedHere:
-    """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
-
-    def __init__(self, processor: Processor) -> None:
-        self._processor = processor
-
-    @cached_property
-    def _coded(self) -> CodedMedia:
-        """How rows of bytes become values; read from the model's folder once, if there are any."""
-        videos = VideoProcessor(self._processor, video_style_of(self._processor))
-        found = coded_media(self._processor, videos)
-        assert found is not None, "open_medium refuses images and videos"
-        return found
-
-    def __call__(
-        self, planned: PlannedMicrobatch
-    ) -> tuple[Mapping[str, MediaInput], Container[int]]:
-        """The media of a microbatch by encoder, and the numbers of its bad samples."""
-        media: dict[str, MediaInput] = {}
-        bad: set[int] = set()
-        for name, unit in planned.units.items():
-            for share in unit.shares:
-                if share.load is not None:
-                    assert name not in media, "a rank has one share of a unit"
-                    loaded = share.load()
-                    rows, named = loaded.rows, share.media
-                    if named.coded:
-                        rows = self._coded.decoded(rows, named.media, named.grids)
-                    media[name] = named.input(rows)
-                    bad |= loaded.bad.keys()
-        return media, bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -71,9 +34,8 @@ class MicrobatchLoader(Iterator[Microbatch]):
     runs chunks at different times; what the others have yet to ask for is kept for them, at most
     the microbatches of one step.
 
-    ``deliver`` takes the media when a microbatch is asked for, and not later, when the encoder
-    wants them: it may communicate, and all ranks of a replica ask for microbatches in one order.
-    A bad sample, which it tells of, also changes the text.
+    ``deliver`` gives the media as what the encoder's passes take, so that nobody waits for them
+    before.
     """
 
     def __init__(
@@ -94,7 +56,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
     ) -> None:
         """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
 
-        ``deliver``: None for a rank that encodes what it loads.
+        ``deliver``: None for a rank that encodes nothing.
 
         ``only``: microbatches are made of the samples at these places alone.
 
@@ -110,7 +72,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._token_ids = token_ids
         self._packed = packed
         self._row_lengths = row_lengths
-        self._deliver = deliver or LoadedHere(processor)
+        self._deliver = deliver
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made
@@ -144,7 +106,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if planned is None:
             self._step = self._next_step()
             planned = next(self._step)
-        media, bad = self._deliver(planned)
+        media, bad = ({}, frozenset) if self._deliver is None else self._deliver(planned)
         units = {
             name: Unit(
                 grids=unit.media.grids,
@@ -155,7 +117,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         }
         made = collate(
             [
-                sample.untrained() if place in bad else sample
+                sample
                 for place, sample in enumerate(planned.samples)
                 if self._only is None or place in self._only
             ],
@@ -165,6 +127,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             packed=self._packed,
             needs=self._needs,
             units=units,
+            bad=bad,
             number=planned.number,
             pins=self._pins,
             parts=self._parts,
@@ -200,6 +163,7 @@ def collate(
     packed: bool = False,
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
     units: Mapping[str, Unit] = MappingProxyType({}),
+    bad: Callable[[], Collection[int]] = frozenset,
     number: int = 0,
     pins: bool = False,
     parts: RowParts | None = None,
@@ -269,6 +233,8 @@ def collate(
             lengths=tuple(lengths),
             number=number,
             own=own,
+            spans=tuple((row, span) for row, span, _ in spans),
+            bad=bad,
         )
         for index, chunk in enumerate(needs)
     )

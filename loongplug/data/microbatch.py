@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,43 @@ class MediaInput:
         expected = int(self.grids.prod(dim=-1).sum())
         assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
 
+    def part(self, numbers: range) -> MediaInput:
+        """These of the media alone, which are neighbours."""
+        ends = [0, *self.grids.prod(dim=-1).cumsum(dim=0).tolist()]
+        return MediaInput(
+            rows=self.rows[ends[numbers.start] : ends[numbers.stop]],
+            grids=self.grids[numbers.start : numbers.stop],
+        )
+
+    def taken(self) -> MediaInput:
+        """They are here."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaToCome:
+    """Media that come when a pass takes them, and that nothing else holds then.
+
+    They have ``numbers`` among those that ``rows`` knows, which makes their rows, and ``grids`` as
+    :attr:`MediaInput.grids`.
+    """
+
+    grids: Tensor
+    numbers: range
+    rows: Callable[[range], Tensor]
+
+    def part(self, numbers: range) -> MediaToCome:
+        """These of the media alone, which are neighbours."""
+        grids = self.grids[numbers.start : numbers.stop]
+        return replace(self, grids=grids, numbers=self.numbers[numbers.start : numbers.stop])
+
+    def taken(self) -> MediaInput:
+        """On the encoder's device. Collective: the ranks that encode them together."""
+        return MediaInput(rows=self.rows(self.numbers), grids=self.grids)
+
+
+Media = MediaInput | MediaToCome
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -63,7 +100,7 @@ class Unit:
     places: tuple[NDArray[np.int64], ...] = ()
     grids: tuple[Grid, ...] = ()
     shares: tuple[Share, ...] = (Share(encoder_replica=0),)
-    media: MediaInput | None = None
+    media: Media | None = None
 
     @property
     def rows(self) -> int:
@@ -116,7 +153,7 @@ class Microbatch:
     """One microbatch in decoder layout: b samples padded on the right to s tokens, or one pack.
 
     It is made once, for the chunk that consumes it: what that has no use for is None (see
-    :class:`TextNeeds`). Text is on the host; pixels are where the encoder takes them.
+    :class:`TextNeeds`). Text is on the host; media come at the pass that encodes them.
 
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
@@ -140,6 +177,10 @@ class Microbatch:
     number: int = 0  # in its step
     lengths: tuple[int, ...] = ()  # tokens of each sample, or of each of its renderings
     own: OwnPart | None = None  # None: the rank holds whole rows
+    # Of each sample its row, and its tokens there; and which of them have bad media, as soon as
+    # that is known: the call waits for it.
+    spans: tuple[tuple[int, slice], ...] = ()
+    bad: Callable[[], Collection[int]] = frozenset
 
     def __post_init__(self) -> None:
         if self.segments is not None:
@@ -157,3 +198,18 @@ class Microbatch:
     def capacity(self) -> int:
         """Tokens with padding, of whole rows."""
         return int(self.position_ids.shape[1]) * self.split.length
+
+    def heard(self) -> Microbatch:
+        """The same without a token that counts in samples with bad media. Waits for word of them.
+
+        Where it is asked for a microbatch's forward, its media are loaded, or are this rank's to
+        load: what comes of them has to be there for that forward.
+        """
+        bad = () if self.loss_mask is None else self.bad()
+        if self.loss_mask is None or not bad:
+            return self
+        counts = np.ones((len(self.loss_mask), self.split.length), dtype=np.float32)
+        for row, span in map(self.spans.__getitem__, bad):
+            counts[row, span] = 0
+        here = counts if self.own is None else counts.take(self.own.part.places, axis=-1)
+        return replace(self, loss_mask=self.loss_mask * self.loss_mask.new_tensor(here))

@@ -29,7 +29,7 @@ class PlannedShare:
 
     But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
     the rows on the rank that loads them, None on others: it waits until they are loaded. Call it
-    once, in the order of the microbatches, and of the units within one.
+    once, in any order.
     """
 
     share: Share
@@ -243,6 +243,7 @@ class LocalSource:
         self._index = 0
         self._planned: deque[PlannedMicrobatch] = deque()
         self._to_load: deque[MediaBatch] = deque()
+        self._came: dict[tuple[int, str], LoadedUnit] = {}  # before they were asked for
         self._to_compare: deque[tuple[tuple[Sample, ...], ResumePoint | None]] = deque()
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
@@ -275,10 +276,10 @@ class LocalSource:
             self._texts = PackedTexts(dataset, **packed, **common)
         else:
             self._texts = OwnPacks(dataset, lengths=lengths, **packed, **common)
-        load = UnitLoader(
+        self._load_here = UnitLoader(
             dataset.processor, videos=dataset.videos, cache_bytes=_MEDIA_CACHE_BYTES // share
         )
-        self._loaded = Background(load, self._units_to_load(), settings=workers)
+        self._loaded = Background(self._load_here, self._units_to_load(), settings=workers)
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """See :meth:`StepSource.next_step`."""
@@ -312,9 +313,12 @@ class LocalSource:
         return planned
 
     def _load(self, unit: MediaBatch) -> LoadedUnit:
-        loaded = next(self._loaded)
-        found, expected = (loaded.index, loaded.encoder), (unit.index, unit.encoder)
-        assert found == expected, (found, expected)
+        if not unit.media:  # nobody else is asked for it
+            return self._load_here(unit)
+        while (unit.index, unit.encoder) not in self._came:
+            came = next(self._loaded)
+            self._came[came.index, came.encoder] = came
+        loaded = self._came.pop((unit.index, unit.encoder))
         self.decoded += loaded.decoded
         self._bad_samples.used(loaded.odd)
         self._bad_samples.media[unit.encoder] += len(unit.media)
@@ -357,7 +361,7 @@ class LocalSource:
                 share.media
                 for unit in each.values()
                 for share in unit.shares
-                if share.load is not None
+                if share.load is not None and share.media.media
             ]
         self._number = numbers.stop
 

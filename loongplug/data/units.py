@@ -1,6 +1,6 @@
 """The media of a microbatch, a *unit* for each encoder: named, measured, then loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Self
@@ -14,7 +14,7 @@ from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.dataset import Sample
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import MediaFile
-from loongplug.data.microbatch import MediaInput
+from loongplug.data.microbatch import MediaToCome
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.video import VideoProcessor
@@ -107,10 +107,10 @@ class MediaBatch:
         """Whether its rows come as bytes."""
         return is_coded(self.media)
 
-    def input(self, rows: Tensor) -> MediaInput:
-        """What the encoder is given, of its ``rows``."""
+    def to_come(self, rows: Callable[[range], Tensor]) -> MediaToCome:
+        """What the encoder is given, by what makes the ``rows`` of these of the media."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
-        return MediaInput(rows=rows, grids=grids)
+        return MediaToCome(grids=grids, numbers=range(len(self.grids)), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

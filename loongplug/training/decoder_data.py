@@ -84,6 +84,7 @@ class DecoderData(RankData):
                     coded=self.coded,
                     device=current_platform().device,
                     news=news,
+                    keeps=not settings.tells,
                 )
             elif news is not None:
                 found[name] = self._elsewhere(place, news, training=settings.training)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.data.coded_media import CodedMedia
-from loongplug.data.microbatch import MediaInput
-from loongplug.data.source import PlannedMicrobatch, PlannedUnit
-from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.microbatch import MediaToCome
+from loongplug.data.source import PlannedMicrobatch, PlannedShare, PlannedUnit
+from loongplug.data.units import MediaBatch
 from loongplug.hetero.sends import Sends
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform.transfers import to_device
@@ -21,8 +23,9 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
     return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
-# One encoder's unit: what this rank encodes of it, None where that is nothing, and the bad samples.
-Delivery = Callable[[PlannedUnit], tuple[MediaInput | None, set[int]]]
+# One encoder's unit: what this rank encodes of it, None where that is nothing, and what waits for
+# word of which samples are bad.
+Delivery = Callable[[PlannedUnit], tuple[MediaToCome | None, Callable[[], set[int]]]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,6 +70,38 @@ class News:
         return {sample for sample in samples if sample in bad}
 
 
+class LoadedShare:
+    """A share on the rank that loads it, from the first question on until all media are taken."""
+
+    def __init__(self, planned: PlannedShare, *, keeps: bool) -> None:
+        """With ``keeps`` they are taken again and again."""
+        assert planned.load is not None, "another rank loads it"
+        self._load = planned.load
+        self._media = planned.media
+        self._left = inf if keeps else len(planned.media.media)
+        self._rows: Tensor | None = None
+        self._bad: set[int] | None = None
+
+    def bad(self) -> set[int]:
+        """Which samples have bad media."""
+        if self._bad is None:
+            loaded = self._load() if self._media.media else None
+            self._rows = None if loaded is None else loaded.rows
+            self._bad = set() if loaded is None else set(loaded.bad)
+        return self._bad
+
+    def rows(self, numbers: range) -> Tensor:
+        """As loaded, of these of its media, of which there are some."""
+        self.bad()
+        assert self._rows is not None, "each medium is taken once"
+        first = self._media.part(range(numbers.start)).loaded_rows
+        found = self._rows[first : first + self._media.part(numbers).loaded_rows]
+        self._left -= len(numbers)
+        if not self._left:
+            self._rows = None
+        return found
+
+
 @dataclass(eq=False)
 class ReplicaDelivery:
     """The first rank of an encoder's replica loads for it; all ranks of the replica get the rows.
@@ -76,6 +111,9 @@ class ReplicaDelivery:
     memory of decoding them everywhere, and what is sent (768 bytes for 16 x 16 pixels of an image,
     which become values on each rank's device) is little for what connects such a replica. No other
     rank ever has them.
+
+    All this is done at the pass that encodes them, for its media alone: passes are in one order on
+    a replica's ranks.
 
     Which samples have bad media is known to the loading rank alone. Where they may be left out,
     it tells those who train on the samples, through ``news``.
@@ -88,34 +126,39 @@ class ReplicaDelivery:
     coded: CodedMedia | None  # None: the encoder takes neither images nor videos
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
+    keeps: bool = False  # media are taken again and again
 
-    def __call__(self, planned: PlannedUnit) -> tuple[MediaInput | None, set[int]]:
-        """See :data:`Delivery`. Collective as the news of each share, and the replicas."""
-        mine, bad = None, set()
+    def __call__(self, planned: PlannedUnit) -> tuple[MediaToCome | None, Callable[[], set[int]]]:
+        """See :data:`Delivery`. Collective as the news of each share."""
+        mine, bad = None, set[int]()
+        known: Callable[[], set[int]] = set
         for each in planned.shares:
             ranks, media = self.replicas[each.share.encoder_replica], each.media
-            loaded = None if each.load is None else each.load()
-            theirs = set() if loaded is None else set(loaded.bad)
+            loaded = None if each.load is None else LoadedShare(each, keeps=self.keeps)
             if self.news is not None:
-                theirs = self.news.told(media.samples, theirs, first=ranks[0])
-            bad |= theirs
+                theirs = set() if loaded is None else loaded.bad()
+                bad |= self.news.told(media.samples, theirs, first=ranks[0])
+            elif loaded is not None:
+                known = loaded.bad
             if dist.get_rank() in ranks:
                 assert mine is None, "a replica has one share of a unit"
-                mine = media.input(self._rows(media, loaded))
-        return mine, bad
+                mine = media.to_come(partial(self._rows, media, loaded))
+        return mine, known if self.news is None else lambda: bad
 
-    def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
+    def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
+        """Of these of a share's media. Collective: the replica."""
+        media = share.part(numbers)
         coded = self.coded if media.coded else None
-        if loaded is None:
+        if loaded is not None and numbers:
+            # Pinned by the background processes' thread; where there are none, only here.
+            rows = to_device(loaded.rows(numbers), self.device)
+        else:
             width, kind = self.row_values, torch.float32
             if coded is not None:
                 width, kind = coded.width(self.row_values), torch.uint8
             rows = torch.empty(media.loaded_rows, width, dtype=kind, device=self.device)
-        else:
-            # Pinned by the background processes' thread; where there are none, only here.
-            rows = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
-        if media.media and dist.get_world_size(self.group) > 1:
+        if numbers and dist.get_world_size(self.group) > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
         return rows if coded is None else coded.decoded(rows, media.media, media.grids)
 
@@ -131,30 +174,25 @@ class LoadedElsewhere:
     pieces: Sequence[tuple[int, range | None]]
     news: News
 
-    def __call__(self, planned: PlannedUnit) -> tuple[None, set[int]]:
+    def __call__(self, planned: PlannedUnit) -> tuple[None, Callable[[], set[int]]]:
         """See :data:`Delivery`. Collective as the news of each piece."""
         bad: set[int] = set()
         for first, samples in self.pieces:
             own = [each for each in planned.media.samples if samples is None or each in samples]
             bad |= self.news.told(own, (), first=first)
-        return None, bad
+        return None, lambda: bad
 
 
 def deliver(
     deliveries: Mapping[str, Delivery], planned: PlannedMicrobatch
-) -> tuple[dict[str, MediaInput], set[int]]:
+) -> tuple[dict[str, MediaToCome], Callable[[], set[int]]]:
     """A :data:`~loongplug.data.loader.Delivery` of each encoder's units, in the encoders' order.
 
     Collective as each of ``deliveries`` is.
     """
-    media: dict[str, MediaInput] = {}
-    bad: set[int] = set()
-    for name, delivery in deliveries.items():
-        found, theirs = delivery(planned.units[name])
-        bad |= theirs
-        if found is not None:
-            media[name] = found
-    return media, bad
+    found = {name: each(planned.units[name]) for name, each in deliveries.items()}
+    media = {name: some for name, (some, _) in found.items() if some is not None}
+    return media, lambda: set().union(*(bad() for _, bad in found.values()))
 
 
 def replica_group() -> dist.ProcessGroup | None:

@@ -57,6 +57,7 @@ class EncoderData(RankData):
                 coded=self.coded,
                 device=current_platform().device,
                 news=self._news(name, settings, hearer=piece.edge.consumers[0]),
+                keeps=not settings.tells,
             )
             return self._loader(
                 settings.source_of(dp_rank=piece.decoder, encoders={name: units}),

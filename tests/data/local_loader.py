@@ -7,7 +7,9 @@ from image_units import ENCODER, image_units, media_of
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.source import LocalSource
+from loongplug.data.media import coded_media
+from loongplug.data.microbatch import MediaInput
+from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
 
 
@@ -37,7 +39,29 @@ def local_loader(
         seq_length=dataset.seq_length,
         token_ids={ENCODER: dataset.processor.visual_token_ids},
         packed="look_ahead" in options,
+        deliver=LoadedHere(dataset),
     )
+
+
+class LoadedHere:
+    """Delivers at once what a rank loads; it encodes all of it."""
+
+    def __init__(self, dataset: ChatDataset) -> None:
+        self.coded = coded_media(dataset.processor, dataset.videos)
+
+    def __call__(self, planned: PlannedMicrobatch) -> Any:
+        media, bad = {}, set[int]()
+        for name, unit in planned.units.items():
+            for share in unit.shares:
+                if share.load is not None:
+                    loaded, named = share.load(), share.media
+                    rows = loaded.rows
+                    if named.coded:
+                        assert self.coded is not None
+                        rows = self.coded.decoded(rows, named.media, named.grids)
+                    media[name] = MediaInput(rows=rows, grids=torch.tensor(named.grids).view(-1, 3))
+                    bad |= loaded.bad.keys()
+        return media, lambda: bad
 
 
 def require_alike(found: Any, expected: Any, *, media: bool = True) -> None:

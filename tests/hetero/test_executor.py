@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from on_a_gpu import in_fresh_interpreter
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from toy_step import WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
+from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
@@ -211,9 +211,25 @@ def test_activations_of_two_units_are_on_the_device_at_most(moved):
     executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.ACTIVATIONS}))
     saved = moved[Kept.ACTIVATIONS]
     run_step(executor, model, ROWS, seen=lambda: between.append(saved.alive()))
-    row = 4 * 16  # tanh's result; pixels and weights stay
+    row = 4 * (PIXELS + 16)  # what came of media, and tanh's result; weights stay
     assert max(saved.counts) == (4 + 7) * row
     assert set(between) == {0}
+
+
+@pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
+def test_media_are_on_the_device_while_their_pass_is_at_work(monkeypatch, joined_rows, most):
+    pixels, alive, encode = Noted(), [], Model.encode
+
+    def noted(model, entry, media):
+        pixels.note(media.rows)
+        pixels.count()
+        return encode(model, entry, media)
+
+    monkeypatch.setattr(Model, "encode", noted)
+    executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
+    run_step(executor, Model(trains=False), ROWS, seen=lambda: alive.append(pixels.alive()))
+    assert max(pixels.counts) == most * PIXELS * 4
+    assert not any(alive)
 
 
 def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
