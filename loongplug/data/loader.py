@@ -1,7 +1,7 @@
 """The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, repeat
 from types import MappingProxyType
@@ -16,12 +16,12 @@ from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
-from loongplug.data.source import PlannedMicrobatch, StepSource
+from loongplug.data.source import PlannedMicrobatch, PlannedUnit, StepSource
 from loongplug.data.token_ids import among
 
-# By encoder, what this rank encodes of a microbatch's media; and which of its samples have bad
-# ones, for which the call waits.
-Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, Media], Callable[[], Collection[int]]]]
+Heard = Callable[[], Collection[int]]  # which samples have bad media: the call waits for it
+# What this rank encodes of an encoder's unit, None where that is nothing; and of parts of it.
+Delivery = Callable[[PlannedUnit], tuple[Media | None, Sequence[Heard]]]
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
@@ -34,8 +34,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
     runs chunks at different times; what the others have yet to ask for is kept for them, at most
     the microbatches of one step.
 
-    ``deliver`` gives the media as what the encoder's passes take, so that nobody waits for them
-    before.
+    ``deliveries``, by encoder, give media as what its passes take: nobody waits for them before.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         token_ids: Mapping[str, Sequence[int]],
         packed: bool = False,
         row_lengths: RowLengths | None = None,
-        deliver: Delivery | None = None,
+        deliveries: Mapping[str, Delivery] = MappingProxyType({}),
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
@@ -55,8 +54,6 @@ class MicrobatchLoader(Iterator[Microbatch]):
         parts: RowParts | None = None,
     ) -> None:
         """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
-
-        ``deliver``: None for a rank that encodes nothing.
 
         ``only``: microbatches are made of the samples at these places alone.
 
@@ -72,7 +69,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._token_ids = token_ids
         self._packed = packed
         self._row_lengths = row_lengths
-        self._deliver = deliver
+        self._deliveries = deliveries
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made
@@ -106,12 +103,12 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if planned is None:
             self._step = self._next_step()
             planned = next(self._step)
-        media, bad = ({}, frozenset) if self._deliver is None else self._deliver(planned)
+        found = {name: each(planned.units[name]) for name, each in self._deliveries.items()}
         units = {
             name: Unit(
                 grids=unit.media.grids,
                 shares=tuple(each.share for each in unit.shares),
-                media=media.get(name),
+                media=found[name][0] if name in found else None,
             )
             for name, unit in planned.units.items()
         }
@@ -127,7 +124,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             packed=self._packed,
             needs=self._needs,
             units=units,
-            bad=bad,
+            heard=[each for _, heard in found.values() for each in heard],
             number=planned.number,
             pins=self._pins,
             parts=self._parts,
@@ -163,7 +160,7 @@ def collate(
     packed: bool = False,
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
     units: Mapping[str, Unit] = MappingProxyType({}),
-    bad: Callable[[], Collection[int]] = frozenset,
+    heard: Sequence[Heard] = (),
     number: int = 0,
     pins: bool = False,
     parts: RowParts | None = None,
@@ -194,13 +191,18 @@ def collate(
         made = torch.from_numpy(values if held is None else values.take(held, axis=-1))
         return made.pin_memory() if pins else made
 
-    def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
-        if not wanted:
-            return None
+    def filled(
+        values: str, padding: int, dtype: type[np.generic], but: Container[int] = ()
+    ) -> Tensor:
         target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
-        for row, span, sample in spans:
-            target[row, span] = getattr(sample, values)
+        for number, (row, span, sample) in enumerate(spans):
+            if number not in but:
+                target[row, span] = getattr(sample, values)
         return placed(target)  # [b, s]
+
+    def counts() -> Tensor | None:
+        bad = set[int]().union(*(each() for each in heard))
+        return filled("loss_mask", 0, np.float32, but=bad) if bad else loss_mask
 
     position_ids = np.zeros((3, *shape), dtype=np.int64)
     places: dict[str, list[list[NDArray[np.int64]]]] = {
@@ -212,9 +214,9 @@ def collate(
             (found,) = among(sample.input_ids, ids).nonzero()
             places[name][row].append(found + span.start)
     anywhere = TextNeeds.any_of(needs)
-    input_ids = filled(anywhere.input_ids, "input_ids", pad_token_id, np.int64)
-    labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)
-    loss_mask = filled(anywhere.loss_mask, "loss_mask", 0, np.float32)
+    input_ids = filled("input_ids", pad_token_id, np.int64) if anywhere.input_ids else None
+    labels = filled("labels", pad_token_id, np.int64) if anywhere.labels else None
+    loss_mask = filled("loss_mask", 0, np.float32) if anywhere.loss_mask else None
     positions = placed(position_ids)  # [3, b, s]
     first = {
         name: replace(units.get(name, Unit()), places=tuple(map(np.concatenate, each)))
@@ -233,8 +235,7 @@ def collate(
             lengths=tuple(lengths),
             number=number,
             own=own,
-            spans=tuple((row, span) for row, span, _ in spans),
-            bad=bad,
+            counts=counts if heard else None,
         )
         for index, chunk in enumerate(needs)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -35,14 +35,6 @@ class MediaInput:
     def __post_init__(self) -> None:
         expected = int(self.grids.prod(dim=-1).sum())
         assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
-
-    def part(self, numbers: range) -> MediaInput:
-        """These of the media alone, which are neighbours."""
-        ends = [0, *self.grids.prod(dim=-1).cumsum(dim=0).tolist()]
-        return MediaInput(
-            rows=self.rows[ends[numbers.start] : ends[numbers.stop]],
-            grids=self.grids[numbers.start : numbers.stop],
-        )
 
     def taken(self) -> MediaInput:
         """They are here."""
@@ -177,10 +169,9 @@ class Microbatch:
     number: int = 0  # in its step
     lengths: tuple[int, ...] = ()  # tokens of each sample, or of each of its renderings
     own: OwnPart | None = None  # None: the rank holds whole rows
-    # Of each sample its row, and its tokens there; and which of them have bad media, as soon as
-    # that is known: the call waits for it.
-    spans: tuple[tuple[int, slice], ...] = ()
-    bad: Callable[[], Collection[int]] = frozenset
+    # The loss mask once it is known which samples have bad media, for which the call waits; None:
+    # there are none.
+    counts: Callable[[], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if self.segments is not None:
@@ -205,11 +196,7 @@ class Microbatch:
         Where it is asked for a microbatch's forward, its media are loaded, or are this rank's to
         load: what comes of them has to be there for that forward.
         """
-        bad = () if self.loss_mask is None else self.bad()
-        if self.loss_mask is None or not bad:
+        if self.loss_mask is None or self.counts is None:
             return self
-        counts = np.ones((len(self.loss_mask), self.split.length), dtype=np.float32)
-        for row, span in map(self.spans.__getitem__, bad):
-            counts[row, span] = 0
-        here = counts if self.own is None else counts.take(self.own.part.places, axis=-1)
-        return replace(self, loss_mask=self.loss_mask * self.loss_mask.new_tensor(here))
+        mask = self.counts()
+        return self if mask is self.loss_mask else replace(self, loss_mask=mask)

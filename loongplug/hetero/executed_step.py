@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Media, Share, Unit
+from loongplug.data.microbatch import MediaToCome, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.encoder_of_step import EncoderOfStep
@@ -29,9 +29,9 @@ class Streaming(NamedTuple):
     stage: int
 
 
-def media_of(piece: Piece, unit: Unit) -> Media:
+def media_of(piece: Piece, unit: Unit) -> MediaToCome:
     """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
-    assert unit.media is not None, "the unit was loaded somewhere else"
+    assert isinstance(unit.media, MediaToCome), "the unit was loaded somewhere else"
     share: Share
     (share,) = (x for x in unit.shares if x.encoder_replica == piece.replica)
     held = range(len(unit.grids)) if share.media is None else share.media

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from image_units import ENCODER, image_units, media_of, owner_of, planned_whole, unit_of
-from local_loader import LoadedHere, local_loader
+from local_loader import loaded_here, local_loader, taken
 
 from loongplug.data import loader
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, Share, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -58,26 +57,15 @@ def loaded_by(unit: PlannedUnit) -> Any:
     return share.load
 
 
-def values_of(unit: PlannedUnit, dataset: ChatDataset) -> torch.Tensor:
-    """Its rows as the encoder takes them: those of images alone come as bytes."""
-    rows: torch.Tensor = loaded_by(unit)().rows
-    coded = coded_media(dataset.processor, dataset.videos)
-    assert coded is not None
-    return coded.decoded(rows, unit.media.media, unit.media.grids) if unit.media.coded else rows
-
-
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
     defaults: dict[str, Any] = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2}
     return LocalSource(dataset, **defaults | {"seed": 5, "encoders": image_units()} | options)
 
 
 def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
-    defaults: dict[str, Any] = {
-        "processor": dataset.processor,
-        "seq_length": 32,
-        "token_ids": {ENCODER: dataset.processor.visual_token_ids},
-        "deliver": LoadedHere(dataset),
-    }
+    ids = {ENCODER: dataset.processor.visual_token_ids}
+    defaults: dict[str, Any] = {"processor": dataset.processor, "seq_length": 32, "token_ids": ids}
+    defaults["deliveries"] = dict.fromkeys(options.get("token_ids", ids), loaded_here(dataset))
     return MicrobatchLoader(source, **defaults | options)
 
 
@@ -310,12 +298,10 @@ def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
     remote: Any = SimpleNamespace(next_step=lambda: iter(steps.pop(0)))
     pixels = torch.zeros(1, 1536)
 
-    def deliver(planned: PlannedMicrobatch) -> Any:
-        media = unit_of(planned).media
-        made = media.to_come(lambda numbers: pixels.expand(media.part(numbers).rows, -1))
-        return {ENCODER: made}, frozenset
+    def delivered(planned: PlannedUnit) -> Any:
+        return planned.media.to_come(lambda _: pixels.expand(planned.media.rows, -1)), ()
 
-    each = loader_of(remote, dataset, deliver=deliver)
+    each = loader_of(remote, dataset, deliveries={ENCODER: delivered})
     expected = loader_of(source(dataset), dataset)
     for _ in range(6):
         one, other = next(each), next(expected)
@@ -361,7 +347,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
     for planned, whole in zip(
         steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
     ):
-        all_of_it, rows = unit_of(whole).media, values_of(unit_of(whole), mixed)
+        all_of_it, rows = unit_of(whole).media, taken(unit_of(whole).shares[0], mixed)[0].rows
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
@@ -370,7 +356,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
             for what in ("media", "grids", "samples", "where"):
                 expected = tuple(getattr(all_of_it, what)[n] for n in chosen)
                 assert getattr(unit.media, what) == expected
-            found = values_of(unit, mixed)
+            found = taken(unit.shares[0], mixed)[0].rows
             assert torch.equal(found, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
             assert unit.media.rows == len(found)
             seen[name] += len(chosen)
@@ -387,9 +373,9 @@ def test_units_are_loaded_microbatch_by_microbatch_and_taken_in_any_order(
         found = [(each.index, each.encoder) for each in loaded]
         assert found == [(index, name) for index in range(6) for name in (ENCODER, FILMS)]
         ahead = [unit for each in steps.next_step() for unit in each.units.values()]
-        taken = [(each, loaded_by(each)()) for each in reversed(ahead)]
-        assert all(each.encoder == unit.media.encoder for unit, each in taken)
-        assert all(len(each.rows) == unit.media.loaded_rows for unit, each in taken)
+        for unit in reversed(ahead):
+            assert (made := loaded_by(unit)()).encoder == unit.media.encoder
+            assert len(made.rows) == unit.media.loaded_rows
     finally:
         steps.close()
 

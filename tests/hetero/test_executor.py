@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
+from loongplug.data.microbatch import MediaToCome
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Cargo, Encode, Hand, Kept, forward
@@ -217,17 +218,21 @@ def test_activations_of_two_units_are_on_the_device_at_most(moved):
 
 
 @pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
-def test_media_are_on_the_device_while_their_pass_is_at_work(monkeypatch, joined_rows, most):
-    pixels, alive, encode = Noted(), [], Model.encode
+def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, most):
+    """The first pass begins before those of the last one are loaded."""
+    model, pixels, alive, passes, taken = Model(trains=False), Noted(), [], [], MediaToCome.taken
 
-    def noted(model, entry, media):
-        pixels.note(media.rows)
+    def noted(media):
+        passes.append(model.passes)
+        found = taken(media)
+        pixels.note(found.rows)
         pixels.count()
-        return encode(model, entry, media)
+        return found
 
-    monkeypatch.setattr(Model, "encode", noted)
+    monkeypatch.setattr(MediaToCome, "taken", noted)
     executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
-    run_step(executor, Model(trains=False), ROWS, seen=lambda: alive.append(pixels.alive()))
+    run_step(executor, model, ROWS, seen=lambda: alive.append(pixels.alive()))
+    assert passes == {0: [0, 1, 2, 3, 4], 7: [0, 1, 1, 2, 3], 100: [0] * 5}[joined_rows]
     assert max(pixels.counts) == most * PIXELS * 4
     assert not any(alive)
 
