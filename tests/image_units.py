@@ -5,7 +5,7 @@ from typing import Any
 
 from loongplug.data.assignment import EncoderUnits, PlannedShare, PlannedUnit
 from loongplug.data.extents import MediumExtent
-from loongplug.data.microbatch import MediaInput, Microbatch, Share
+from loongplug.data.microbatch import Media, MediaInput, Microbatch, Share
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
 
 ENCODER = "image_encoder"
@@ -18,10 +18,10 @@ def unit_of(microbatch: Any) -> Any:
 
 
 def media_of(microbatch: Microbatch) -> MediaInput:
-    """Its media, which are there."""
-    media: MediaInput | None = unit_of(microbatch).media
+    """Its media."""
+    media: Media | None = unit_of(microbatch).media
     assert media is not None
-    return media
+    return media.taken()
 
 
 def image_units(**options: Any) -> dict[str, EncoderUnits]:

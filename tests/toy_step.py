@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, MediaToCome, Microbatch, Unit
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.engine import Engine
@@ -138,13 +138,15 @@ class Wires:
 def microbatches(
     rows: list[int], *, ears: list[int] | None = None, device: torch.device = CPU
 ) -> list[Microbatch]:
-    """Tokens of media alone, as many as rows for the encoders; their rows are on ``device``."""
+    """Tokens of media alone, as many as rows for the encoders; these come to ``device``."""
     chance = torch.Generator().manual_seed(1)
 
     def unit(count: int, *, behind: int = 0) -> Unit:
-        media = MediaInput(
-            rows=torch.randn(count, PIXELS, generator=chance).to(device),
+        rows = torch.randn(count, PIXELS, generator=chance)
+        media = MediaToCome(
             grids=torch.tensor([[1, 1, count]]),
+            numbers=range(1),
+            rows=lambda numbers: rows.to(device, copy=True),
         )
         return Unit(grids=((1, 1, count),), places=(np.arange(count) + behind,), media=media)
 

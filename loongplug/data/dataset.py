@@ -1,7 +1,7 @@
 """Samples: what a row of a JSONL file becomes before it is put into a microbatch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +66,6 @@ class Sample:
     def __len__(self) -> int:
         """Tokens."""
         return len(self.input_ids)
-
-    def untrained(self) -> "Sample":
-        """The same sample with no token that counts."""
-        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
     @property
     def nbytes(self) -> int:

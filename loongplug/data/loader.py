@@ -1,9 +1,8 @@
 """The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate, repeat
 from types import MappingProxyType
 
@@ -13,54 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.coded_media import CodedMedia
+from loongplug.data.assignment import PlannedUnit
 from loongplug.data.dataset import Sample
-from loongplug.data.media import coded_media
-from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
+from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.token_ids import among
-from loongplug.data.video import VideoProcessor, video_style_of
 
-# By encoder, what this rank encodes of a microbatch's media, and which of its samples have bad
-# media, the same on every rank of a replica.
-Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, MediaInput], Container[int]]]
+Heard = Callable[[], Collection[int]]  # which samples have bad media: the call waits for it
+# What this rank encodes of an encoder's unit, None where that is nothing; and of parts of it.
+Delivery = Callable[[PlannedUnit], tuple[Media | None, Sequence[Heard]]]
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-
-class LoadedHere:
-    """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
-
-    def __init__(self, processor: Processor) -> None:
-        self._processor = processor
-
-    @cached_property
-    def _coded(self) -> CodedMedia:
-        """How rows of bytes become values; read from the model's folder once, if there are any."""
-        videos = VideoProcessor(self._processor, video_style_of(self._processor.folder))
-        found = coded_media(self._processor, videos)
-        assert found is not None, "open_medium refuses images and videos"
-        return found
-
-    def __call__(
-        self, planned: PlannedMicrobatch
-    ) -> tuple[Mapping[str, MediaInput], Container[int]]:
-        """The media of a microbatch by encoder, and the numbers of its bad samples."""
-        media: dict[str, MediaInput] = {}
-        bad: set[int] = set()
-        for name, unit in planned.units.items():
-            for share in unit.shares:
-                if share.load is not None:
-                    assert name not in media, "a rank has one share of a unit"
-                    loaded = share.load()
-                    rows, named = loaded.rows, share.media
-                    if named.coded:
-                        rows = self._coded.decoded(rows, named.extents)
-                    media[name] = named.input(rows)
-                    bad |= loaded.bad.keys()
-        return media, bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -71,9 +35,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
     runs chunks at different times; what the others have yet to ask for is kept for them, at most
     the microbatches of one step.
 
-    ``deliver`` takes the media when a microbatch is asked for, and not later, when the encoder
-    wants them: it may communicate, and all ranks of a replica ask for microbatches in one order.
-    A bad sample, which it tells of, also changes the text.
+    ``deliveries``, by encoder, give media as what its passes take: nobody waits for them before.
     """
 
     def __init__(
@@ -85,7 +47,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         token_ids: Mapping[str, Sequence[int]],
         packed: bool = False,
         row_lengths: RowLengths | None = None,
-        deliver: Delivery | None = None,
+        deliveries: Mapping[str, Delivery] = MappingProxyType({}),
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
@@ -93,8 +55,6 @@ class MicrobatchLoader(Iterator[Microbatch]):
         parts: RowParts | None = None,
     ) -> None:
         """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
-
-        ``deliver``: None for a rank that encodes what it loads.
 
         ``only``: microbatches are made of the samples at these places alone.
 
@@ -110,7 +70,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._token_ids = token_ids
         self._packed = packed
         self._row_lengths = row_lengths
-        self._deliver = deliver or LoadedHere(processor)
+        self._deliveries = deliveries
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made
@@ -144,18 +104,18 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if planned is None:
             self._step = self._next_step()
             planned = next(self._step)
-        media, bad = self._deliver(planned)
+        found = {name: each(planned.units[name]) for name, each in self._deliveries.items()}
         units = {
             name: Unit(
                 grids=unit.media.grids,
                 shares=tuple(each.share for each in unit.shares),
-                media=media.get(name),
+                media=found[name][0] if name in found else None,
             )
             for name, unit in planned.units.items()
         }
         made = collate(
             [
-                sample.untrained() if place in bad else sample
+                sample
                 for place, sample in enumerate(planned.samples)
                 if self._only is None or place in self._only
             ],
@@ -165,6 +125,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             packed=self._packed,
             needs=self._needs,
             units=units,
+            heard=[each for _, heard in found.values() for each in heard],
             number=planned.number,
             pins=self._pins,
             parts=self._parts,
@@ -200,6 +161,7 @@ def collate(
     packed: bool = False,
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
     units: Mapping[str, Unit] = MappingProxyType({}),
+    heard: Sequence[Heard] = (),
     number: int = 0,
     pins: bool = False,
     parts: RowParts | None = None,
@@ -230,13 +192,18 @@ def collate(
         made = torch.from_numpy(values if held is None else values.take(held, axis=-1))
         return made.pin_memory() if pins else made
 
-    def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
-        if not wanted:
-            return None
+    def filled(
+        values: str, padding: int, dtype: type[np.generic], but: Container[int] = ()
+    ) -> Tensor:
         target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
-        for row, span, sample in spans:
-            target[row, span] = getattr(sample, values)
+        for number, (row, span, sample) in enumerate(spans):
+            if number not in but:
+                target[row, span] = getattr(sample, values)
         return placed(target)  # [b, s]
+
+    def counts() -> Tensor | None:
+        bad = set[int]().union(*(each() for each in heard))
+        return filled("loss_mask", 0, np.float32, but=bad) if bad else loss_mask
 
     position_ids = np.zeros((3, *shape), dtype=np.int64)
     places: dict[str, list[list[NDArray[np.int64]]]] = {
@@ -248,9 +215,9 @@ def collate(
             (found,) = among(sample.input_ids, ids).nonzero()
             places[name][row].append(found + span.start)
     anywhere = TextNeeds.any_of(needs)
-    input_ids = filled(anywhere.input_ids, "input_ids", pad_token_id, np.int64)
-    labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)
-    loss_mask = filled(anywhere.loss_mask, "loss_mask", 0, np.float32)
+    input_ids = filled("input_ids", pad_token_id, np.int64) if anywhere.input_ids else None
+    labels = filled("labels", pad_token_id, np.int64) if anywhere.labels else None
+    loss_mask = filled("loss_mask", 0, np.float32) if anywhere.loss_mask else None
     positions = placed(position_ids)  # [3, b, s]
     first = {
         name: replace(units.get(name, Unit()), places=tuple(map(np.concatenate, each)))
@@ -269,6 +236,7 @@ def collate(
             lengths=tuple(lengths),
             number=number,
             own=own,
+            counts=counts if heard else None,
         )
         for index, chunk in enumerate(needs)
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,35 @@ class MediaInput:
         expected = int(self.grids.prod(dim=-1).sum())
         assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
 
+    def taken(self) -> MediaInput:
+        """They are here."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaToCome:
+    """Media that come when a pass takes them, and that nothing else holds then.
+
+    They have ``numbers`` among those that ``rows`` knows, which makes their rows, and ``grids`` as
+    :attr:`MediaInput.grids`.
+    """
+
+    grids: Tensor
+    numbers: range
+    rows: Callable[[range], Tensor]
+
+    def part(self, numbers: range) -> MediaToCome:
+        """These of the media alone, which are neighbours."""
+        grids = self.grids[numbers.start : numbers.stop]
+        return replace(self, grids=grids, numbers=self.numbers[numbers.start : numbers.stop])
+
+    def taken(self) -> MediaInput:
+        """On the encoder's device. Collective: the ranks that encode them together."""
+        return MediaInput(rows=self.rows(self.numbers), grids=self.grids)
+
+
+Media = MediaInput | MediaToCome
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -63,7 +92,7 @@ class Unit:
     places: tuple[NDArray[np.int64], ...] = ()
     grids: tuple[Grid, ...] = ()
     shares: tuple[Share, ...] = (Share(encoder_replica=0),)
-    media: MediaInput | None = None
+    media: Media | None = None
 
     @property
     def rows(self) -> int:
@@ -116,7 +145,7 @@ class Microbatch:
     """One microbatch in decoder layout: b samples padded on the right to s tokens, or one pack.
 
     It is made once, for the chunk that consumes it: what that has no use for is None (see
-    :class:`TextNeeds`). Text is on the host; pixels are where the encoder takes them.
+    :class:`TextNeeds`). Text is on the host; media come at the pass that encodes them.
 
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
@@ -140,6 +169,9 @@ class Microbatch:
     number: int = 0  # in its step
     lengths: tuple[int, ...] = ()  # tokens of each sample, or of each of its renderings
     own: OwnPart | None = None  # None: the rank holds whole rows
+    # The loss mask once it is known which samples have bad media, for which the call waits; None:
+    # there are none.
+    counts: Callable[[], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if self.segments is not None:
@@ -157,3 +189,14 @@ class Microbatch:
     def capacity(self) -> int:
         """Tokens with padding, of whole rows."""
         return int(self.position_ids.shape[1]) * self.split.length
+
+    def heard(self) -> Microbatch:
+        """The same without a token that counts in samples with bad media. Waits for word of them.
+
+        Where it is asked for a microbatch's forward, its media are loaded, or are this rank's to
+        load: what comes of them has to be there for that forward.
+        """
+        if self.loss_mask is None or self.counts is None:
+            return self
+        mask = self.counts()
+        return self if mask is self.loss_mask else replace(self, loss_mask=mask)

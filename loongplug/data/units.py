@@ -1,6 +1,6 @@
 """The media of a microbatch, a *unit* for each encoder: named, measured, then loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, Self
@@ -13,7 +13,7 @@ from loongplug.data.coded_media import byte_rows, is_coded
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extents import MediumExtent, RowExtent
 from loongplug.data.media import MediaLoader
-from loongplug.data.microbatch import MediaInput
+from loongplug.data.microbatch import MediaToCome
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
@@ -84,6 +84,11 @@ class MediaBatch:
         return tuple(each.extent.grid for each in self.media)
 
     @property
+    def samples(self) -> tuple[int, ...]:
+        """Of each medium: which of the microbatch's samples has it."""
+        return tuple(each.sample for each in self.media)
+
+    @property
     def extents(self) -> tuple[MediumExtent, ...]:
         """Of each medium."""
         return tuple(each.extent for each in self.media)
@@ -103,10 +108,10 @@ class MediaBatch:
         """Whether its rows come as bytes."""
         return is_coded(self.extents)
 
-    def input(self, rows: Tensor) -> MediaInput:
-        """What the encoder is given, of its ``rows``."""
+    def to_come(self, rows: Callable[[range], Tensor]) -> MediaToCome:
+        """What the encoder is given, by what makes the ``rows`` of these of the media."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
-        return MediaInput(rows=rows, grids=grids)
+        return MediaToCome(grids=grids, numbers=range(len(self.grids)), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

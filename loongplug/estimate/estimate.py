@@ -232,7 +232,7 @@ class EstimatedStep:
     def follow(self, tape: Tape, *, rank: int) -> None:
         """Have ``tape`` see a step of such a rank."""
         given = {
-            name: self._given(name, rank)
+            name: self._given(name, rank, tape)
             for name, each in self._rank.engine.encoders.items()
             if each.steps and self._rank.engine.own in (None, name)
         }
@@ -302,7 +302,7 @@ class EstimatedStep:
                 tape.turn(ENCODER, more=-stays, most=each.backward)
         return features
 
-    def _given(self, name: str, rank: int) -> list[Microbatch]:
+    def _given(self, name: str, rank: int, tape: Tape) -> list[Microbatch]:
         """The microbatches, with what ``rank`` encodes of them around the decoder's schedule."""
         engine, encoder = self._rank.engine.encoders[name], self._model.encoder(name)
         place, units = engine.place, [each.units[name] for each in self._microbatches]
@@ -318,16 +318,16 @@ class EstimatedStep:
         elif engine.here and not self._rank.stage:
             replica = 0  # all of a unit is its share
         return [
-            replace(each, units={name: _loaded(unit, replica, encoder.row_values)})
+            replace(each, units={name: _loaded(unit, replica, encoder.row_values, tape)})
             for each, unit in zip(self._microbatches, units, strict=True)
         ]
 
 
-def _loaded(unit: Unit, replica: int | None, row_values: int) -> Unit:
+def _loaded(unit: Unit, replica: int | None, row_values: int, tape: Tape) -> Unit:
     """With the media of a replica's share, where it has one."""
     for share in unit.shares:
         if share.encoder_replica == replica:
             numbers = range(len(unit.grids)) if share.media is None else share.media
-            media = media_of([unit.grids[each] for each in numbers], row_values=row_values)
-            return replace(unit, media=media)
+            grids = [unit.grids[each] for each in numbers]
+            return replace(unit, media=media_of(grids, row_values=row_values, tape=tape))
     return unit

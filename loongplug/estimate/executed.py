@@ -20,7 +20,6 @@ from loongplug.estimate.tape import (
     ENCODER,
     FEATURE_GRADIENTS,
     FEATURES,
-    INPUT,
     STATE_GRADIENTS,
     STATES,
     TRANSIENT,
@@ -83,10 +82,6 @@ class EncoderReplay:
         """
         self._tape = tape
         self._microbatches = microbatches  # until the step has ended
-        media = (each.units[of_run.found.entry.name].media for each in microbatches)
-        with tape.region(INPUT):
-            for each in filter(None, media):
-                tape.see(each.rows)
         part = SimpleNamespace(
             no_sync=nullcontext,
             ddp_config=SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False),

@@ -7,7 +7,7 @@ recompute, adapters, sequence parallelism and deepstack streams are those of the
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput, Unit
+from loongplug.data.microbatch import MediaToCome, Unit
 from loongplug.data.positions import Grid
 from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_tokens_evenly
-from loongplug.estimate.tape import ENCODER, FlashAttention, Tape
+from loongplug.estimate.tape import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn, payload_widths
@@ -129,12 +129,20 @@ class _Pass(torch.autograd.Function):
         return None, came, None, None, None, None
 
 
-def media_of(grids: Sequence[Grid], *, row_values: int) -> MediaInput:
-    """Media without values, of so many numbers to a row."""
-    return MediaInput(
-        rows=torch.empty(sum(map(prod, grids)), row_values, device=_META),
-        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),  # on the host: no tape looks
-    )
+def media_of(grids: Sequence[Grid], *, row_values: int, tape: Tape | None = None) -> MediaToCome:
+    """Media without values, of so many numbers to a row; they are on a ``tape`` once taken."""
+
+    def rows(numbers: range) -> Tensor:
+        count = sum(prod(grids[number]) for number in numbers)
+        with nullcontext() if tape is None else tape.region(INPUT):
+            made = torch.empty(count, row_values, device=_META)
+        if tape is not None:  # between passes there are those alone that backwards need
+            tape.highest[INPUT] = max(tape.highest[INPUT], tape.live[INPUT])
+        return made
+
+    # The grids are on the host: no tape looks.
+    given = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+    return MediaToCome(grids=given, numbers=range(len(grids)), rows=rows)
 
 
 def trace_encoder(
@@ -154,7 +162,7 @@ def trace_encoder(
     encoder, states = EncoderOfStep(chunk, chunk, entry=entry, training=True), None
     encoder.trains_before = trains_before
     encoder.trains |= trains_before
-    media = media_of(grids, row_values=architecture.row_values)
+    media = media_of(grids, row_values=architecture.row_values).taken()
     unit, given = Unit(grids=grids, media=media), media.rows.untyped_storage()
     if stage:
         size = encoder.states(unit), payload_widths(architecture)[stage - 1]

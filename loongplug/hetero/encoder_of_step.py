@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.data.microbatch import Media, MediaInput, Microbatch, Unit
 from loongplug.hetero.routes import ExchangeSpec, sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
@@ -50,8 +50,8 @@ class EncoderOfStep:
 
     def _given(self, units: Sequence[Unit], states: Tensor | None) -> EncoderInput:
         if states is None:
-            media = list(map(_media, units))
-            return put_together(media) if len(media) > 1 else media[0]
+            first, *others = (_media(each).taken() for each in units)
+            return put_together([first, *others]) if others else first
         (unit,) = units
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
@@ -94,7 +94,7 @@ class EncoderOfStep:
                 each.start_grad_sync(force_all_reduce=part.force_all_reduce)
 
 
-def _media(unit: Unit) -> MediaInput:
+def _media(unit: Unit) -> Media:
     assert unit.media is not None, "the unit was loaded somewhere else"
     return unit.media
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import MediaInput, Share, Unit
+from loongplug.data.microbatch import MediaToCome, Share, Unit
 from loongplug.hetero.bubble_planner import Piece, StepPlanner, StreamedStep
 from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.encoder_of_step import EncoderOfStep
@@ -30,21 +29,16 @@ class Streaming(NamedTuple):
     stage: int
 
 
-def media_of(piece: Piece, unit: Unit) -> MediaInput:
+def media_of(piece: Piece, unit: Unit) -> MediaToCome:
     """A piece's alone, of those of its unit that are here: neighbours in the share, too."""
-    assert unit.media is not None, "the unit was loaded somewhere else"
+    assert isinstance(unit.media, MediaToCome), "the unit was loaded somewhere else"
     share: Share
     (share,) = (x for x in unit.shares if x.encoder_replica == piece.replica)
     held = range(len(unit.grids)) if share.media is None else share.media
     first = held.index(piece.media.start)
-    behind = first + len(piece.media)
-    assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
-    sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
-    before = sum(sizes[:first])
-    return MediaInput(
-        rows=unit.media.rows[before : before + sum(sizes[first:])],
-        grids=unit.media.grids[first:behind],
-    )
+    here = range(first, first + len(piece.media))
+    assert tuple(held[here.start : here.stop]) == tuple(piece.media), (held, piece)
+    return unit.media.part(here)
 
 
 @dataclass(kw_only=True)
@@ -92,9 +86,8 @@ class ExecutedStep:
 
     @cached_property
     def stays(self) -> set[int]:
-        """Addresses of what others hold: the weights, and what is encoded here."""
-        media = (each.media.rows for each in self.units if each.media is not None)
-        return addresses((*self.model.parameters(), *media))
+        """Addresses of what others hold: the weights."""
+        return addresses(self.model.parameters())
 
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
@@ -118,7 +111,7 @@ class HostMoves:
     ) -> AbstractContextManager[dict[int, Movable] | None]:
         """Inside, something is encoded; what its backward needs is given where it is ``movable``.
 
-        Weights and media are not among that.
+        Weights are not among that.
         """
         if not movable:
             return nullcontext()

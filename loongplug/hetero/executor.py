@@ -177,7 +177,7 @@ class Executor:
             training=training,
             trains=encoder.trains,
             trains_before=encoder.trains_before,
-            rows=tuple(0 if x.media is None else len(x.media.rows) for x in units),
+            rows=tuple(0 if x.media is None else int(x.media.grids.prod(-1).sum()) for x in units),
             stream=stream,
         )
         if self._outside_schedule:

@@ -194,7 +194,9 @@ class MultimodalModel(MegatronModule):
                 features = source.features(number)
             else:
                 assert unit.media is not None, "the first stage needs the unit's media"
-                features = self.text_decoder.share_of(self.encode(entry, unit.media), places)
+                features = self.text_decoder.share_of(
+                    self.encode(entry, unit.media.taken()), places
+                )
             found.append(PlacedFeatures(features=features, places=places))
         return found
 

@@ -43,7 +43,7 @@ from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.answers import Asked
 from loongplug.training.decoder_data import DecoderData, speaks_for_replica
-from loongplug.training.delivery import group_of_all, replica_group
+from loongplug.training.delivery import store_of_news
 from loongplug.training.encoder_data import EncoderData
 from loongplug.training.packing_place import note_packing_place, packing_place
 from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
@@ -266,7 +266,7 @@ class DatasetProvider:
         )
         data, microbatches = self._data, plan.batch // (rows * decoder.dp)
         settings = StreamSettings(
-            source_of=questions, channel=2, tells=False, seq_length=length, packed=False
+            source_of=questions, name="questions", again=True, seq_length=length, packed=False
         )
         own: tuple[int, ...] = ()
         if decodes:
@@ -318,7 +318,7 @@ class DatasetProvider:
             same=partial(self._same_rows, "training"),
         )
         note = partial(note_packing_place, args=args) if args.packing else None
-        settings = StreamSettings(source_of=train, channel=0, training=True, on_made=note)
+        settings = StreamSettings(source_of=train, name="training", training=True, on_made=note)
         self._streams.append(data.stream(settings))
         if self._valid is not None and self.evaluation is not None:
             valid = partial(
@@ -332,23 +332,19 @@ class DatasetProvider:
                 bad_samples=valid_bad_samples,
                 same=partial(self._same_rows, "validation"),
             )
-            self._streams.append(data.stream(StreamSettings(source_of=valid, channel=1)))
+            self._streams.append(data.stream(StreamSettings(source_of=valid, name="validation")))
 
     @cached_property
     def _data(self) -> RankData:
-        """How this rank's streams are made. Collective: the default group."""
+        """How this rank's streams are made."""
         made = DecoderData if self._engine.decodes else EncoderData
-        news = None
-        if self.bad_samples.skips:
-            # Encoders on ranks of their own tell whom they encode for.
-            news = group_of_all() if self._engine.apart else replica_group()
         return made(
             args=self._args,
             model=self._model,
             engine=self._engine,
             processor=self.train.processor,
             videos=self.train.videos,
-            news=news,
+            news=store_of_news() if self.bad_samples.skips else None,
         )
 
     def _processor_of(self, model: MultimodalArchitecture) -> Processor:

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import Assignment, EncoderUnits
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.loader import Delivery, MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
@@ -17,13 +17,7 @@ from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
 from loongplug.platform import current_platform
-from loongplug.training.delivery import (
-    Delivery,
-    LoadedElsewhere,
-    News,
-    ReplicaDelivery,
-    loaded_replicas,
-)
+from loongplug.training.delivery import ReplicaDelivery, loaded_elsewhere, loaded_replicas
 from loongplug.training.encoder_data import samples_of
 from loongplug.training.rank_data import RankData, StreamSettings
 
@@ -75,7 +69,7 @@ class DecoderData(RankData):
         found: dict[str, Delivery] = {}
         for name, engine in self.engine.encoders.items():
             place = engine.place
-            news = self._news(name, settings, hearer=dist.get_rank())
+            news = self._news(name, settings, replica=parallel_state.get_data_parallel_rank())
             if place.edge is not None:
                 found[name] = ReplicaDelivery(
                     place.edge.replicas,
@@ -84,26 +78,23 @@ class DecoderData(RankData):
                     coded=self.coded,
                     device=current_platform().device,
                     news=news,
+                    keeps=settings.again,
                 )
             elif news is not None:
-                found[name] = self._elsewhere(place, news, training=settings.training)
+                found[name] = partial(loaded_elsewhere, news, self._pieces(place, settings))
         return found
 
-    def _elsewhere(self, place: EncoderPlace, news: News, *, training: bool) -> LoadedElsewhere:
-        """Of the pieces of all decoder replicas, those of this rank's."""
+    def _pieces(
+        self, place: EncoderPlace, settings: StreamSettings
+    ) -> list[tuple[int, range | None]]:
+        """Of the pieces of all decoder replicas, who loads which samples of this rank's."""
         assert place.pieces is not None, "the encoder has ranks of its own"
         replica = parallel_state.get_data_parallel_rank()
-        return LoadedElsewhere(
-            pieces=[
-                (
-                    place.given_media(each.ranks[0])[0],
-                    samples_of(each, packed=self.args.packing),
-                )
-                for each in place.pieces[training]
-                if each.decoder == replica
-            ],
-            news=news,
-        )
+        return [
+            (place.given_media(each.ranks[0])[0], samples_of(each, packed=self.args.packing))
+            for each in place.pieces[settings.training]
+            if each.decoder == replica
+        ]
 
 
 def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:

@@ -1,19 +1,23 @@
 """How a microbatch's media come from the rank that loads them to those that encode them."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import json
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store
 
-from loongplug.data.assignment import PlannedUnit
+from loongplug.data.assignment import PlannedShare, PlannedUnit
 from loongplug.data.coded_media import CodedMedia
-from loongplug.data.microbatch import MediaInput
-from loongplug.data.source import PlannedMicrobatch
-from loongplug.data.units import LoadedUnit, MediaBatch
-from loongplug.hetero.sends import Sends
-from loongplug.parallel.states import decoder_layout
+from loongplug.data.loader import Heard
+from loongplug.data.microbatch import MediaToCome
+from loongplug.data.units import MediaBatch
+from loongplug.parallel.store_keys import comes
 from loongplug.platform.transfers import to_device
 
 
@@ -22,55 +26,77 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
     return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
-# One encoder's unit: what this rank encodes of it, None where that is nothing, and the bad samples.
-Delivery = Callable[[PlannedUnit], tuple[MediaInput | None, set[int]]]
-
-
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class News:
-    """Word of which samples have bad media, known to the rank that loads these, to all ``hearers``.
+    """Word of which samples have bad media, from the rank that loads these to all who ask.
 
-    These are what trains on the samples' text: the ranks of a decoder replica.
+    It lies in the ``store`` of the default group, under the encoder's name, the decoder's replica,
+    the microbatch's index there, and who loads the share. What is older than ``recent`` shares is
+    taken out by who wrote it: all have heard of it by then.
     """
 
-    group: dist.ProcessGroup  # gloo; the hearers and who loads are among its ranks
-    hearers: Sequence[int]
-    channel: int  # tells apart several of these on one group
-    # How many microbatches' word may be on its way. Of those before, all must have heard by then:
-    # waiting for them must not hold up who they wait for.
+    store: Store
+    encoder: str
+    replica: int
     recent: int
-    _sends: Sends = field(init=False)
-    _told: int = field(default=0, init=False)  # microbatches
+    seconds: float
+    _told: deque[str] = field(default_factory=deque)
 
-    def __post_init__(self) -> None:
-        self._sends = Sends(most=self.recent)
+    def tell(self, index: int, bad: Collection[int]) -> None:
+        """Of a microbatch's share that this rank has loaded."""
+        self._told.append(self._key(index, dist.get_rank()))
+        self.store.set(self._told[-1], json.dumps(sorted(bad)))
+        if len(self._told) > self.recent:
+            self.store.delete_key(self._told.popleft())
 
-    def told(self, samples: Sequence[int], bad: Container[int], *, first: int) -> set[int]:
-        """Which of ``samples``, one for each medium, are ``bad``, as the loading rank knows it.
+    def heard(self, index: int, loader: int) -> set[int]:
+        """Of the share that ``loader`` loads. Waits until it has."""
+        key = self._key(index, loader)
+        if not comes(self.store, key, seconds=self.seconds):
+            raise RuntimeError(f"timed out waiting for what rank {loader} says of its media")
+        return set(json.loads(self.store.get(key)))
 
-        That rank, ``first``, does not wait for the others: a rank of a later stage may ask for a
-        microbatch only once that has come through the stages before. Collective: ``first`` and the
-        hearers, where there are media; another rank hears nothing.
-        """
-        rank = dist.get_rank()
-        if not samples or rank not in (first, *self.hearers):
-            return set()
-        if rank != first:
-            flags = torch.empty(len(samples), dtype=torch.uint8)
-            dist.recv(flags, src=first, group=self.group, tag=self.channel)
-            return {samples[medium] for medium in flags.nonzero().flatten().tolist()}
-        flags = torch.tensor([sample in bad for sample in samples], dtype=torch.uint8)
-        for other in self.hearers:
-            if other != first:
-                work = dist.isend(flags, dst=other, group=self.group, tag=self.channel)
-                self._sends.add(work, flags, microbatch=self._told)
-        self._told += 1
-        return {sample for sample in samples if sample in bad}
+    def _key(self, index: int, loader: int) -> str:
+        return f"{self.encoder}/{self.replica}/{index}/{loader}"
+
+
+class LoadedShare:
+    """A share on the rank that loads it, from the first question on until all media are taken."""
+
+    def __init__(self, planned: PlannedShare, *, news: News | None, keeps: bool) -> None:
+        """``news`` are told of bad samples; with ``keeps`` media are taken again and again."""
+        assert planned.load is not None, "another rank loads it"
+        self._load = planned.load
+        self._media = planned.media
+        self._news = news
+        self._left = inf if keeps else len(planned.media.media)
+        self._rows: Tensor | None = None
+        self._bad: set[int] | None = None
+
+    def bad(self) -> set[int]:
+        """Which samples have bad media. There are some media."""
+        if self._bad is None:
+            loaded = self._load()
+            self._rows, self._bad = loaded.rows, set(loaded.bad)
+            if self._news is not None:
+                self._news.tell(self._media.index, self._bad)
+        return self._bad
+
+    def rows(self, numbers: range) -> Tensor:
+        """As loaded, of these of its media, of which there are some."""
+        self.bad()
+        assert self._rows is not None, "each medium is taken once"
+        first = self._media.part(range(numbers.start)).loaded_rows
+        found = self._rows[first : first + self._media.part(numbers).loaded_rows]
+        self._left -= len(numbers)
+        if not self._left:
+            self._rows = None
+        return found
 
 
 @dataclass(eq=False)
 class ReplicaDelivery:
-    """The first rank of an encoder's replica loads for it; all ranks of the replica get the rows.
+    """A :data:`Delivery`: the first rank of an encoder's replica loads for it, all get the rows.
 
     An encoder that is sharded over the replica, or encodes the same on all of it, needs the rows
     on each rank. Decoding them once and sending them costs a share of the processor time and
@@ -78,8 +104,12 @@ class ReplicaDelivery:
     which become values on each rank's device) is little for what connects such a replica. No other
     rank ever has them.
 
-    Which samples have bad media is known to the loading rank alone. Where they may be left out,
-    it tells those who train on the samples, through ``news``.
+    All this is done at the pass that encodes them, for its media alone: passes are in one order on
+    a replica's ranks.
+
+    Which samples have bad media is known to the loading rank alone, once it has loaded them. Where
+    they may be left out, those who train on the samples read it in the ``news``, and do so when the
+    microbatch's features are due: who loads its media waits for nothing of theirs.
     """
 
     replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a share names one
@@ -89,92 +119,56 @@ class ReplicaDelivery:
     coded: CodedMedia | None  # None: the encoder takes neither images nor videos
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
+    keeps: bool = False  # media are taken again and again
 
-    def __call__(self, planned: PlannedUnit) -> tuple[MediaInput | None, set[int]]:
-        """See :data:`Delivery`. Collective as the news of each share, and the replicas."""
-        mine, bad = None, set()
+    def __call__(self, planned: PlannedUnit) -> tuple[MediaToCome | None, list[Heard]]:
+        mine, heard = None, list[Heard]()
         for each in planned.shares:
-            ranks, media = self.replicas[each.share.encoder_replica], each.media
-            loaded = None if each.load is None else each.load()
-            theirs = set() if loaded is None else set(loaded.bad)
-            if self.news is not None:
-                heard = [each.sample for each in media.media]
-                theirs = self.news.told(heard, theirs, first=ranks[0])
-            bad |= theirs
+            ranks, media, loaded = self.replicas[each.share.encoder_replica], each.media, None
+            if each.load is not None:
+                loaded = LoadedShare(each, news=self.news, keeps=self.keeps)
             if dist.get_rank() in ranks:
                 assert mine is None, "a replica has one share of a unit"
-                mine = media.input(self._rows(media, loaded))
-        return mine, bad
+                mine = media.to_come(partial(self._rows, media, loaded))
+            if self.news is not None and media.media:
+                news = partial(self.news.heard, media.index, ranks[0])
+                heard.append(news if loaded is None else loaded.bad)
+        return mine, heard
 
-    def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
+    def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
+        """Of these of a share's media. Collective: the replica."""
+        media = share.part(numbers)
         coded = self.coded if media.coded else None
-        if loaded is None:
+        if loaded is not None and numbers:
+            # Pinned by the background processes' thread; where there are none, only here.
+            rows = to_device(loaded.rows(numbers), self.device)
+        else:
             width, kind = self.row_values, torch.float32
             if coded is not None:
                 width, kind = coded.width(self.row_values), torch.uint8
             rows = torch.empty(media.loaded_rows, width, dtype=kind, device=self.device)
-        else:
-            # Pinned by the background processes' thread; where there are none, only here.
-            rows = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
-        if media.media and dist.get_world_size(self.group) > 1:
+        if numbers and dist.get_world_size(self.group) > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
         return rows if coded is None else coded.decoded(rows, media.extents)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedElsewhere:
-    """A unit that encoders on ranks of their own load and encode, piece by piece.
+def loaded_elsewhere(
+    news: News, pieces: Sequence[tuple[int, range | None]], planned: PlannedUnit
+) -> tuple[None, list[Heard]]:
+    """A :data:`Delivery` of what encoders on ranks of their own load and encode, piece by piece.
 
-    ``pieces`` are the loading rank and the samples of each piece of this rank's microbatches, None
-    for all samples.
+    ``pieces`` are the loading rank and the samples of each, None for all.
     """
-
-    pieces: Sequence[tuple[int, range | None]]
-    news: News
-
-    def __call__(self, planned: PlannedUnit) -> tuple[None, set[int]]:
-        """See :data:`Delivery`. Collective as the news of each piece."""
-        bad: set[int] = set()
-        for first, samples in self.pieces:
-            found = (each.sample for each in planned.media.media)
-            own = [each for each in found if samples is None or each in samples]
-            bad |= self.news.told(own, (), first=first)
-        return None, bad
+    index, having = planned.media.index, planned.media.samples
+    return None, [
+        partial(news.heard, index, loader)
+        for loader, samples in pieces
+        if any(samples is None or each in samples for each in having)
+    ]
 
 
-def deliver(
-    deliveries: Mapping[str, Delivery], planned: PlannedMicrobatch
-) -> tuple[dict[str, MediaInput], set[int]]:
-    """A :data:`~loongplug.data.loader.Delivery` of each encoder's units, in the encoders' order.
-
-    Collective as each of ``deliveries`` is.
-    """
-    media: dict[str, MediaInput] = {}
-    bad: set[int] = set()
-    for name, delivery in deliveries.items():
-        found, theirs = delivery(planned.units[name])
-        bad |= theirs
-        if found is not None:
-            media[name] = found
-    return media, bad
-
-
-def replica_group() -> dist.ProcessGroup | None:
-    """A gloo group of this rank's model replica, None where the replica is one rank.
-
-    Collective: the default group.
-    """
-    replicas = decoder_layout().groups("tp_cp_pp")
-    if len(replicas[0]) == 1:
-        return None
-    group, _ = dist.new_subgroups_by_enumeration(replicas, backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank is in a replica"
-    return group
-
-
-def group_of_all() -> dist.ProcessGroup:
-    """A gloo group of all ranks. Collective: the default group."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-    return group
+def store_of_news() -> Store:
+    """The default group's, with keys of this run: a process may make another. Every rank asks."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"news/{store.add(f'news/{dist.get_rank()}', 1)}", store)

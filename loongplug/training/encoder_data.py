@@ -56,7 +56,8 @@ class EncoderData(RankData):
                 row_values=self.model.encoder(name).row_values,
                 coded=self.coded,
                 device=current_platform().device,
-                news=self._news(name, settings, hearer=piece.edge.consumers[0]),
+                news=self._news(name, settings, replica=piece.decoder),
+                keeps=settings.again,
             )
             return self._loader(
                 settings.source_of(dp_rank=piece.decoder, encoders={name: units}, text=False),

@@ -103,7 +103,7 @@ class ForwardStep:
         """
         if self.started is None:
             self.started = time.monotonic()
-        microbatch = next(data_iterator)
+        microbatch = next(data_iterator).heard()
         # Asked again each time: on CUDA, Megatron chooses the rank's device while it starts.
         device = self._platform.device
 

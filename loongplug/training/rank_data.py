@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import EncoderUnits
 from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.loader import Delivery, MicrobatchLoader
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
@@ -26,10 +26,9 @@ from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.entries import encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.delivery import Delivery, News, deliver
+from loongplug.training.delivery import News
 from loongplug.training.step_rows import row_lengths_of
 
-_CHANNELS = 3  # of training, of validation, and what asks
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
 _RECENT_STEPS = 3
 
@@ -52,15 +51,15 @@ class StreamSettings:
     """What a stream is of, and how it differs from the run's others.
 
     ``source_of`` makes the steps of which a rank takes its part. Streams of one run differ in their
-    ``channel``. ``tells``: of bad samples, all that need to know. ``seq_length`` and ``packed``:
-    the run's, unless others are given. ``on_made`` is called with each microbatch of a stream of
-    whole ones.
+    ``name``. ``again``: a microbatch's media are taken again and again, and nobody trains on it.
+    ``seq_length`` and ``packed``: the run's, unless others are given. ``on_made`` is called with
+    each microbatch of a stream of whole ones.
     """
 
     source_of: SourceOf
-    channel: int
+    name: str
     training: bool = False
-    tells: bool = True
+    again: bool = False
     seq_length: int | None = None
     packed: bool | None = None
     on_made: Callable[[LocalSource], None] | None = None
@@ -70,8 +69,7 @@ class StreamSettings:
 class RankData(ABC):
     """How this rank's streams of microbatches are made.
 
-    ``news`` is a gloo group through which bad samples are told; None where none may be left out,
-    or nobody else needs to know.
+    ``news`` is where bad samples are told; None where none may be left out.
     """
 
     args: Namespace
@@ -79,7 +77,7 @@ class RankData(ABC):
     engine: Engine
     processor: Processor
     videos: VideoProcessor
-    news: dist.ProcessGroup | None
+    news: Store | None
 
     @property
     def coded(self) -> CodedMedia | None:
@@ -115,7 +113,7 @@ class RankData(ABC):
             },
             packed=self.args.packing if settings.packed is None else settings.packed,
             row_lengths=None if settings.seq_length else row_lengths_of(self.args),
-            deliver=partial(deliver, deliveries),
+            deliveries=deliveries,
             needs=needs,
             pins=current_platform().name == "cuda",
             on_made=on_made,
@@ -123,22 +121,20 @@ class RankData(ABC):
             parts=parts,
         )
 
-    def _news(self, name: str, settings: StreamSettings, *, hearer: int) -> News | None:
-        """Of an encoder's media, to all ranks of the decoder replica that ``hearer`` is of.
-
-        None where nobody is to be told.
-        """
-        if self.news is None or not settings.tells:
+    def _news(self, encoder: str, settings: StreamSettings, *, replica: int) -> News | None:
+        """Of an encoder's media for a decoder replica; None where nobody is to be told."""
+        if self.news is None or settings.again:
             return None
         args, dp = self.args, decoder_layout().dp
         # Microbatches of a step or an evaluation, as many as there can be.
         training = args.global_batch_size // (args.micro_batch_size * dp)
         evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
         return News(
-            group=self.news,
-            hearers=decoder_layout().group("tp_cp_pp", hearer),
-            channel=_CHANNELS * list(self.engine.encoders).index(name) + settings.channel,
+            store=PrefixStore(settings.name, self.news),
+            encoder=encoder,
+            replica=replica,
             recent=_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)),
+            seconds=60.0 * args.distributed_timeout_minutes,
         )
 
 

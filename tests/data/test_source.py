@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from image_units import ENCODER, image_units, media_of, owner_of, planned_whole, unit_of
-from local_loader import local_loader
+from local_loader import loaded_here, local_loader, taken
 
 from loongplug.data import loader
 from loongplug.data.assignment import Assignment, EncoderUnits, PlannedUnit
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.media import coded_media
-from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, Share, TextNeeds
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, Share, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource, PlannedMicrobatch
@@ -53,14 +52,6 @@ def loaded_by(unit: PlannedUnit) -> Any:
     return share.load
 
 
-def values_of(unit: PlannedUnit, dataset: ChatDataset) -> torch.Tensor:
-    """Its rows as the encoder takes them: those of images alone come as bytes."""
-    rows: torch.Tensor = loaded_by(unit)().rows
-    coded = coded_media(dataset.processor, dataset.videos)
-    assert coded is not None
-    return coded.decoded(rows, unit.media.extents) if unit.media.coded else rows
-
-
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
     defaults: dict[str, Any] = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2}
     return LocalSource(dataset, **defaults | {"seed": 5, "encoders": image_units()} | options)
@@ -69,6 +60,7 @@ def source(dataset: ChatDataset, **options: Any) -> LocalSource:
 def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
     ids = {ENCODER: dataset.processor.visual_token_ids}
     defaults: dict[str, Any] = {"processor": dataset.processor, "seq_length": 32, "token_ids": ids}
+    defaults["deliveries"] = dict.fromkeys(options.get("token_ids", ids), loaded_here(dataset))
     return MicrobatchLoader(source, **defaults | options)
 
 
@@ -301,11 +293,10 @@ def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
     remote: Any = SimpleNamespace(next_step=lambda: iter(steps.pop(0)))
     pixels = torch.zeros(1, 1536)
 
-    def deliver(planned: PlannedMicrobatch) -> tuple[dict[str, MediaInput], tuple[int, ...]]:
-        media = unit_of(planned).media
-        return {ENCODER: media.input(pixels.expand(media.rows, -1))}, ()
+    def delivered(planned: PlannedUnit) -> Any:
+        return planned.media.to_come(lambda _: pixels.expand(planned.media.rows, -1)), ()
 
-    each = loader_of(remote, dataset, deliver=deliver)
+    each = loader_of(remote, dataset, deliveries={ENCODER: delivered})
     expected = loader_of(source(dataset), dataset)
     for _ in range(6):
         one, other = next(each), next(expected)
@@ -351,7 +342,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
     for planned, whole in zip(
         steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
     ):
-        all_of_it, rows = unit_of(whole).media, values_of(unit_of(whole), mixed)
+        all_of_it, rows = unit_of(whole).media, taken(unit_of(whole).shares[0], mixed)[0].rows
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
@@ -359,7 +350,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
             assert unit.media.encoder == name
             assert unit.media.index == all_of_it.index
             assert unit.media.media == tuple(all_of_it.media[n] for n in chosen)
-            found = values_of(unit, mixed)
+            found = taken(unit.shares[0], mixed)[0].rows
             assert torch.equal(found, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
             assert unit.media.rows == len(found)
             seen[name] += len(chosen)
@@ -474,5 +465,6 @@ def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatD
     damaged = replace(planned, units={ENCODER: with_bad(ENCODER, 0), FILMS: with_bad(FILMS, 2)})
     remote: Any = SimpleNamespace(next_step=lambda: iter([damaged]))
     made = next(loader_of(remote, mixed, seq_length=96, token_ids={ENCODER: (), FILMS: ()}))
-    assert made.loss_mask is not None
-    assert made.loss_mask.any(dim=1).tolist() == [False, True, False]
+    counts = made.heard().loss_mask
+    assert counts is not None
+    assert counts.any(dim=1).tolist() == [False, True, False]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import MediaInput
+from loongplug.data.microbatch import MediaInput, MediaToCome
 from loongplug.estimate.tape import (
     DECODER,
     ENCODER,
@@ -44,6 +44,7 @@ from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform
 from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+from loongplug.training.delivery import LoadedShare
 from loongplug.training.run import run
 
 _REGIONS = {
@@ -149,14 +150,16 @@ class _Watch:
 
     def _name_regions(self) -> None:
         tape = self.tape
-        encode, packed = MultimodalModel.encode, Features.packed
+        packed, taken = Features.packed, MediaToCome.taken
 
-        def encode_counted(model: Any, entry: Any, vision: Any) -> Any:
-            with tape.region(ENCODER):
-                steps = [executor._entry.name for executor in self.executors]
-                if vision is not None and entry.name not in steps:  # else the step holds them
-                    vision = MediaInput(rows=vision.rows.clone(), grids=vision.grids)
-                return encode(model, entry, vision)
+        def taken_counted(media: Any) -> MediaInput:
+            # Those of a forward of the decoder's are the encoder's own.
+            with tape.region(INPUT if tape._region == ENCODER else ENCODER):
+                found = taken(media)
+                if found.rows.untyped_storage()._cdata not in tape._known:  # as on the host
+                    found = MediaInput(rows=found.rows.clone(), grids=found.grids)
+            self._note(INPUT)
+            return found
 
         def packed_counted(features: Any) -> Any:
             with tape.region(FEATURES):
@@ -174,19 +177,19 @@ class _Watch:
         ) -> None:
             if executor not in self.executors:
                 self.executors.append(executor)
-            with tape.region(INPUT):
-                for unit in (each.units[executor._entry.name] for each in microbatches):
-                    if unit.media is not None:
-                        tape.see(unit.media.rows)
             begin(executor, chunk, microbatches, training=training)
 
-        def next_uncounted(self: Any) -> Any:
-            with _disable_current_modes():  # what it makes is in the host's memory
-                return load(self)
+        def uncounted(make: Any) -> Any:
+            def made(self: Any) -> Any:
+                with _disable_current_modes():  # what it makes is in the host's memory
+                    return make(self)
+
+            return made
 
         begin, Executor.begin = Executor.begin, begin_counted
-        load, MicrobatchLoader.__next__ = MicrobatchLoader.__next__, next_uncounted
-        MultimodalModel.encode = encode_counted
+        MicrobatchLoader.__next__ = uncounted(MicrobatchLoader.__next__)
+        LoadedShare.bad, MediaToCome.taken = uncounted(LoadedShare.bad), taken_counted
+        around(MultimodalModel, "encode", inside=lambda: tape.region(ENCODER))
         around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
         around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
@@ -285,8 +288,7 @@ class _Watch:
         self.tape.restart()
 
     def _step_ends(self) -> None:
-        # The loader's cache, which is on the host, still has the pixels.
-        self.most_in_step = self.tape.most - self.tape.peak.get(INPUT, 0)
+        self.most_in_step = self.tape.most
 
     def _follow_offload(self) -> None:
         """What moves is named for what it is; the host's memory is none of the device's."""

@@ -106,7 +106,7 @@ def test_as_many_units_are_in_flight_as_the_plan_s_warmup_says(followed, stages,
     most, units = tape.highest, min(microbatches, stages + 1)
     assert most[ENCODER] == units * KEPT
     assert most[FEATURE_GRADIENTS] == min(microbatches, 2) * made  # one in use, and one is posted
-    assert most[INPUT] == microbatches * PATCHES * 4
+    assert most[INPUT] == PATCHES * 4  # of the piece in work
     assert made <= most[FEATURES] <= (units + 1) * made
     assert tape.when in ("encoder's forward", "encoder's backward")
 

@@ -46,10 +46,8 @@ def in_each_forward(model):
     """Losses of a model that encodes in each forward, by torch alone; its gradients are added."""
     losses = []
     for each in microbatches(ROWS, ears=SOUNDS):
-        loss = sum(
-            loss_of(model.encode(entry, each.units[entry.name].media).embeddings, each.number)
-            for entry in BOTH
-        )
+        taken = ((entry, each.units[entry.name].media.taken()) for entry in BOTH)
+        loss = sum(loss_of(model.encode(*one).embeddings, each.number) for one in taken)
         losses.append(loss.detach())
         if loss.requires_grad:
             loss.backward()

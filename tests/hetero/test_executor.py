@@ -9,8 +9,9 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from on_a_gpu import in_fresh_interpreter
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from toy_step import WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
+from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
+from loongplug.data.microbatch import MediaToCome
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Cargo, Encode, Hand, Kept, forward
@@ -211,9 +212,29 @@ def test_activations_of_two_units_are_on_the_device_at_most(moved):
     executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.ACTIVATIONS}))
     saved = moved[Kept.ACTIVATIONS]
     run_step(executor, model, ROWS, seen=lambda: between.append(saved.alive()))
-    row = 4 * 16  # tanh's result; pixels and weights stay
+    row = 4 * (PIXELS + 16)  # what came of media, and tanh's result; weights stay
     assert max(saved.counts) == (4 + 7) * row
     assert set(between) == {0}
+
+
+@pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
+def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, most):
+    """The first pass begins before those of the last one are loaded."""
+    model, pixels, alive, passes, taken = Model(trains=False), Noted(), [], [], MediaToCome.taken
+
+    def noted(media):
+        passes.append(model.passes)
+        found = taken(media)
+        pixels.note(found.rows)
+        pixels.count()
+        return found
+
+    monkeypatch.setattr(MediaToCome, "taken", noted)
+    executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
+    run_step(executor, model, ROWS, seen=lambda: alive.append(pixels.alive()))
+    assert passes == {0: [0, 1, 2, 3, 4], 7: [0, 1, 1, 2, 3], 100: [0] * 5}[joined_rows]
+    assert max(pixels.counts) == most * PIXELS * 4
+    assert not any(alive)
 
 
 def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():

@@ -13,9 +13,9 @@ from image_units import unit_of
 from ranks import run_ranks
 
 from loongplug.data import source
+from loongplug.data.assignment import PlannedUnit
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Share
-from loongplug.data.source import PlannedUnit
 from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance
 from loongplug.training.config import compose_model

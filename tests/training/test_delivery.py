@@ -1,5 +1,6 @@
 """The rows of two encoders' units, on the ranks that encode them, and word of bad samples."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,14 +9,15 @@ import torch.distributed as dist
 from image_units import planned_whole
 from ranks import run_ranks
 
+from loongplug.data.assignment import PlannedUnit
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.coded_media import CodedMedia
 from loongplug.data.extents import MediumExtent
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.pixel_bytes import PixelBytes
-from loongplug.data.source import PlannedMicrobatch, PlannedUnit
+from loongplug.data.source import PlannedMicrobatch
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
-from loongplug.training.delivery import News, ReplicaDelivery, deliver, loaded_replicas
+from loongplug.training.delivery import News, ReplicaDelivery, loaded_replicas, store_of_news
 
 pytestmark = pytest.mark.quick
 
@@ -68,12 +70,12 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
         )
 
     return PlannedMicrobatch(
-        number=index, samples=(), units={name: unit(name) for name in REPLICAS}, begins=None
+        number=index, extents=(), units={name: unit(name) for name in REPLICAS}, text=tuple
     )
 
 
-def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, MediaInput], set[int]]]:
-    everyone, pair = dist.group.WORLD, dist.new_group([0, 1])
+def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
+    pair = dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(3)][rank]
     groups = {"eyes": alone, "ears": pair if rank < 2 else None}
     deliveries = {
@@ -83,20 +85,24 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, MediaInput], set
             row_values=VALUES[name],
             coded=None,
             device=torch.device("cpu"),
-            news=News(group=everyone, hearers=range(3), channel=number, recent=9) if news else None,
+            news=News(store=store_of_news(), encoder=name, replica=0, recent=9, seconds=20.0),
         )
-        for number, (name, replicas) in enumerate(REPLICAS.items())
+        for name, replicas in REPLICAS.items()
     }
     order: list[tuple[int, str]] = []
-    found = [deliver(deliveries, planned(rank, index, order)) for index in range(4)]
-    assert order == sorted(order, key=lambda each: (each[0], list(REPLICAS).index(each[1])))
-    dist.barrier()  # a rank that goes early would take word with it that others wait for
+    found = []
+    for index in range(4):
+        units = planned(rank, index, order).units
+        made = {name: each(units[name]) for name, each in deliveries.items()}
+        assert all(each < (index, "") for each in order)  # media are loaded when they are taken
+        media = {name: each.taken() for name, (each, _) in made.items() if each is not None}
+        bad = set[int]().union(*(each() for _, heard in made.values() for each in heard))
+        found.append((media, bad))
     return found
 
 
-@pytest.mark.parametrize("news", [True, False])
-def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples(news: bool) -> None:
-    for rank, microbatches in enumerate(run_ranks(delivered, 3, news=news)):
+def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples() -> None:
+    for rank, microbatches in enumerate(run_ranks(delivered, 3)):
         for index, (media, bad) in enumerate(microbatches):
             encodes = {
                 name: rank in replicas[index % len(replicas)] for name, replicas in REPLICAS.items()
@@ -104,30 +110,44 @@ def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples(news
             assert media.keys() == {name for name, here in encodes.items() if here}
             for name, found in media.items():
                 assert torch.equal(found.rows, rows_of(index, name))
-            knows = {
-                name
-                for name, replicas in REPLICAS.items()
-                if news or replicas[index % len(replicas)][0] == rank
-            }
-            assert bad == set().union(*(UNITS[index, name][1] for name in knows))
+            assert bad == set().union(*(UNITS[index, name][1] for name in REPLICAS))
+
+
+def told(rank: int) -> list[set[int]]:
+    """Rank 0 tells of five microbatches, of which the last three's word stays."""
+    news = News(store=store_of_news(), encoder="eyes", replica=0, recent=3, seconds=20.0)
+    for index in range(5) if rank == 0 else ():
+        news.tell(index, {index})
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="timed out waiting for what rank 0"):
+        replace(news, seconds=0.05).heard(1, 0)
+    return [news.heard(index, 0) for index in (2, 3, 4)]
+
+
+def test_word_stays_until_all_have_heard_it() -> None:
+    assert run_ranks(told, 2) == [[{2}, {3}, {4}]] * 2
 
 
 PIXELS = PixelBytes(values=torch.arange(768.0).view(3, 256), frames=2)
 BYTES = torch.arange(18, dtype=torch.uint8).view(3, 6)
 
 
-def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[torch.dtype]]:
-    """An image's rows on both ranks of a replica, and what was sent to them."""
-    sent: list[torch.dtype] = []
+def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[tuple[torch.dtype, int]]]:
+    """Images' rows on both ranks of a replica, in two pieces, and what was sent for them."""
+    sent: list[tuple[torch.dtype, int]] = []
     broadcast = dist.broadcast
 
     def watched(rows: torch.Tensor, **options: Any) -> Any:
-        sent.append(rows.dtype)
+        sent.append((rows.dtype, len(rows)))
         return broadcast(rows, **options)
 
     dist.broadcast = watched
-    seen = UnitMedium(0, 0, 0, MediumExtent("image", (1, 1, 3)))
-    media = MediaBatch(index=0, encoder="eyes", media=(seen,))
+    seen = MediumExtent("image", (1, 1, 1))
+    media = MediaBatch(
+        index=0,
+        encoder="eyes",
+        media=tuple(UnitMedium(n // 2, 0, n, seen) for n in range(3)),
+    )
 
     def load() -> LoadedUnit:
         return LoadedUnit(rows=BYTES, bad={}, decoded=1)
@@ -142,10 +162,12 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[torch.dtype]]:
     )
     found, _ = delivery(planned_whole(media, load if rank == 0 else None))
     assert found is not None
-    return found.rows, sent
+    assert not sent
+    pieces = [found.part(each).taken().rows for each in (range(2), range(2, 3))]
+    return torch.cat(pieces), sent
 
 
-def test_images_go_to_a_replica_as_bytes_and_become_values_there() -> None:
+def test_images_go_to_a_replica_as_bytes_of_pieces_and_become_values_there() -> None:
     for rows, sent in run_ranks(delivered_bytes, 2):
-        assert sent == [torch.uint8]
+        assert sent == [(torch.uint8, 2), (torch.uint8, 1)]
         assert torch.equal(rows, PIXELS.decoded(BYTES))
