@@ -87,6 +87,7 @@ def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
         name: ReplicaDelivery(
             replicas,
             groups[name],
+            rank=rank,
             row_values=VALUES[name],
             coded=None,
             device=torch.device("cpu"),
@@ -162,6 +163,7 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[tuple[torch.dtype, in
     delivery = ReplicaDelivery(
         [(0, 1)],
         dist.group.WORLD,
+        rank=rank,
         row_values=12,
         coded=CodedMedia(PIXELS, videos=lambda: PIXELS),
         device=torch.device("cpu"),
