@@ -125,6 +125,8 @@ def _model(run: ModelRun, *, settings: PlainSettings, data: Data, device: str) -
 
 
 def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]:
+    from micro.plain_loop import loaded_alone
+
     from loongplug.data.assignment import EncoderUnits
     from loongplug.data.dataset import ChatDataset
     from loongplug.data.loader import MicrobatchLoader
@@ -150,6 +152,7 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
         processor=processor,
         seq_length=run.row_length,
         token_ids={_ENCODER: processor.visual_token_ids},
+        deliveries={_ENCODER: loaded_alone(dataset)},
     )
     return [_on(device, next(loader)) for _ in range(count)]
 
@@ -162,7 +165,8 @@ def _on(device: str, microbatch: Any) -> Any:
 
     unit = microbatch.units[_ENCODER]
     there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
-    return replace(there_too, units={_ENCODER: replace(unit, media=there(unit.media, "rows"))})
+    media = there(unit.media.taken(), "rows")
+    return replace(there_too, units={_ENCODER: replace(unit, media=media)})
 
 
 def _step(

@@ -18,12 +18,14 @@ from transformers import AutoModelForImageTextToText
 from loongplug.data.assignment import EncoderUnits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
 from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.config import compose_model
+from loongplug.training.delivery import ReplicaDelivery
 from micro.against_transformers import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
@@ -62,6 +64,7 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         seq_length=compared.seq_length,
         row_lengths=RowLengths(),
         token_ids={_ENCODER: processor.visual_token_ids},
+        deliveries={_ENCODER: loaded_alone(dataset)},
     )
     model = AutoModelForImageTextToText.from_pretrained(weights, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(
@@ -74,10 +77,11 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         for microbatch in batch:
             media = microbatch.units[_ENCODER].media
             assert media is not None
+            taken = media.taken()
             output = model(
                 input_ids=microbatch.input_ids,
                 **({} if plain else {"position_ids": microbatch.position_ids}),
-                **processor.images.model_inputs(media.rows, media.grids),
+                **processor.images.model_inputs(taken.rows, taken.grids),
                 use_cache=False,
             )
             labels, loss_mask = _whole(microbatch)
@@ -91,6 +95,19 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         optimizer.step()
         optimizer.zero_grad()
         tell(total, sum(microbatch.tokens for microbatch in batch), done=done)
+
+
+def loaded_alone(dataset: ChatDataset) -> ReplicaDelivery:
+    """Media that one process loads and encodes, on the host."""
+    return ReplicaDelivery(
+        [(0,)],
+        None,
+        rank=0,
+        row_values=dataset.processor.patch_dim,
+        coded=coded_media(dataset.processor, dataset.videos),
+        device=torch.device("cpu"),
+        news=None,
+    )
 
 
 def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:

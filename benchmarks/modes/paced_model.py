@@ -117,7 +117,9 @@ class PacedChunk(nn.Module):
         source = self.feature_sources.get(encoder.name)
         if source is not None:
             return source.features(microbatch.number)
-        return self.encode(encoder.entry, microbatch.units[encoder.name].media)
+        media = microbatch.units[encoder.name].media
+        assert media is not None, "the first stage encodes"
+        return self.encode(encoder.entry, media.taken())
 
 
 def _trains(encoder: PacedEncoder) -> bool:

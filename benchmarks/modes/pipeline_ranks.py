@@ -6,6 +6,7 @@ What ranks send one another is as small as can be. Nothing is reduced or updated
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
+from loongplug.data.microbatch import MediaToCome, Microbatch, Share, Unit
 from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.observe.recorder import TraceRecorder
@@ -246,11 +247,15 @@ def _in_turn(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tupl
 def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:
     """All of its media are here, of whatever shares: nothing is computed of them."""
     grids = grids_of(case, samples=samples)
+
+    def rows(numbers: range) -> torch.Tensor:
+        return torch.zeros(sum(prod(grids[number]) for number in numbers), 1)
+
     return Unit(
         places=tuple(np.arange(TOKENS) for _ in range(samples)),
         grids=grids,
         shares=shares,
-        media=MediaInput(rows=torch.zeros(samples * TOKENS, 1), grids=torch.tensor(grids)),
+        media=MediaToCome(grids=torch.tensor(grids), numbers=range(len(grids)), rows=rows),
     )
 
 

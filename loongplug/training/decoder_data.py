@@ -74,6 +74,7 @@ class DecoderData(RankData):
                 found[name] = ReplicaDelivery(
                     place.edge.replicas,
                     place.replica_group,
+                    rank=dist.get_rank(),
                     row_values=self.model.encoder(name).row_values,
                     coded=self.coded,
                     device=current_platform().device,

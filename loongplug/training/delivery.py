@@ -113,8 +113,9 @@ class ReplicaDelivery:
     """
 
     replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a share names one
-    group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
+    group: dist.ProcessGroup | None  # of the one that this rank is of, where it has several ranks
     _: KW_ONLY
+    rank: int
     row_values: int
     coded: CodedMedia | None  # None: the encoder takes neither images nor videos
     device: torch.device
@@ -127,12 +128,13 @@ class ReplicaDelivery:
             ranks, media, loaded = self.replicas[each.share.encoder_replica], each.media, None
             if each.load is not None:
                 loaded = LoadedShare(each, news=self.news, keeps=self.keeps)
-            if dist.get_rank() in ranks:
+            if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
                 mine = media.to_come(partial(self._rows, media, loaded))
-            if self.news is not None and media.media:
-                news = partial(self.news.heard, media.index, ranks[0])
-                heard.append(news if loaded is None else loaded.bad)
+            if media.media and loaded is not None:
+                heard.append(loaded.bad)
+            elif media.media and self.news is not None:
+                heard.append(partial(self.news.heard, media.index, ranks[0]))
         return mine, heard
 
     def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
@@ -147,8 +149,9 @@ class ReplicaDelivery:
             if coded is not None:
                 width, kind = coded.width(self.row_values), torch.uint8
             rows = torch.empty(media.loaded_rows, width, dtype=kind, device=self.device)
-        assert self.group is not None, "this rank encodes"
-        if numbers and dist.get_world_size(self.group) > 1:
+        several = self.group is not None and dist.get_world_size(self.group) > 1
+        assert several or loaded is not None or not numbers, "another rank loads it"
+        if numbers and several:
             dist.broadcast(rows, group=self.group, group_src=0)
         return rows if coded is None else coded.decoded(rows, media.extents)
 

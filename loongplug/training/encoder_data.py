@@ -53,6 +53,7 @@ class EncoderData(RankData):
             delivery = ReplicaDelivery(
                 loading,
                 place.replica_group,
+                rank=dist.get_rank(),
                 row_values=self.model.encoder(name).row_values,
                 coded=self.coded,
                 device=current_platform().device,

@@ -1,18 +1,17 @@
 """Loaders of one chunk that read here what they give, and microbatches that are the same."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from image_units import ENCODER, image_units, media_of
 
-from loongplug.data.assignment import PlannedShare, PlannedUnit
+from loongplug.data.assignment import PlannedUnit
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import Delivery, Heard, MicrobatchLoader
+from loongplug.data.loader import Delivery, MicrobatchLoader
 from loongplug.data.media import coded_media
-from loongplug.data.microbatch import MediaInput
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
+from loongplug.training.delivery import ReplicaDelivery
 
 
 def local_loader(
@@ -41,27 +40,27 @@ def local_loader(
         seq_length=dataset.seq_length,
         token_ids={ENCODER: dataset.processor.visual_token_ids},
         packed="look_ahead" in options,
-        deliveries={ENCODER: loaded_here(dataset)},
+        deliveries={ENCODER: loaded_here(dataset)} if with_images else {},
     )
 
 
-def taken(share: PlannedShare, dataset: ChatDataset) -> tuple[MediaInput, Collection[int]]:
-    """What this rank loads, as the encoder takes it: images come as bytes; and the bad samples."""
-    coded: Any = coded_media(dataset.processor, dataset.videos)
-    assert share.load is not None
-    loaded, media = share.load(), share.media
-    rows = coded.decoded(loaded.rows, media.extents) if media.coded else loaded.rows
-    return media.to_come(lambda _: rows).taken(), loaded.bad
+def loaded_here(dataset: ChatDataset, *, replica: int = 0) -> Delivery:
+    """What this rank loads and encodes, a replica of its own: at once."""
+    delivery = ReplicaDelivery(
+        [(0,), (1,)],
+        None,
+        rank=replica,
+        row_values=dataset.processor.patch_dim,
+        coded=coded_media(dataset.processor, dataset.videos),
+        device=torch.device("cpu"),
+        news=None,
+    )
 
+    def taken(planned: PlannedUnit) -> Any:
+        media, heard = delivery(planned)
+        return media and media.taken(), heard
 
-def loaded_here(dataset: ChatDataset) -> Delivery:
-    """Of a rank that encodes all it loads: at once."""
-
-    def delivered(planned: PlannedUnit) -> tuple[MediaInput | None, list[Heard]]:
-        found = [taken(each, dataset) for each in planned.shares if each.load is not None]
-        return (found[0][0], [lambda: found[0][1]]) if found else (None, [])
-
-    return delivered
+    return taken
 
 
 def require_alike(found: Any, expected: Any, *, media: bool = True) -> None:

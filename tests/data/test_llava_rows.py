@@ -304,16 +304,15 @@ def test_a_damaged_image_is_its_sample_s_fault(
     with pytest.raises(BadSampleError, match=f"^{path}:1: image .* is damaged"):
         next(local_loader(dataset, micro_batch_size=2))
     skipping = BadSamples("skip")
-    microbatch = next(local_loader(dataset, micro_batch_size=2, bad_samples=skipping))
+    microbatch = next(local_loader(dataset, micro_batch_size=2, bad_samples=skipping)).heard()
     assert dict(skipping.counts) == {"pixels": 1}
     assert media_of(microbatch).rows.shape == (576, 588)
     black = torch.zeros(576, 588, dtype=torch.uint8)
     assert torch.equal(media_of(microbatch).rows, llava.vision.pixel_bytes.decoded(black))
-    counts = microbatch.heard().loss_mask
-    assert counts is not None
+    assert microbatch.loss_mask is not None
     trained = int(dataset[1].loss_mask.sum())
     assert trained > 2
-    assert counts.sum(dim=1).tolist() == [0, trained]
+    assert microbatch.loss_mask.sum(dim=1).tolist() == [0, trained]
 
 
 def test_only_what_the_family_has_is_compared(llava: Processor) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from image_units import ENCODER, image_units, media_of, owner_of, planned_whole, unit_of
-from local_loader import loaded_here, local_loader, taken
+from local_loader import loaded_here, local_loader
 
 from loongplug.data import loader
 from loongplug.data.assignment import Assignment, EncoderUnits, PlannedUnit
@@ -342,7 +342,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
     for planned, whole in zip(
         steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
     ):
-        all_of_it, rows = unit_of(whole).media, taken(unit_of(whole).shares[0], mixed)[0].rows
+        all_of_it, rows = unit_of(whole).media, loaded_here(mixed)(unit_of(whole))[0].rows
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
@@ -350,7 +350,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
             assert unit.media.encoder == name
             assert unit.media.index == all_of_it.index
             assert unit.media.media == tuple(all_of_it.media[n] for n in chosen)
-            found = taken(unit.shares[0], mixed)[0].rows
+            found = loaded_here(mixed)(unit)[0].rows
             assert torch.equal(found, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
             assert unit.media.rows == len(found)
             seen[name] += len(chosen)
@@ -435,7 +435,12 @@ def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDatas
     assert ids == {ENCODER: (processor.image_token_id,), FILMS: (processor.video_token_id,)}
     encoders = apart(films={"assignment": Assignment(replicas=2), "loads": (1,)})
     each = loader_of(
-        source(mixed, encoders=encoders), mixed, seq_length=96, token_ids=ids, needs=(ALL_TEXT,) * 2
+        source(mixed, encoders=encoders),
+        mixed,
+        seq_length=96,
+        token_ids=ids,
+        needs=(ALL_TEXT,) * 2,
+        deliveries={ENCODER: loaded_here(mixed), FILMS: loaded_here(mixed, replica=1)},
     )
     for _ in range(6):
         first, later = next(each.chunk(0)), next(each.chunk(1))
@@ -464,7 +469,6 @@ def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatD
 
     damaged = replace(planned, units={ENCODER: with_bad(ENCODER, 0), FILMS: with_bad(FILMS, 2)})
     remote: Any = SimpleNamespace(next_step=lambda: iter([damaged]))
-    made = next(loader_of(remote, mixed, seq_length=96, token_ids={ENCODER: (), FILMS: ()}))
-    counts = made.heard().loss_mask
-    assert counts is not None
-    assert counts.any(dim=1).tolist() == [False, True, False]
+    made = next(loader_of(remote, mixed, seq_length=96, token_ids={ENCODER: (), FILMS: ()})).heard()
+    assert made.loss_mask is not None
+    assert made.loss_mask.any(dim=1).tolist() == [False, True, False]

@@ -179,16 +179,10 @@ class _Watch:
                 self.executors.append(executor)
             begin(executor, chunk, microbatches, training=training)
 
-        def uncounted(make: Any) -> Any:
-            def made(self: Any) -> Any:
-                with _disable_current_modes():  # what it makes is in the host's memory
-                    return make(self)
-
-            return made
-
         begin, Executor.begin = Executor.begin, begin_counted
-        MicrobatchLoader.__next__ = uncounted(MicrobatchLoader.__next__)
-        LoadedShare.bad, MediaToCome.taken = uncounted(LoadedShare.bad), taken_counted
+        for owner, name in ((MicrobatchLoader, "__next__"), (LoadedShare, "bad")):
+            around(owner, name, inside=_disable_current_modes)  # made in the host's memory
+        MediaToCome.taken = taken_counted
         around(MultimodalModel, "encode", inside=lambda: tape.region(ENCODER))
         around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
         around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass

@@ -326,7 +326,7 @@ def swap_units(rank: int) -> None:
                 not swapped
                 and one is not None
                 and other is not None
-                and len(one.rows)
+                and len(one.grids)
                 and one.grids.tolist() == other.grids.tolist()
             ):
                 swapped.append(True)

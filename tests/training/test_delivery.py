@@ -82,6 +82,7 @@ def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
         name: ReplicaDelivery(
             replicas,
             groups[name],
+            rank=rank,
             row_values=VALUES[name],
             coded=None,
             device=torch.device("cpu"),
@@ -155,6 +156,7 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[tuple[torch.dtype, in
     delivery = ReplicaDelivery(
         [(0, 1)],
         dist.group.WORLD,
+        rank=rank,
         row_values=12,
         coded=CodedMedia(PIXELS, videos=lambda: PIXELS),
         device=torch.device("cpu"),

@@ -60,8 +60,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         return collated(samples, **options)
 
     def hearing(self: Microbatch) -> Microbatch:
-        found = heard(self)
-        untrained.extend(() if found is self else (found.number,))
+        untrained.extend(() if (found := heard(self)) is self else (found.number,))
         return found
 
     def one_pass(self: EncoderOfStep, *args: Any, **options: Any) -> Any:
