@@ -60,7 +60,7 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         processor=processor,
         seq_length=compared.seq_length,
         row_lengths=RowLengths(),
-        token_ids={_ENCODER: processor.visual_token_ids},
+        token_ids={_ENCODER: processor.places("image", "video")},
     )
     model = AutoModelForImageTextToText.from_pretrained(weights, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(

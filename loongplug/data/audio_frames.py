@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,16 +82,13 @@ class AudioFrames:
         """How many tokens stand in the text for a sound of this grid."""
         return self.sizes.tokens(self.sizes.frames(grid))
 
-    def frames(self, sounds: Sequence[NDArray[np.float32]]) -> list[tuple[Tensor, Grid]]:
-        """Of each sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
+    def frames(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
+        """Of a sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
 
         Rows are float32. They are those that the feature extractor makes of the sound filled up to
         ``nb_max_frames``, within 1e-6: sums are taken in another order. What is silence in any case
         is not computed. Raises ValueError for a sound that cannot be used.
         """
-        return [self._frames_of(sound) for sound in sounds]
-
-    def _frames_of(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
         import torch
 
         grid = self.grid(len(sound))

@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from loongplug.consoles import table_console
-from loongplug.data.audio_files import decode_audio
 from loongplug.data.bad_samples import BadSample, BadSampleError, PrintedFaults, bad_as
 from loongplug.data.blend import Source, open_source, parse_blend
-from loongplug.data.conversation import AudioClip, Medium, Video
+from loongplug.data.conversation import Medium
 from loongplug.data.dataset import require_length, tokenize_sample
 from loongplug.data.formats import parse_conversation
-from loongplug.data.images import decode_image
+from loongplug.data.kinds import kind_of, medium_grid, open_medium
 from loongplug.data.lengths import fill_words, length_table, tokens_of_media
-from loongplug.data.media import medium_grid, open_medium
-from loongplug.data.media_files import InlineFile, MediaFile
+from loongplug.data.media_files import InlineFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
 from loongplug.data.processor import MultiTurn, Processor, load_processor
@@ -27,7 +25,6 @@ from loongplug.data.remarks import MASKED, Remark, Remarks
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
-from loongplug.data.video_files import decode_frames
 from loongplug.data.workers import map_rows
 
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
@@ -90,7 +87,7 @@ class RowChecker:
                 findings.append(BadSample("media", str(error)))
                 continue
             # One within a row is there once, and would be kept whole.
-            file = medium.path if isinstance(medium, AudioClip) else medium
+            file = kind_of(medium).files(medium)[0]
             look = _fault if isinstance(file, InlineFile) else self._fault
             fault, odd = look(medium)
             if fault is not None:
@@ -121,20 +118,10 @@ class RowChecker:
 
 def _fault(medium: Medium) -> tuple[str | None, tuple[str, ...]]:
     """Why the pixels or the sound cannot be read, if they cannot; else what is odd of a video."""
-    odd: list[str] = []
     try:
-        if isinstance(medium, AudioClip):
-            decode_audio(medium, where="")
-        elif isinstance(medium, MediaFile):
-            decode_image(medium, where="")
-        elif isinstance(medium, Video):
-            for frame in medium.frames:
-                decode_image(frame, where="")
-        else:
-            decode_frames(medium, where="", odd=lambda kind, said: odd.append(kind))
+        return None, tuple(kind_of(medium).checked(medium))
     except ValueError as error:
         return str(error).removeprefix(": "), ()
-    return None, tuple(odd)
 
 
 def check(

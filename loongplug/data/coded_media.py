@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from math import prod
 from typing import TYPE_CHECKING
 
-from loongplug.data.conversation import AudioClip, Medium
-from loongplug.data.media_files import MediaFile
+from loongplug.data.conversation import Medium
+from loongplug.data.kinds import KINDS, kind_of
 from loongplug.data.positions import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from loongplug.data.pixel_bytes import PixelBytes
-
-
-def is_coded(media: Sequence[Medium]) -> bool:
-    """Whether the rows of these media of one encoder are bytes: not of sounds, nor of none."""
-    return bool(media) and not any(isinstance(medium, AudioClip) for medium in media)
-
-
-def byte_rows(medium: Medium, grid: Grid) -> int:
-    """Rows of bytes of an image or a video of this grid.
-
-    An image has one for each patch of its one frame, or of each of its tiles. A video has one for
-    each patch of each of its frames, none twice.
-    """
-    if isinstance(medium, MediaFile):
-        return prod(grid)
-    assert not isinstance(medium, AudioClip)
-    _, height, width = grid
-    return len(medium.times) * height * width
 
 
 class CodedMedia:
@@ -56,20 +37,17 @@ class CodedMedia:
         """
         import torch
 
-        counts = [byte_rows(*each) for each in zip(media, grids, strict=True)]
-        assert sum(counts) == len(rows), (counts, rows.shape)
-        found, start = [], 0
-        numbers = range(len(media))
-        # An image may be of one frame or of tiles.
-        kinds = groupby(numbers, key=lambda number: isinstance(media[number], MediaFile))
-        for images, group in kinds:
+        found: list[Tensor] = []
+        for kind, group in groupby(
+            zip(media, grids, strict=True), key=lambda each: kind_of(each[0])
+        ):
             together = list(group)
-            end = start + sum(counts[number] for number in together)
-            part, start = rows[start:end], end
-            if images:  # that follow each other, at once
+            counts = [kind.loaded_rows(*each) for each in together]
+            part, rows = rows.split([sum(counts), len(rows) - sum(counts)])
+            if kind is KINDS["image"]:  # those that follow each other, at once
                 found.append(self._images.decoded(part))
                 continue
-            videos = part.split([counts[number] for number in together])
-            for number, frames in zip(together, videos, strict=True):
-                found.append(self._videos().of_video(frames, grids[number]))
+            for (_, grid), frames in zip(together, part.split(counts), strict=True):
+                found.append(self._videos().of_video(frames, grid))
+        assert not len(rows), "each is of a medium"
         return found[0] if len(found) == 1 else torch.cat(found)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.blend import Rows, Source, sources_of
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import AudioClip, Conversation, Medium, Video, VideoClip
+from loongplug.data.conversation import Conversation, Medium, Video, VideoClip
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
+from loongplug.data.kinds import each_of, kind_of, medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.object_store import StoreError
 from loongplug.data.positions import Grid, mrope_position_ids, plain_position_ids
@@ -73,7 +73,7 @@ class Sample:
     def nbytes(self) -> int:
         """Bytes of the arrays, and of images and sounds that stand in the row."""
         arrays = (self.input_ids, self.labels, self.loss_mask, self.position_ids)
-        files = (each.path if isinstance(each, AudioClip) else each for each in self.media)
+        files = (file for medium in self.media for file in kind_of(medium).files(medium))
         inline = (len(file.content) for file in files if isinstance(file, InlineFile))
         return sum(array.nbytes for array in arrays) + sum(inline)
 
@@ -187,8 +187,8 @@ class ChatDataset:
         ]
         return mrope_position_ids(
             ids,
-            image_token_id=processor.image_token_id,
-            video_token_id=processor.video_token_id,
+            image_token_id=processor.token_ids.get("image_token_id"),
+            video_token_id=processor.token_ids.get("video_token_id"),
             image_grids=[grid for medium, grid in pairs if isinstance(medium, MediaFile)],
             video_grids=[grid for _, grid in videos],
             video_times=None if style.timestamps else times,

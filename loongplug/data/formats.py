@@ -9,43 +9,28 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from loongplug.data.conversation import (
-    AudioPart,
-    Conversation,
-    ImagePart,
-    Message,
-    Part,
-    VideoPart,
-)
+from loongplug.data.conversation import Conversation, MediaPart, Message, Part
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
     AlpacaRow,
     AnyPart,
     AnyRow,
-    AudioPartRow,
-    AudioUrlPart,
     ConversationsRow,
-    ImagePartRow,
-    ImageUrlPart,
     MessagesRow,
     QueryRow,
     Spoken,
     TextPart,
     TextRow,
     Url,
-    VideoPartRow,
     validate_row,
 )
 
-IMAGE_MARKER = "<image>"
-VIDEO_MARKER = "<video>"
-AUDIO_MARKER = "<audio>"
-_KINDS = {IMAGE_MARKER: "image", VIDEO_MARKER: "video", AUDIO_MARKER: "audio"}
+_KINDS = ("image", "video", "audio")
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
-# With the line break that is written between a marker and the text.
-_MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER}|{AUDIO_MARKER})\n?")
+# What stands for a medium, with the line break that is written between it and the text.
+_MARKER = re.compile(f"\n?<({'|'.join(_KINDS)})>\n?")
 _FIELDS = (
     "reasoning_content",
     "tool_calls",
@@ -72,7 +57,7 @@ def parse_conversation(
     checked, unused = validate_row(row, where=where, ignored=ignored)
     conversation = _conversation(checked, where=where)
     texts = (part for said in conversation.messages for part in said.parts if isinstance(part, str))
-    remarks = {("mark", mark) for text in texts for mark in _MARKER.findall(text)}
+    remarks = {("mark", f"<{kind}>") for text in texts for kind in _MARKER.findall(text)}
     remarks |= {("key", key) for key in unused}
     if not _is_trained(checked, "assistant", where=where):
         remarks = {MASKED}
@@ -127,26 +112,17 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
     for part in content:
         if isinstance(part, TextPart):
             yield part.text
-        elif (marker := _stands_for(part)) and beside is not None:
-            yield beside.take(marker, fps=getattr(part, "fps", None))
-        elif marker:
-            raise ValueError(
-                f"{where}: a part of type {part.type} has no path, and the row has no {part.type}s"
-                f' beside its messages: write {{"type": "{part.type}", "{part.type}": "path"}}.'
-            )
-        elif isinstance(part, ImagePartRow):
-            assert part.image is not None
-            yield ImagePart(_file(part.image, where=where))
-        elif isinstance(part, ImageUrlPart):
-            yield ImagePart(_file(part.image_url, where=where))
-        elif isinstance(part, AudioPartRow):
-            assert part.audio is not None
-            yield AudioPart(_file(part.audio, where=where))
-        elif isinstance(part, AudioUrlPart):
-            yield AudioPart(_file(part.audio_url, where=where))
+            continue
+        kind, fps = part.type.removesuffix("_url"), getattr(part, "fps", None)
+        if not _stands_for(part):
+            yield _medium(kind, getattr(part, part.type), fps=fps, where=where)
+        elif beside is not None:
+            yield beside.take(kind, fps=fps)
         else:
-            source = part.video if isinstance(part, VideoPartRow) else part.video_url
-            yield _video(source, fps=part.fps, where=where)
+            raise ValueError(
+                f"{where}: a part of type {kind} has no path, and the row has no {kind}s"
+                f' beside its messages: write {{"type": "{kind}", "{kind}": "path"}}.'
+            )
 
 
 def _messages(row: AnyRow, *, where: str) -> list[Message]:
@@ -155,16 +131,16 @@ def _messages(row: AnyRow, *, where: str) -> list[Message]:
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
     """
     turns = list(_turns(row, where=where))
-    media = {marker: row.media(kind) for marker, kind in _KINDS.items()}
+    media = {kind: row.media(kind) for kind in _KINDS}
     beside = None
     if any(media.values()) or isinstance(row, ConversationsRow):
         beside = _Beside(media, fps=row.fps, where=where)
-        for marker, kind in _KINDS.items():
-            written = sum(_places(content, marker) for _, content in turns)
-            if written != len(media[marker]):
+        for kind, found in media.items():
+            written = sum(_places(content, kind) for _, content in turns)
+            if written != len(found):
                 raise ValueError(
-                    f"{where}: {written} {marker} markers in the text for {len(media[marker])}"
-                    f" {kind}s of the row: write one {marker} where each belongs, in a list of"
+                    f"{where}: {written} <{kind}> markers in the text for {len(found)}"
+                    f" {kind}s of the row: write one <{kind}> where each belongs, in a list of"
                     f' parts {{"type": "{kind}"}}.'
                 )
     return [
@@ -198,38 +174,30 @@ def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[Any
         yield Message(role, (), _is_trained(said, role, where=where), fields), said.content
 
 
-def _places(content: str | list[AnyPart], marker: str) -> int:
+def _places(content: str | list[AnyPart], kind: str) -> int:
     """Where media of the row belong: in a string, markers; among parts, those without a path."""
     if isinstance(content, str):
-        return content.count(marker)
-    return sum(_stands_for(part) == marker for part in content)
+        return content.count(f"<{kind}>")
+    return sum(part.type == kind and _stands_for(part) for part in content)
 
 
-def _stands_for(part: AnyPart) -> str:
-    """The marker that the part is, if it has no path."""
-    if isinstance(part, ImagePartRow) and part.image is None:
-        return IMAGE_MARKER
-    if isinstance(part, AudioPartRow) and part.audio is None:
-        return AUDIO_MARKER
-    return VIDEO_MARKER if isinstance(part, VideoPartRow) and part.video is None else ""
+def _stands_for(part: AnyPart) -> bool:
+    """Whether the part has no path, and so is for the next medium beside the messages."""
+    return getattr(part, part.type) is None
 
 
 class _Beside:
     """The media of a row beside its messages, to be taken in their order."""
 
     def __init__(self, media: dict[str, list[Any]], *, fps: float | None, where: str) -> None:
-        self._left = {marker: iter(each) for marker, each in media.items()}
+        self._left = {kind: iter(each) for kind, each in media.items()}
         self._fps = fps
         self._where = where
 
-    def take(self, marker: str, *, fps: float | None = None) -> Part:
-        """The next that the marker stands for; ``fps`` is of this video, else the row's."""
-        source = next(self._left[marker])
-        if marker == IMAGE_MARKER:
-            return ImagePart(_file(source, where=self._where))
-        if marker == AUDIO_MARKER:
-            return AudioPart(_file(source, where=self._where))
-        return _video(source, fps=self._fps if fps is None else fps, where=self._where)
+    def take(self, kind: str, *, fps: float | None = None) -> Part:
+        """The next of its kind; ``fps`` is of this video, else the row's."""
+        fps = self._fps if fps is None else fps
+        return _medium(kind, next(self._left[kind]), fps=fps, where=self._where)
 
 
 def _fill(text: str, beside: _Beside) -> Iterator[Part]:
@@ -240,6 +208,21 @@ def _fill(text: str, beside: _Beside) -> Iterator[Part]:
             yield beside.take(piece)
         elif piece or len(pieces) == 1:
             yield piece
+
+
+def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
+    """The part of a name, of a URL, of the names of a video's frames, or of a file in the row."""
+    if kind != "video":
+        return MediaPart(kind, _file(source, where=where))
+    if not isinstance(source, list):
+        return MediaPart(kind, _local(source, where=where), fps)
+    if fps is None:
+        raise ValueError(
+            f'{where}: a video given as frames has no "fps": give how many of its frames make a'
+            ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
+            ' "second.png"], "fps": 2.0}.'
+        )
+    return MediaPart(kind, tuple(_local(frame, where=where) for frame in source), fps)
 
 
 def _file(source: str | Url | InlineFile, *, where: str) -> str | InlineFile:
@@ -253,18 +236,6 @@ def _file(source: str | Url | InlineFile, *, where: str) -> str | InlineFile:
         return InlineFile.of_url(text)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:
-    if not isinstance(source, list):
-        return VideoPart(_local(source, where=where), fps)
-    if fps is None:
-        raise ValueError(
-            f'{where}: a video given as frames has no "fps": give how many of its frames make a'
-            ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
-            ' "second.png"], "fps": 2.0}.'
-        )
-    return VideoPart(tuple(_local(frame, where=where) for frame in source), fps)
 
 
 def _local(path: str | Url, *, where: str) -> str:

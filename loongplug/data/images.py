@@ -19,8 +19,6 @@ from loongplug.data.media_files import (
 from loongplug.data.object_store import RemoteFile, StoreError, remote_version
 from loongplug.data.pixel_limits import Transparency
 from loongplug.data.plain_headers import plain_size
-from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor
 
 # All formats that are opened. Of Pillow's others, some start programs (EPS), few hold pictures.
 # The most common come first: Pillow tries them in this order.
@@ -48,15 +46,6 @@ def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
             width, height = height, width
     return height, width
-
-
-def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
-    """The patch grid that the image processor will make of this file; reads its header only."""
-    height, width = image_size(path, where=where)
-    try:
-        return processor.vision.grid(height, width)
-    except ValueError as error:
-        raise ValueError(f"{where}: image {path} cannot be used: {error}.") from error
 
 
 def decode_image(

@@ -15,8 +15,8 @@ _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
 def tokens_of_media(ids: NDArray[np.int64], processor: Processor) -> tuple[int, int]:
     """How many tokens hold the places of images and videos, and how many those of sounds."""
-    visual = int(among(ids, processor.visual_token_ids).sum())
-    return visual, int(among(ids, processor.media_token_ids).sum()) - visual
+    visual, audio = processor.places("image", "video"), processor.places("audio")
+    return int(among(ids, visual).sum()), int(among(ids, audio).sum())
 
 
 def length_table(tokens: Sequence[int], visual: Sequence[int], audio: Sequence[int] = ()) -> Table:

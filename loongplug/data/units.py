@@ -9,28 +9,14 @@ import torch
 from torch import Tensor
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, OddVideos, bad_as
-from loongplug.data.coded_media import byte_rows, is_coded
-from loongplug.data.conversation import AudioClip, Medium
+from loongplug.data.conversation import Medium
 from loongplug.data.dataset import Sample
+from loongplug.data.kinds import kind_of
 from loongplug.data.media import MediaLoader
-from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.video import VideoProcessor
-
-
-def kind_of(medium: Medium) -> str:
-    """What an encoder's entry calls it."""
-    if isinstance(medium, AudioClip):
-        return "audio"
-    return "image" if isinstance(medium, MediaFile) else "video"
-
-
-def token_ids(processor: Processor, kinds: Sequence[str]) -> tuple[int, ...]:
-    """Of the tokens that hold the places of such media."""
-    ids = (getattr(processor, f"{kind}_token_id") for kind in kinds)
-    return tuple(each for each in ids if each is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +52,7 @@ class MediaBatch:
             (number, sample.where, medium, grid)
             for number, sample in enumerate(samples)
             for medium, grid in zip(sample.media, sample.grids, strict=True)
-            if kind_of(medium) in kinds and (only is None or number in only)
+            if kind_of(medium).name in kinds and (only is None or number in only)
         ]
         return cls(
             index=index,
@@ -98,14 +84,13 @@ class MediaBatch:
     @property
     def loaded_rows(self) -> int:
         """Of what is loaded: of bytes, where it is :attr:`coded`."""
-        if not self.coded:
-            return self.rows
-        return sum(map(byte_rows, self.media, self.grids))
+        pairs = zip(self.media, self.grids, strict=True)
+        return sum(kind_of(medium).loaded_rows(medium, grid) for medium, grid in pairs)
 
     @property
     def coded(self) -> bool:
         """Whether its rows come as bytes."""
-        return is_coded(self.media)
+        return bool(self.media) and kind_of(self.media[0]).coded
 
     def input(self, rows: Tensor) -> MediaInput:
         """What the encoder is given, of its ``rows``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import OddVideos
-from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.conversation import Video, VideoClip
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
+from loongplug.data.media_files import MediaFile
+from loongplug.data.pixel_limits import Transparency
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
@@ -103,33 +105,23 @@ class VideoProcessor:
         self.odd: OddVideos = []  # among those that were decoded, until somebody takes them
         if processor.pixel_limits.of_videos:
             where = "--video-min-pixels, --video-max-pixels"
-            if processor.tokens.video is None:
+            if "video_token_id" not in processor.tokens:
                 raise ValueError(f"{where}: this model takes no videos: leave these flags out.")
             self._loaded(where=where)  # wrong ones are told now
 
-    def require(self, *, where: str) -> None:
-        """ValueError with ``where``, that of a row with a video, where the model takes none."""
-        if self._processor.tokens.video is None:
-            taken, cure = "images", ", or list some frames as images"
-            if self._processor.tokens.image is None:
-                taken, cure = "sounds", ""
-            raise ValueError(
-                f"{where}: the row has a video, but this model takes {taken} and text alone: drop"
-                f" the row{cure}."
-            )
-
-    def clip(self, video: VideoFile, *, where: str) -> VideoClip:
+    def clip(self, path: MediaFile, *, fps: float | None, where: str) -> VideoClip:
         """Choose the frames to take of a video file; reads its header.
 
-        Raises ValueError with ``where`` for a file that is missing or no video.
+        ``fps``: None where the row does not say. Raises ValueError with ``where`` for a file that
+        is missing or no video.
         """
-        header = video_header(video.path, where=where)
+        header = video_header(path, where=where)
         if header.frames < self._processor.temporal_patch_size:
             indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
         else:
-            indices = self._sampled(video, header, where=where)
+            indices = self._sampled(path, header, fps=fps or self._fps, where=where)
         return VideoClip(
-            path=video.path,
+            path=path,
             indices=tuple(map(int, indices)),
             total_frames=header.frames,
             file_fps=header.fps,
@@ -137,29 +129,30 @@ class VideoProcessor:
             width=header.width,
         )
 
-    def _sampled(self, video: VideoFile, header: VideoHeader, *, where: str) -> Iterable[int]:
+    def _sampled(
+        self, path: MediaFile, header: VideoHeader, *, fps: float | None, where: str
+    ) -> Iterable[int]:
         from transformers.video_utils import VideoMetadata
 
         transform = self._loaded(where=where)
         metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
-        fps = video.fps or self._fps
         if fps is None and transform.fps is None and transform.num_frames is None:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         try:
             indices: Iterable[int] = transform.sample_frames(metadata, fps=fps)
         except (ValueError, OverflowError) as error:  # of rates that no video has
-            raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
+            raise ValueError(f"{where}: {path} cannot be sampled: {error}.") from error
         return indices
 
     def grid(self, video: Video | VideoClip, *, where: str) -> Grid:
-        """The patch grid that :meth:`patches` will make; reads the frames' headers only.
+        """The patch grid of :meth:`coded` rows; reads the frames' headers only.
 
         Raises ValueError with ``where`` for frames of unequal size or files that are no images,
         and for a folder without a video processor.
         """
         import torch
 
-        size = _size(video, where=where)
+        size = video_size(video, where=where)
         count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
         frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
@@ -173,11 +166,6 @@ class VideoProcessor:
         transform = self._loaded(where=str(self._processor.folder))
         return PixelBytes.of_videos(transform, frames=self._processor.temporal_patch_size)
 
-    def patches(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
-        """The video's patches, [patches, patch_dim] float32, and their grid."""
-        rows, grid = self.coded(video, where=where)
-        return self.pixel_bytes.of_video(rows, grid), grid
-
     def coded(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
         """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
 
@@ -186,11 +174,8 @@ class VideoProcessor:
         """
         import torch
 
-        if isinstance(video, VideoClip):
-            frames = decode_frames(video, where=where, odd=lambda *found: self.odd.append(found))
-        else:
-            decode = partial(decode_image, where=where, transparency=self._processor.transparency)
-            frames = [np.asarray(decode(frame)) for frame in video.frames]
+        transparency = self._processor.transparency
+        frames = decode_video(video, where=where, odd=self.odd, transparency=transparency)
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(
@@ -233,8 +218,18 @@ class VideoProcessor:
         return self._transform
 
 
-def _size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
-    """Height and width of the frames."""
+def decode_video(
+    video: Video | VideoClip, *, where: str, odd: OddVideos, transparency: Transparency = "white"
+) -> list[NDArray[np.uint8]]:
+    """The frames, [height, width, 3] each; what is odd of the video is put into ``odd``."""
+    if isinstance(video, VideoClip):
+        return decode_frames(video, where=where, odd=lambda *found: odd.append(found))
+    images = (decode_image(each, where=where, transparency=transparency) for each in video.frames)
+    return [np.asarray(image) for image in images]
+
+
+def video_size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
+    """Height and width of the frames; ValueError where one is of another size."""
     if isinstance(video, VideoClip):
         return video.height, video.width
     sizes = [image_size(frame, where=where) for frame in video.frames]

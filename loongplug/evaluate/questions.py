@@ -10,7 +10,7 @@ from loongplug.data.bad_samples import bad_as
 from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
-from loongplug.data.media import medium_grid, open_medium, placeholder
+from loongplug.data.kinds import medium_grid, open_medium, placeholder
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED

@@ -19,16 +19,11 @@ from loongplug.data.evaluation import Evaluation
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
+from loongplug.data.kinds import TOKEN_IDS
 from loongplug.data.length_index import by_row, indexed_sizes, sample_lengths
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import (
-    TOKEN_IDS,
-    MediaTokens,
-    Processor,
-    load_processor,
-    require_fit,
-)
+from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.remarks import Remarks
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
@@ -334,15 +329,7 @@ class DatasetProvider:
         hears: Any = takes.get("audio")
         processor = load_processor(
             args.tokenizer_model,
-            tokens=MediaTokens(
-                image=texts.get("image_token_id"),
-                video=texts.get("video_token_id"),
-                start=texts.get("vision_start_token_id"),
-                end=texts.get("vision_end_token_id"),
-                audio=texts.get("audio_token_id"),
-                audio_start=texts.get("audio_start_token_id"),
-                audio_end=texts.get("audio_end_token_id"),
-            ),
+            tokens={name: text for name, text in texts.items() if name in TOKEN_IDS},
             patch_sizes=None
             if sees is None
             else PatchSizes(
@@ -360,7 +347,7 @@ class DatasetProvider:
         patches = () if sees is None else _PATCH_SIZES
         require_fit(
             processor,
-            **{name: getattr(model, name, None) for name in TOKEN_IDS},
+            **{name: getattr(model, name, None) for name in processor.tokens},
             vocab_size=model.foundation.vocab_size,
             **{name: getattr(sees, name) for name in patches},
         )

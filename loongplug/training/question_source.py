@@ -7,7 +7,7 @@ import numpy as np
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample, require_length
-from loongplug.data.media import medium_grid
+from loongplug.data.kinds import medium_grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import EncoderUnits, PlannedMicrobatch, planned_units
 from loongplug.data.text_stream import ResumePoint

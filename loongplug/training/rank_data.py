@@ -17,7 +17,6 @@ from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
 from loongplug.data.source import EncoderUnits, LocalSource, StepSource
-from loongplug.data.units import token_ids
 from loongplug.data.video import VideoProcessor
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
@@ -109,7 +108,7 @@ class RankData(ABC):
             processor=self.processor,
             seq_length=settings.seq_length or self.args.seq_length,
             token_ids={
-                entry.name: token_ids(self.processor, entry.media)
+                entry.name: self.processor.places(*entry.media)
                 for entry in encoders(self.model.entries())
             },
             packed=self.args.packing if settings.packed is None else settings.packed,

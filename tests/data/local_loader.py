@@ -35,7 +35,7 @@ def local_loader(
         source,
         processor=dataset.processor,
         seq_length=dataset.seq_length,
-        token_ids={ENCODER: dataset.processor.visual_token_ids},
+        token_ids={ENCODER: dataset.processor.places("image", "video")},
         packed="look_ahead" in options,
     )
 

@@ -13,7 +13,7 @@ from video_reference import Family
 
 from loongplug.data import video
 from loongplug.data.bad_samples import BadSampleError
-from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.conversation import Video, VideoClip
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ConfinedFolder, TarMember, open_media_file
 from loongplug.data.processor import Processor
@@ -238,7 +238,7 @@ def test_rates_and_lengths_that_no_video_has(
     videos = VideoProcessor(family.processor, family.style)
     for fps in (0.001, 1e300):
         try:
-            found = videos.clip(VideoFile(tmp_path / "a.mp4", fps), where=WHERE)
+            found = videos.clip(tmp_path / "a.mp4", fps=fps, where=WHERE)
         except ValueError as error:
             assert str(error).startswith(f"{WHERE}: {tmp_path}/a.mp4 cannot be sampled")  # noqa: PT017
         else:

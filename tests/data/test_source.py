@@ -17,6 +17,7 @@ from local_loader import local_loader
 from loongplug.data import loader
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.kinds import kind_of
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, Share, TextNeeds
@@ -30,7 +31,7 @@ from loongplug.data.source import (
     PlannedUnit,
 )
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import LoadedUnit, MediaBatch, kind_of, token_ids
+from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.data.workers import WorkerSettings
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep
@@ -72,7 +73,7 @@ def source(dataset: ChatDataset, **options: Any) -> LocalSource:
 
 
 def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
-    ids = {ENCODER: dataset.processor.visual_token_ids}
+    ids = {ENCODER: dataset.processor.places("image", "video")}
     defaults: dict[str, Any] = {"processor": dataset.processor, "seq_length": 32, "token_ids": ids}
     return MicrobatchLoader(source, **defaults | options)
 
@@ -360,7 +361,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
-            chosen = [n for n, medium in enumerate(all_of_it.media) if kind_of(medium) == kind]
+            chosen = [n for n, medium in enumerate(all_of_it.media) if kind_of(medium).name == kind]
             assert unit.media.encoder == name
             for what in ("media", "grids", "samples", "where"):
                 expected = tuple(getattr(all_of_it, what)[n] for n in chosen)
@@ -447,8 +448,9 @@ def test_a_plan_says_who_loads_what_of_one_encoder(mixed: ChatDataset) -> None:
 
 def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:
     processor = mixed.processor
-    ids = {name: token_ids(processor, each.kinds) for name, each in apart().items()}
-    assert ids == {ENCODER: (processor.image_token_id,), FILMS: (processor.video_token_id,)}
+    ids = {name: processor.places(*each.kinds) for name, each in apart().items()}
+    assert ids == {ENCODER: processor.places("image"), FILMS: processor.places("video")}
+    assert ids[ENCODER] != ids[FILMS]
     encoders = apart(films={"assignment": Assignment(replicas=2), "loads": (1,)})
     each = loader_of(
         source(mixed, encoders=encoders), mixed, seq_length=96, token_ids=ids, needs=(ALL_TEXT,) * 2

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from transformers.video_utils import VideoMetadata
-from video_reference import Family, row_of
+from video_reference import Family, patches, row_of
 
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.check import RowChecker
-from loongplug.data.conversation import VideoClip, VideoFile
+from loongplug.data.conversation import VideoClip
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import MediaLoader
@@ -157,7 +157,7 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
     # What a run counts, and logs once.
     videos = VideoProcessor(processor, TIMESTAMPS)
     load, met = UnitLoader(processor, videos=videos, cache_bytes=0), BadSamples()
-    taken = videos.clip(VideoFile(path, 30), where=WHERE)
+    taken = videos.clip(path, fps=30, where=WHERE)
     assert taken.indices[-1] == 52
     unit = MediaBatch(
         index=0,
@@ -295,7 +295,7 @@ def test_rates_of_row_flag_and_folder(
 
     def taken(*, row: float | None, flag: float | None) -> int:
         videos = VideoProcessor(processor, TIMESTAMPS, fps=flag)
-        return len(videos.clip(VideoFile(path, row), where=WHERE).indices)
+        return len(videos.clip(path, fps=row, where=WHERE).indices)
 
     assert taken(row=None, flag=None) == 12  # two per second, as published
     assert taken(row=None, flag=5.0) == 30
@@ -312,7 +312,7 @@ def test_the_limits_on_frames_are_the_processors(
     transform = videos._loaded(where=WHERE)
     transform.min_frames, transform.max_frames = 6, 8
     for fps, expected in ((0.5, 6), (1.0, 6), (9.0, 8)):
-        assert len(videos.clip(VideoFile(path, fps), where=WHERE).indices) == expected
+        assert len(videos.clip(path, fps=fps, where=WHERE).indices) == expected
 
 
 def test_a_video_of_one_frame_is_that_frame_twice(
@@ -320,9 +320,9 @@ def test_a_video_of_one_frame_is_that_frame_twice(
 ) -> None:
     path = tmp_path / write_video("a.mp4", 1)
     videos = VideoProcessor(family.processor, family.style)
-    clip = videos.clip(VideoFile(path, None), where=WHERE)
+    clip = videos.clip(path, fps=None, where=WHERE)
     assert clip.indices == (0,)
-    pixels, grid = videos.patches(clip, where=WHERE)
+    pixels, grid = patches(videos, clip, where=WHERE)
     assert grid == videos.grid(clip, where=WHERE)
     assert grid[0] == 1
     halves = pixels.reshape(-1, 3, 2, 16, 16)
@@ -335,11 +335,11 @@ def test_the_cache_tells_clips_of_one_file_apart(
     path = tmp_path / write_video("a.mp4", 40)
     videos = VideoProcessor(processor, TIMESTAMPS)
     loader = MediaLoader(processor, videos=videos)
-    few, many = (videos.clip(VideoFile(path, fps), where=WHERE) for fps in (1, 5))
+    few, many = (videos.clip(path, fps=fps, where=WHERE) for fps in (1, 5))
     assert few.indices != many.indices
     shapes = [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)]
     assert shapes[0] != shapes[1]
-    monkeypatch.setattr(videos, "patches", lambda *_, **__: pytest.fail("decoded again"))
+    monkeypatch.setattr(videos, "coded", lambda *_, **__: pytest.fail("decoded again"))
     assert [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)] == shapes
 
 
@@ -373,9 +373,9 @@ def test_files_that_cannot_be_used(
         with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
             video_header(tmp_path / name, where=WHERE)
     videos = VideoProcessor(processor, TIMESTAMPS)
-    clip = videos.clip(VideoFile(tmp_path / "cut.avi", 2), where=WHERE)
+    clip = videos.clip(tmp_path / "cut.avi", fps=2, where=WHERE)
     with pytest.raises(ValueError, match=rf"^{WHERE}: video .*cut\.avi is damaged"):
-        videos.patches(clip, where=WHERE)
+        patches(videos, clip, where=WHERE)
     monkeypatch.setattr(video_files, "_MOST_PIXELS", 160 * 160 - 1)
     with pytest.raises(ValueError, match=r"frames of 25600 pixels are above the limit"):
         video_header(tmp_path / "whole.avi", where=WHERE)
