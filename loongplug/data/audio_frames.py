@@ -52,17 +52,8 @@ class AudioFrames:
             raise ValueError(f"{' and '.join(wrong)}: put in the one that belongs to this model")
         self._extractor = extractor
         self.sizes = replace(sizes, longest=min(sizes.longest, extractor.nb_max_frames))
+        self.most_samples = self.sizes.longest * HOP  # of a sound that can be used
         self._whole = sizes.longest  # frames of what the model in transformers takes
-
-    @property
-    def mel_bins(self) -> int:
-        """Values of a row."""
-        return self.sizes.mel_bins
-
-    @property
-    def most_samples(self) -> int:
-        """Of the longest sound that can be used."""
-        return self.sizes.longest * HOP
 
     def grid(self, samples: int) -> Grid:
         """What becomes of a sound of so many samples; ValueError for one that cannot be used."""
@@ -102,7 +93,7 @@ class AudioFrames:
             return_tensors="pt",
         )["input_features"][0]  # [mel_bins, frames]
         made = features.shape[1]
-        rows = torch.zeros(count, self.mel_bins)
+        rows = torch.zeros(count, self.sizes.mel_bins)
         rows[:made] = features.T[:count]
         if made < count:  # the last one that was made is of silence alone
             rows[made:] = features[:, -1]
@@ -121,7 +112,7 @@ class AudioFrames:
 
         lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
         whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
-        features = torch.empty(len(lengths), whole, self.mel_bins)
+        features = torch.empty(len(lengths), whole, self.sizes.mel_bins)
         mask = torch.zeros(len(lengths), whole, dtype=torch.int32)
         parts = rows.split(grids[:, 2].tolist()) if lengths else ()
         for number, (part, length) in enumerate(zip(parts, lengths, strict=True)):

@@ -68,10 +68,15 @@ class Video:
         """When each frame is shown, in seconds."""
         return tuple(frame / self.fps for frame in range(len(self.frames)))
 
-    @property
-    def name(self) -> str:
-        """What to call the video in a message."""
-        return f"the video of frame {self.frames[0]}"
+
+@dataclass(frozen=True)
+class VideoHeader:
+    """What a file says of its first video stream; sides are those of the upright frames."""
+
+    frames: int
+    fps: float
+    height: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -80,25 +85,17 @@ class VideoClip:
 
     path: MediaFile
     indices: tuple[int, ...]  # of the frames taken, ascending
-    total_frames: int
-    file_fps: float
-    height: int  # of the upright frames, in pixels
-    width: int
+    header: VideoHeader
 
     @property
     def fps(self) -> float:
         """How many of the taken frames make a second, as transformers computes it."""
-        return len(self.indices) / self.total_frames * self.file_fps
+        return len(self.indices) / self.header.frames * self.header.fps
 
     @property
     def times(self) -> tuple[float, ...]:
         """When each taken frame is shown, in seconds."""
-        return tuple(index / self.file_fps for index in self.indices)
-
-    @property
-    def name(self) -> str:
-        """What to call the video in a message."""
-        return f"the video {self.path}"
+        return tuple(index / self.header.fps for index in self.indices)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,8 @@ class AudioClip:
     samples: int
 
 
-Medium = MediaFile | Video | VideoClip | AudioClip  # its header has been read, an image's later
+AnyVideo = Video | VideoClip
+Medium = MediaFile | AnyVideo | AudioClip  # its header has been read, an image's later
 
 
 @dataclass(frozen=True)

@@ -178,22 +178,22 @@ class ChatDataset:
         """Of tokens [n] with these media: time, height, width, [3, n] int64."""
         if self._plain_positions or self.processor.images is None:
             return plain_position_ids(len(ids))
-        processor, style = self.processor, self.videos.style
+        vision, style, tokens = self.processor.vision, self.videos.style, self.processor.token_ids
         pairs = list(zip(media, grids, strict=True))
         videos = [(each, grid) for each, grid in pairs if isinstance(each, Video | VideoClip)]
         times = [
-            style.times(grid[0], fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
+            style.times(grid[0], fps=video.fps, temporal_patch_size=vision.temporal_patch_size)
             for video, grid in videos
         ]
         return mrope_position_ids(
             ids,
-            image_token_id=processor.token_ids.get("image_token_id"),
-            video_token_id=processor.token_ids.get("video_token_id"),
+            image_token_id=tokens.get("image_token_id"),
+            video_token_id=tokens.get("video_token_id"),
             image_grids=[grid for medium, grid in pairs if isinstance(medium, MediaFile)],
             video_grids=[grid for _, grid in videos],
             video_times=None if style.timestamps else times,
             after_times=style.as_sounds,
-            spatial_merge_size=processor.spatial_merge_size,
+            spatial_merge_size=vision.spatial_merge_size,
         )
 
 

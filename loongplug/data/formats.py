@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from loongplug.data.conversation import Conversation, MediaPart, Message, Part
+from loongplug.data.kinds import KINDS
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
@@ -26,17 +27,12 @@ from loongplug.data.schemas import (
     validate_row,
 )
 
-_KINDS = ("image", "video", "audio")
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
 # What stands for a medium, with the line break that is written between it and the text.
-_MARKER = re.compile(f"\n?<({'|'.join(_KINDS)})>\n?")
-_FIELDS = (
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-)  # what templates read beside the content
+_MARKER = re.compile(f"\n?<({'|'.join(KINDS)})>\n?")
+# What templates read beside the content.
+_FIELDS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ROLES = {"human": "user", "gpt": "assistant"}
 _LONGEST_PATH = 4096  # of Linux
 # What files of images and sounds begin with, in base64.
@@ -114,8 +110,8 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
             yield part.text
             continue
         kind, fps = part.type.removesuffix("_url"), getattr(part, "fps", None)
-        if not _stands_for(part):
-            yield _medium(kind, getattr(part, part.type), fps=fps, where=where)
+        if (source := getattr(part, part.type)) is not None:
+            yield _medium(kind, source, fps=fps, where=where)
         elif beside is not None:
             yield beside.take(kind, fps=fps)
         else:
@@ -131,7 +127,7 @@ def _messages(row: AnyRow, *, where: str) -> list[Message]:
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
     """
     turns = list(_turns(row, where=where))
-    media = {kind: row.media(kind) for kind in _KINDS}
+    media = {kind: row.media(kind) for kind in KINDS}
     beside = None
     if any(media.values()) or isinstance(row, ConversationsRow):
         beside = _Beside(media, fps=row.fps, where=where)
@@ -178,12 +174,7 @@ def _places(content: str | list[AnyPart], kind: str) -> int:
     """Where media of the row belong: in a string, markers; among parts, those without a path."""
     if isinstance(content, str):
         return content.count(f"<{kind}>")
-    return sum(part.type == kind and _stands_for(part) for part in content)
-
-
-def _stands_for(part: AnyPart) -> bool:
-    """Whether the part has no path, and so is for the next medium beside the messages."""
-    return getattr(part, part.type) is None
+    return sum(part.type == kind and getattr(part, kind) is None for part in content)
 
 
 class _Beside:
@@ -211,11 +202,19 @@ def _fill(text: str, beside: _Beside) -> Iterator[Part]:
 
 
 def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
-    """The part of a name, of a URL, of the names of a video's frames, or of a file in the row."""
-    if kind != "video":
-        return MediaPart(kind, _file(source, where=where))
+    """The part of a name, of a URL, of a file in the row, or of the names of a video's frames."""
+    if isinstance(source, InlineFile):
+        return MediaPart(kind, source)
     if not isinstance(source, list):
-        return MediaPart(kind, _local(source, where=where), fps)
+        text = source.url if isinstance(source, Url) else source
+        if kind == "video":
+            return MediaPart(kind, _local(text, where=where), fps)
+        if not text.startswith("data:"):
+            return MediaPart(kind, _local(text, where=where))
+        try:
+            return MediaPart(kind, InlineFile.of_url(text))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     if fps is None:
         raise ValueError(
             f'{where}: a video given as frames has no "fps": give how many of its frames make a'
@@ -225,22 +224,8 @@ def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
     return MediaPart(kind, tuple(_local(frame, where=where) for frame in source), fps)
 
 
-def _file(source: str | Url | InlineFile, *, where: str) -> str | InlineFile:
-    """The name of an image or a sound, or itself where it stands in the row."""
-    if isinstance(source, InlineFile):
-        return source
-    text = source.url if isinstance(source, Url) else source
-    if not text.startswith("data:"):
-        return _local(source, where=where)
-    try:
-        return InlineFile.of_url(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _local(path: str | Url, *, where: str) -> str:
+def _local(text: str, *, where: str) -> str:
     """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
-    text = path.url if isinstance(path, Url) else path
     if len(text) > _LONGEST_PATH or _BASE64.fullmatch(text):
         raise ValueError(
             f"{where}: {text[:20]}... of {len(text):,} characters is not the path of a file: if it"

@@ -287,7 +287,7 @@ def limited(patches: ImagePatches, limits: PixelLimits) -> None:
             )
         return
     token = patches.patch_size * patches.spatial_merge_size
-    limits.limit_images(patches.transform, patch=token**2)
+    limits.limit(patches.transform, patch=token**2)
 
 
 def _size_of_frames(transform: Any) -> tuple[int, int]:

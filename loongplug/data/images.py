@@ -58,13 +58,11 @@ def decode_image(
     return upright if turn is None else upright.transpose(turn)
 
 
-# A file as it is now, with the time of its last change and its size: equal to itself later only
-# while nothing has written to it.
-FileVersion = tuple[MediaFile | bytes, int | str, int]  # of one within a row, a digest
+def file_version(path: MediaFile, *, where: str, kind: str) -> tuple[object, int | str, int]:
+    """The file, or its digest, with its last change and its size: the same while it is not written.
 
-
-def file_version(path: MediaFile, *, where: str, kind: str = "image") -> FileVersion:
-    """The file's present version; ValueError when there is no such file of this kind."""
+    ValueError when there is no such file of this kind.
+    """
     if isinstance(path, InlineFile):
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.kinds import KINDS, kind_of, token_count
+from loongplug.data.kinds import KINDS, kind_of
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.remarks import Remarks
@@ -129,9 +129,9 @@ def describe(sample: Sample, processor: Processor) -> Iterator[str]:
         f" them trained, {len(sample.media)} {_media_words(processor)}"
     )
     for medium, grid in zip(sample.media, sample.grids, strict=True):
-        tokens = token_count(medium, grid, processor)
-        said = kind_of(medium).described(medium, where=sample.where)
-        yield f"  {escape(said)}: {tokens} tokens"
+        kind = kind_of(medium)
+        said = escape(kind.described(medium, where=sample.where))
+        yield f"  {said}: {kind.tokens(grid, processor)} tokens"
     starts = np.cumsum(sample.lengths)[:-1]  # of renderings
     changes = np.union1d(np.flatnonzero(np.diff(trained)) + 1, starts)
     for run in np.split(np.arange(len(trained)), changes):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.audio_sizes import SAMPLE_RATE
 from loongplug.data.bad_samples import OddVideos
-from loongplug.data.conversation import AudioClip, Medium, Named, Video, VideoClip
+from loongplug.data.conversation import AnyVideo, AudioClip, Medium, Named, Video, VideoClip
 from loongplug.data.images import decode_image, file_version, image_size
 from loongplug.data.media_files import MediaFile
 from loongplug.data.object_store import RemoteFile
@@ -73,21 +73,16 @@ class Kind[Of: Medium](ABC):
 
     def tokens(self, grid: Grid, processor: Processor) -> int:
         """How many tokens hold the places of a medium of this grid."""
-        return prod(grid) // processor.spatial_merge_size**2
-
-    def token(self, processor: Processor) -> str | None:
-        """What a chat template writes for a medium; None where the model takes none."""
-        return processor.tokens.get(f"{self.name}_token_id")
+        return prod(grid) // processor.vision.spatial_merge_size**2
 
     def written(self, processor: Processor) -> str:
         """What stands for a medium where no template writes it."""
         start, end = processor.around(self.marks)
-        return f"{start}{self.token(processor)}{end}"
+        return f"{start}{processor.tokens[f'{self.name}_token_id']}{end}"
 
     def placeholder(self, medium: Of, grid: Grid, context: Context) -> Placeholder:
         """What stands in the text for a medium of this grid."""
-        token = self.token(context.processor)
-        assert token is not None, "open_medium refuses the row"
+        token = context.processor.tokens[f"{self.name}_token_id"]
         return Placeholder(token=token, text=token, run=self.tokens(grid, context.processor))
 
     @abstractmethod
@@ -166,10 +161,10 @@ class _Images(Kind[MediaFile]):
         return f"image {medium}, {width} x {height} pixels"
 
 
-class _Videos(Kind[Video | VideoClip]):
-    name, media, waits = "video", Video | VideoClip, False
+class _Videos(Kind[AnyVideo]):
+    name, media, waits = "video", AnyVideo, False
 
-    def opened(self, named: Named, context: Context) -> Video | VideoClip:
+    def opened(self, named: Named, context: Context) -> AnyVideo:
         tokens, where = context.processor.tokens, context.where
         if "video_token_id" not in tokens:
             taken, cure = "images", ", or list some frames as images"
@@ -184,43 +179,41 @@ class _Videos(Kind[Video | VideoClip]):
             return Video(named.source, named.fps)
         return context.videos.clip(named.source, fps=named.fps, where=where)
 
-    def grid(self, medium: Video | VideoClip, context: Context) -> Grid:
+    def grid(self, medium: AnyVideo, context: Context) -> Grid:
         return context.videos.grid(medium, where=context.where)
 
-    def placeholder(self, medium: Video | VideoClip, grid: Grid, context: Context) -> Placeholder:
+    def placeholder(self, medium: AnyVideo, grid: Grid, context: Context) -> Placeholder:
         """A picture for each temporal patch behind its time, in families that write times."""
         whole, processor = super().placeholder(medium, grid, context), context.processor
         if not context.videos.style.timestamps:
             return whole
         start, end = processor.around("vision")
-        times = patch_times(medium.times, temporal_patch_size=processor.temporal_patch_size)
+        times = patch_times(medium.times, temporal_patch_size=processor.vision.temporal_patch_size)
         text = "".join(f"<{seconds:.1f} seconds>{start}{whole.token}{end}" for seconds in times)
         return replace(whole, text=text, run=self.tokens((1, *grid[1:]), processor))
 
-    def files(self, medium: Video | VideoClip) -> tuple[MediaFile, ...]:
+    def files(self, medium: AnyVideo) -> tuple[MediaFile, ...]:
         return medium.frames if isinstance(medium, Video) else (medium.path,)
 
-    def checked(self, medium: Video | VideoClip) -> list[str]:
+    def checked(self, medium: AnyVideo) -> list[str]:
         found: OddVideos = []
         decode_video(medium, where="", odd=found)
         return [kind for kind, _ in found]
 
-    def rows(
-        self, media: Sequence[Video | VideoClip], context: Context
-    ) -> list[tuple[Tensor, Grid]]:
+    def rows(self, media: Sequence[AnyVideo], context: Context) -> list[tuple[Tensor, Grid]]:
         return [context.videos.coded(medium, where=context.where) for medium in media]
 
-    def loaded_rows(self, medium: Video | VideoClip, grid: Grid) -> int:
+    def loaded_rows(self, medium: AnyVideo, grid: Grid) -> int:
         return len(medium.times) * prod(grid[1:])  # of each frame, none twice
 
     def model_inputs(self, rows: Tensor, grids: Tensor, processor: Processor) -> dict[str, Tensor]:
         return {"pixel_values_videos": rows, "video_grid_thw": grids}
 
-    def described(self, medium: Video | VideoClip, *, where: str) -> str:
+    def described(self, medium: AnyVideo, *, where: str) -> str:
         height, width = video_size(medium, where=where)
         name, frames = f"of {self.files(medium)[0]}", f"{len(medium.times)} frames"
         if isinstance(medium, VideoClip):
-            name, frames = f"{medium.path}", f"{len(medium.times)} of {medium.total_frames} frames"
+            name, frames = f"{medium.path}", f"{len(medium.times)} of {medium.header.frames} frames"
         return f"video {name}, {width} x {height} pixels, {frames}, {medium.fps:.3g} a second"
 
 
@@ -291,8 +284,7 @@ def open_medium(
     medium: Named, processor: Processor, *, videos: VideoProcessor, where: str
 ) -> Medium:
     """See :meth:`Kind.opened`."""
-    found: Medium = KINDS[medium.kind].opened(medium, Context(processor, videos, where))
-    return found
+    return KINDS[medium.kind].opened(medium, Context(processor, videos, where))
 
 
 def medium_grid(
@@ -307,11 +299,6 @@ def placeholder(
 ) -> Placeholder:
     """See :meth:`Kind.placeholder`."""
     return kind_of(medium).placeholder(medium, grid, Context(processor, videos))
-
-
-def token_count(medium: Medium, grid: Grid, processor: Processor) -> int:
-    """See :meth:`Kind.tokens`."""
-    return kind_of(medium).tokens(grid, processor)
 
 
 def each_of[Of: Medium, Result](

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import Sample
-from loongplug.data.media import coded_media
+from loongplug.data.media import CodedMedia, coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths

@@ -1,12 +1,12 @@
-"""The rows of samples' media for the encoder."""
+"""The rows of samples' media for the encoder: as they are loaded, and as they are encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.conversation import Medium
 from loongplug.data.kinds import KINDS, Context, each_of, kind_of
 from loongplug.data.microbatch import MediaInput
@@ -16,6 +16,44 @@ from loongplug.data.video import VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from loongplug.data.pixel_bytes import PixelBytes
+
+
+class CodedMedia:
+    """Rows of bytes of whole units, to rows of values as the encoder takes them.
+
+    ``videos`` is asked where there is one, since it loads the folder's video processor.
+    """
+
+    def __init__(self, images: PixelBytes, *, videos: Callable[[], PixelBytes]) -> None:
+        self._images = images
+        self._videos = videos
+
+    def width(self, row_values: int) -> int:
+        """Bytes of a row, where a row of values has so many: of images and videos alike."""
+        return self._images.width(row_values)
+
+    def decoded(self, rows: Tensor, media: Sequence[Medium], grids: Sequence[Grid]) -> Tensor:
+        """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
+
+        [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
+        """
+        import torch
+
+        found: list[Tensor] = []
+        pairs = zip(media, grids, strict=True)
+        for kind, group in groupby(pairs, key=lambda pair: kind_of(pair[0])):
+            together = list(group)
+            counts = [kind.loaded_rows(*pair) for pair in together]
+            part, rows = rows.split([sum(counts), len(rows) - sum(counts)])
+            if kind is KINDS["image"]:  # those that follow each other, at once
+                found.append(self._images.decoded(part))
+                continue
+            for (_, grid), frames in zip(together, part.split(counts), strict=True):
+                found.append(self._videos().of_video(frames, grid))
+        assert not len(rows), "each is of a medium"
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def coded_media(processor: Processor, videos: VideoProcessor) -> CodedMedia | None:
@@ -41,18 +79,10 @@ class MediaLoader:
         self._cache: ByteBoundedCache[Any, tuple[Tensor, Grid]] = ByteBoundedCache(cache_bytes)
         self.decoded = 0  # media so far; those found in the cache do not count
 
-    def load(self, media: Sequence[Medium], *, where: str, sounds: bool = False) -> MediaInput:
-        """Media of one encoder in order: images and videos, or sounds; rows are values.
-
-        None give the zero-length unit, of frames with ``sounds``. Raises ValueError as
-        :meth:`rows` does.
-        """
+    def load(self, media: Sequence[Medium], *, where: str) -> MediaInput:
+        """As :meth:`rows`, but rows are values."""
         import torch
 
-        if not media:
-            return MediaInput(
-                rows=self.no_rows(sounds=sounds), grids=torch.zeros(0, 3, dtype=torch.int64)
-            )
         rows, grids = self.rows(media, where=where)
         if kind_of(media[0]).coded:
             assert self.coded is not None, "open_medium refuses images and videos"
@@ -62,9 +92,9 @@ class MediaLoader:
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
         """Of one or more media of one encoder: rows of images and videos are bytes.
 
-        Those are as :class:`~loongplug.data.coded_media.CodedMedia` takes them; frames of sounds
-        are [frames, mel_bins] float32. Raises ValueError, with ``where``, for a file that is
-        missing, damaged or not of its kind.
+        Those are as :class:`CodedMedia` takes them; frames of sounds are [frames, mel_bins]
+        float32. Raises ValueError, with ``where``, for a file that is missing, damaged or not of
+        its kind.
         """
         import torch
 
@@ -92,4 +122,5 @@ class MediaLoader:
         import torch
 
         processor = self._processor
-        return torch.zeros(0, processor.hearing.mel_bins if sounds else processor.patch_dim)
+        width = processor.hearing.sizes.mel_bins if sounds else processor.vision.patch_dim
+        return torch.zeros(0, width)

@@ -83,26 +83,6 @@ class Processor:
         assert self.audio is not None, "open_medium refuses sounds"
         return self.audio
 
-    @property
-    def patch_size(self) -> int:
-        """Side of a patch in pixels."""
-        return self.vision.patch_size
-
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch."""
-        return self.vision.temporal_patch_size
-
-    @property
-    def spatial_merge_size(self) -> int:
-        """Side of a visual token in patches."""
-        return self.vision.spatial_merge_size
-
-    @property
-    def patch_dim(self) -> int:
-        """The width of a row of pixels: channels * temporal * patch * patch; 0 without images."""
-        return 0 if self.images is None else self.images.patch_dim
-
     def places(self, *kinds: str) -> tuple[int, ...]:
         """Ids of the tokens that hold the places of media of these kinds."""
         names = (f"{kind}_token_id" for kind in kinds)
@@ -137,12 +117,12 @@ def load_processor(
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind
     that is not known or does not fit the patches, when the feature extractor does not fit the
-    model, when pixels would be scaled to what is not
-    finite, and when the limits leave no size.
+    model, when pixels would be scaled to what is not finite, and when the limits leave no size.
     """
     folder = Path(folder)
     _require_files(folder)
-    tokenizer = _loaded(AutoTokenizer, folder, names=TOKENIZER_FILES, trust_remote_code=False)
+    read = AutoTokenizer.from_pretrained
+    tokenizer = _loaded(read, folder, names=TOKENIZER_FILES, trust_remote_code=False)
     if (file := separate_template(folder)) is not None:
         tokenizer.chat_template = read_json(file, where=str(folder)).get("chat_template")
     images = _load_images(folder, patch_sizes) if _has_images(folder) else None
@@ -155,10 +135,9 @@ def load_processor(
         )
     hears = _hears(folder) if tokens is None else "audio_token_id" in tokens
     audio = _load_audio(folder, audio_sizes) if hears else None
-    tokens = {
-        **(tokens or _folders_tokens(folder, tokenizer, images, audio)),
-        **_around_images(tokenizer, images),
-    }
+    if tokens is None:
+        tokens = _folders_tokens(folder, tokenizer, images, audio)
+    tokens = {**tokens, **_around_images(tokenizer, images)}
     texts = list(tokens.values())
     return Processor(
         tokenizer=tokenizer,
@@ -215,7 +194,8 @@ def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
             f"The feature extractor in {folder} is a {kind!r:.80}, where a WhisperFeatureExtractor"
             " was expected: copy the file from the model that the folder belongs to."
         )
-    extractor = _loaded(WhisperFeatureExtractor, folder, names=IMAGE_PROCESSOR_FILES)
+    read = WhisperFeatureExtractor.from_pretrained
+    extractor = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
     try:
         sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE, where=str(folder)))
     except ValueError as error:
@@ -233,7 +213,8 @@ def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
 
 def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
     """The folder's image processor; ``given`` sizes count where the folder has none."""
-    config = _loaded(_Settings, folder, names=IMAGE_PROCESSOR_FILES)
+    read = Qwen2VLImageProcessorPil.get_image_processor_dict  # whatever the kind
+    config, _ = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
     name = config.get("image_processor_type")
     if name is not None and not isinstance(name, str):
         raise ValueError(f"The image processor in {folder} has image_processor_type {name!r:.80}.")
@@ -241,7 +222,7 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
         kind = processor_kind(name)
     except ValueError as error:
         raise ValueError(f"The image processor in {folder} has {error}.") from error
-    transform = _loaded(kind, folder, names=IMAGE_PROCESSOR_FILES)
+    transform = _loaded(kind.from_pretrained, folder, names=IMAGE_PROCESSOR_FILES)
     if problem := scaling_problem(transform):
         raise ValueError(f"The image processor in {folder} has {problem}.")
     if kind is Qwen2VLImageProcessorPil:
@@ -260,17 +241,6 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
         return FixedPatches(transform, replace(said[0], image_size=size))
     except ValueError as error:
         raise ValueError(f"The image processor in {folder} cannot be used: {error}.") from error
-
-
-class _Settings:
-    """What the files of an image processor say, as transformers finds it."""
-
-    @staticmethod
-    def from_pretrained(folder: str, **options: Any) -> dict[str, Any]:
-        """The settings by name."""
-        settings: dict[str, Any]
-        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(folder, **options)
-        return settings
 
 
 _CLASS = "processor_class"
@@ -372,10 +342,10 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
-def _loaded(kind: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
+def _loaded(read: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
     """What transformers makes of the files; whatever it raises, the folder is to blame."""
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True, **options)
+        return read(str(folder), local_files_only=True, **options)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -391,9 +361,8 @@ def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None
     ``expected`` are the model's token ids, patch sizes and merge size, by the processor's names.
     What the folder or the model does not have (None) is not compared.
     """
-    found = {
-        name: processor.token_ids.get(name, getattr(processor, name, None)) for name in expected
-    }
+    ids, patches = processor.token_ids, processor.images
+    found = {name: ids.get(name, getattr(patches, name, None)) for name in expected}
     wrong = [
         f"{name} is {found[name]} in the folder but {value} in the model"
         for name, value in expected.items()

@@ -103,7 +103,7 @@ class LoadedUnit:
     """The rows of a unit or of a share of it.
 
     Those of media that cannot be decoded are zero, which is black for bytes. ``rows`` of images
-    and videos are bytes (:class:`~loongplug.data.coded_media.CodedMedia`), those of sounds
+    and videos are bytes (:class:`~loongplug.data.media.CodedMedia`), those of sounds
     [rows, values of a row] float32.
     """
 
@@ -129,7 +129,7 @@ class UnitLoader:
         self._videos = videos
         self._byte_width = 0
         if processor.images is not None:
-            self._byte_width = processor.images.pixel_bytes.width(processor.patch_dim)
+            self._byte_width = processor.images.pixel_bytes.width(processor.images.patch_dim)
 
     def __call__(self, unit: MediaBatch) -> LoadedUnit:
         """Never raises for media that cannot be decoded, or not to the grids of the text."""

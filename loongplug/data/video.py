@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import OddVideos
-from loongplug.data.conversation import Video, VideoClip
+from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import MediaFile
 from loongplug.data.pixel_limits import Transparency
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
-from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+from loongplug.data.video_files import decode_frames, video_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,12 +66,10 @@ def video_style_of(processor: Processor) -> VideoStyle:
     """
     folder, where = processor.folder, str(processor.folder)
     config = read_json(folder / COMBINED_FILE, where=where).get("video_processor")
-    config = config or read_json(folder / VIDEO_FILE, where=where)
-    # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
-    images = read_json(folder / IMAGE_FILE, where=where)
-    if config:
+    if config := config or read_json(folder / VIDEO_FILE, where=where):
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
-    else:
+    else:  # a folder of Qwen2.5-VL may have the file for images alone, which serves both
+        images = read_json(folder / IMAGE_FILE, where=where)
         blocks = images.get("processor_class") in ("Qwen2_5_VLProcessor", "Qwen2_5OmniProcessor")
     return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
 
@@ -103,7 +101,7 @@ class VideoProcessor:
         self._fps = fps
         self.style = style
         self.odd: OddVideos = []  # among those that were decoded, until somebody takes them
-        if processor.pixel_limits.of_videos:
+        if any(name.startswith("video") for name in processor.pixel_limits.given()):
             where = "--video-min-pixels, --video-max-pixels"
             if "video_token_id" not in processor.tokens:
                 raise ValueError(f"{where}: this model takes no videos: leave these flags out.")
@@ -116,18 +114,11 @@ class VideoProcessor:
         is missing or no video.
         """
         header = video_header(path, where=where)
-        if header.frames < self._processor.temporal_patch_size:
+        if header.frames < self._processor.vision.temporal_patch_size:
             indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
         else:
             indices = self._sampled(path, header, fps=fps or self._fps, where=where)
-        return VideoClip(
-            path=path,
-            indices=tuple(map(int, indices)),
-            total_frames=header.frames,
-            file_fps=header.fps,
-            height=header.height,
-            width=header.width,
-        )
+        return VideoClip(path, tuple(map(int, indices)), header)
 
     def _sampled(
         self, path: MediaFile, header: VideoHeader, *, fps: float | None, where: str
@@ -144,7 +135,7 @@ class VideoProcessor:
             raise ValueError(f"{where}: {path} cannot be sampled: {error}.") from error
         return indices
 
-    def grid(self, video: Video | VideoClip, *, where: str) -> Grid:
+    def grid(self, video: AnyVideo, *, where: str) -> Grid:
         """The patch grid of :meth:`coded` rows; reads the frames' headers only.
 
         Raises ValueError with ``where`` for frames of unequal size or files that are no images,
@@ -164,9 +155,9 @@ class VideoProcessor:
         from loongplug.data.pixel_bytes import PixelBytes
 
         transform = self._loaded(where=str(self._processor.folder))
-        return PixelBytes.of_videos(transform, frames=self._processor.temporal_patch_size)
+        return PixelBytes.of_videos(transform, frames=self._processor.vision.temporal_patch_size)
 
-    def coded(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
+    def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
         """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
 
         [frames * height * width, channels * pixels] uint8. Raises ValueError with ``where`` for a
@@ -179,7 +170,7 @@ class VideoProcessor:
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(
-                f"{where}: the frames of {video.name} are of different sizes: do not change image"
+                f"{where}: the frames of {_name(video)} are of different sizes: do not change image"
                 " files while they are in use."
             )
         stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
@@ -187,9 +178,7 @@ class VideoProcessor:
         assert patches.dtype == torch.uint8, patches.dtype
         return self.pixel_bytes.frame_rows(patches, grid, frames=len(video.times)), grid
 
-    def _processed(
-        self, video: Video | VideoClip, frames: Tensor, *, where: str
-    ) -> tuple[Tensor, Grid]:
+    def _processed(self, video: AnyVideo, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
         """What the processor makes of bytes, but for the scale of their values."""
         transform = self._loaded(where=where)
         options = {
@@ -201,16 +190,16 @@ class VideoProcessor:
         try:
             features = transform([frames], return_tensors="pt", **options)
         except ValueError as error:
-            raise ValueError(f"{where}: {video.name} cannot be used: {error}.") from error
+            raise ValueError(f"{where}: {_name(video)} cannot be used: {error}.") from error
         time, height, width = features["video_grid_thw"][0].tolist()
         return features["pixel_values_videos"], (time, height, width)
 
-    def _missing(self, video: Video | VideoClip) -> int:
+    def _missing(self, video: AnyVideo) -> int:
         """How often the last frame is repeated here, to fill a first temporal patch.
 
         The processor fills the others, but it refuses a video that is shorter than one.
         """
-        return max(0, self._processor.temporal_patch_size - len(video.times))
+        return max(0, self._processor.vision.temporal_patch_size - len(video.times))
 
     def _loaded(self, *, where: str) -> Any:
         if self._transform is None:
@@ -218,8 +207,14 @@ class VideoProcessor:
         return self._transform
 
 
+def _name(video: AnyVideo) -> str:
+    if isinstance(video, VideoClip):
+        return f"the video {video.path}"
+    return f"the video of frame {video.frames[0]}"
+
+
 def decode_video(
-    video: Video | VideoClip, *, where: str, odd: OddVideos, transparency: Transparency = "white"
+    video: AnyVideo, *, where: str, odd: OddVideos, transparency: Transparency = "white"
 ) -> list[NDArray[np.uint8]]:
     """The frames, [height, width, 3] each; what is odd of the video is put into ``odd``."""
     if isinstance(video, VideoClip):
@@ -228,10 +223,10 @@ def decode_video(
     return [np.asarray(image) for image in images]
 
 
-def video_size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
+def video_size(video: AnyVideo, *, where: str) -> tuple[int, int]:
     """Height and width of the frames; ValueError where one is of another size."""
     if isinstance(video, VideoClip):
-        return video.height, video.width
+        return video.header.height, video.header.width
     sizes = [image_size(frame, where=where) for frame in video.frames]
     height, width = sizes[0]
     for frame, size in zip(video.frames, sizes, strict=True):
@@ -258,9 +253,9 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
         )
     transform = kind(**config)
     for name, value in (
-        ("patch_size", processor.patch_size),
-        ("temporal_patch_size", processor.temporal_patch_size),
-        ("merge_size", processor.spatial_merge_size),
+        ("patch_size", processor.vision.patch_size),
+        ("temporal_patch_size", processor.vision.temporal_patch_size),
+        ("merge_size", processor.vision.spatial_merge_size),
     ):
         if getattr(transform, name) != value:
             raise ValueError(
@@ -269,8 +264,8 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
             )
     if problem := scaling_problem(transform):
         raise ValueError(f"{where}: the video processor in {processor.folder} has {problem}.")
-    token = (processor.patch_size * processor.spatial_merge_size) ** 2
-    processor.pixel_limits.limit_videos(transform, patch=token)
+    token = (processor.vision.patch_size * processor.vision.spatial_merge_size) ** 2
+    processor.pixel_limits.limit(transform, "video_", patch=token)
     # Unset means False, with a warning for each process.
     transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
     return transform

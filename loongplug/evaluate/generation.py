@@ -151,5 +151,5 @@ def _video_times(
     rates = [medium.fps for medium in media if isinstance(medium, Video | VideoClip)]
     if style.timestamps or not rates:
         return {}
-    seconds = torch.tensor([processor.temporal_patch_size / rate for rate in rates])
+    seconds = torch.tensor([processor.vision.temporal_patch_size / rate for rate in rates])
     return dict.fromkeys(_SECONDS_OF_GRIDS, seconds)

@@ -320,13 +320,12 @@ class DatasetProvider:
         args = self._args
         family = family_of(model, trusted_packages=args.trusted_packages)
         texts = {**family.marks, **family.special_tokens}
-        takes = {
+        takes: dict[str, Any] = {
             kind: model.encoder(each.name)
             for each in encoders(model.entries())
             for kind in each.media
         }
-        sees: Any = takes.get("image")
-        hears: Any = takes.get("audio")
+        sees, hears = takes.get("image"), takes.get("audio")
         processor = load_processor(
             args.tokenizer_model,
             tokens={name: text for name, text in texts.items() if name in TOKEN_IDS},
@@ -344,11 +343,10 @@ class DatasetProvider:
             pixel_limits=PixelLimits.of(vars(args)),
             transparency=args.transparency,
         )
-        patches = () if sees is None else _PATCH_SIZES
         require_fit(
             processor,
             **{name: getattr(model, name, None) for name in processor.tokens},
             vocab_size=model.foundation.vocab_size,
-            **{name: getattr(sees, name) for name in patches},
+            **{name: getattr(sees, name, None) for name in _PATCH_SIZES},
         )
         return processor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.data.coded_media import CodedMedia
+from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.media import coded_media
+from loongplug.data.media import CodedMedia, coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
 from loongplug.data.source import EncoderUnits, LocalSource, StepSource

@@ -35,7 +35,7 @@ from loongplug.data.fingerprint import processor_digest
 from loongplug.data.index import index
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kinds import KINDS, token_count
+from loongplug.data.kinds import KINDS
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor, load_processor
@@ -122,7 +122,7 @@ def test_rows_agree_with_transformers(
     made = hearing.audio.model_inputs(unit.rows, unit.grids)
     for name in ("input_features", "feature_attention_mask"):
         torch.testing.assert_close(made[name], expected[name], rtol=0, atol=1e-6)
-    counts = [token_count(*each, hearing) for each in zip(sample.media, sample.grids, strict=True)]
+    counts = [KINDS["audio"].tokens(grid, hearing) for grid in sample.grids]
     assert sum(counts) == (sample.input_ids == hearing.token_ids["audio_token_id"]).sum()
     assert sample.position_ids.tolist() == [list(range(len(sample)))] * 3
     # The answer with its end, and nothing else.
@@ -235,9 +235,9 @@ def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: P
     assert sounds.grids.tolist() == [[1, 1, 20], [1, 1, 40]]
     images = media.load([sample.media[1]], where=WHERE)
     assert isinstance(omni.vision.transform, Qwen2VLImageProcessorPil)
-    assert images.rows.shape == (24, omni.patch_dim)
-    assert media.load([], where=WHERE).rows.shape == (0, omni.patch_dim)
-    assert media.load([], where=WHERE, sounds=True).rows.shape == (0, sounds.rows.shape[1])
+    assert images.rows.shape == (24, omni.vision.patch_dim)
+    assert media.no_rows(sounds=False).shape == (0, omni.vision.patch_dim)
+    assert media.no_rows(sounds=True).shape == (0, sounds.rows.shape[1])
 
 
 def test_a_sound_is_heard_once_until_its_file_changes(

@@ -92,7 +92,7 @@ def test_rows_put_together_are_the_pixels_of_transformers(
         rows = images.pixel_bytes.decoded(coded)
         assert grid == (1, side // 14, side // 14) == images.grid(*SIZES[number])
         assert rows.dtype == torch.float32
-        assert rows.shape == (tokens, processor.patch_dim) == (tokens, 588)
+        assert rows.shape == (tokens, processor.vision.patch_dim) == (tokens, 588)
         (frame,) = images.frames(rows)
         assert torch.equal(frame[:, :whole, :whole], expected[number, :, :whole, :whole])
         assert not frame[:, whole:].any()
@@ -165,13 +165,13 @@ def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
     bare = write_folder(tmp_path / "bare", tokenizer, CLIP)
     with pytest.raises(ValueError, match=r"does not say how large patches are, .*config\.json"):
         load_processor(bare)
-    assert load_processor(bare, patch_sizes=PatchSizes(patch_size=28)).patch_size == 28
+    assert load_processor(bare, patch_sizes=PatchSizes(patch_size=28)).vision.patch_size == 28
     told = write_folder(tmp_path / "told", tokenizer, CLIP, patch_size=14)
-    assert load_processor(told).patch_size == 14
+    assert load_processor(told).vision.patch_size == 14
     # What the folder says is compared with the model later, so it counts.
-    assert load_processor(told, patch_sizes=PatchSizes(patch_size=28)).patch_size == 14
+    assert load_processor(told, patch_sizes=PatchSizes(patch_size=28)).vision.patch_size == 14
     both = write_folder(tmp_path / "both", tokenizer, CLIP, model=PATCH_14, patch_size=28)
-    assert load_processor(both).patch_size == 14
+    assert load_processor(both).vision.patch_size == 14
 
 
 def test_sizes_of_configs() -> None:

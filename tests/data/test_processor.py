@@ -34,8 +34,8 @@ def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
     assert set(processor.token_ids.values()) == {3, 4, 5, 6}
     assert processor.end_token == "<|im_end|>"
     assert processor.vocab_size <= VOCAB_SIZE == 128
-    assert (processor.patch_size, processor.temporal_patch_size) == (16, 2)
-    assert (processor.spatial_merge_size, processor.patch_dim) == (2, 1536)
+    assert (processor.vision.patch_size, processor.vision.temporal_patch_size) == (16, 2)
+    assert (processor.vision.spatial_merge_size, processor.vision.patch_dim) == (2, 1536)
 
 
 ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1)))

@@ -16,14 +16,14 @@ from video_reference import Family, patches, row_of
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.check import RowChecker
-from loongplug.data.conversation import VideoClip
+from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
-from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+from loongplug.data.video_files import decode_frames, video_header
 
 av = pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
 
@@ -76,17 +76,6 @@ def decode_all(path: Path) -> Iterator[np.ndarray]:
             yield frame.to_ndarray(format="rgb24")
 
 
-def clip_of(path: Path, header: VideoHeader, indices: tuple[int, ...]) -> VideoClip:
-    return VideoClip(
-        path,
-        indices,
-        total_frames=header.frames,
-        file_fps=header.fps,
-        height=header.height,
-        width=header.width,
-    )
-
-
 @pytest.mark.parametrize("name", ["a.mp4", "a.avi", "a.mkv"])  # the last does not count frames
 def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -> None:
     path = tmp_path / write_video(name, 17, fps=12.5)
@@ -94,7 +83,7 @@ def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -
     assert header == VideoHeader(frames=17, fps=12.5, height=48, width=64)
     every = list(decode_all(path))
     for indices in ((0,), (16,), (0, 3, 4, 16), tuple(range(17))):
-        frames = decode_frames(clip_of(path, header, indices), where=WHERE)
+        frames = decode_frames(VideoClip(path, indices, header), where=WHERE)
         assert len(frames) == len(indices)
         for frame, index in zip(frames, indices, strict=True):
             np.testing.assert_array_equal(frame, every[index])
@@ -106,7 +95,7 @@ def test_frames_are_turned_upright(tmp_path: Path, write_video: WriteVideo, turn
     path = tmp_path / write_video("a.mp4", 2, turned=turned)
     header = video_header(path, where=WHERE)
     assert (header.height, header.width) == ((48, 64) if turned == 180 else (64, 48))
-    (first, _) = decode_frames(clip_of(path, header, (0, 1)), where=WHERE)
+    (first, _) = decode_frames(VideoClip(path, (0, 1), header), where=WHERE)
     expected = np.rot90(next(decode_all(path)), k=turned // 90)
     np.testing.assert_array_equal(first, expected)
 
@@ -145,14 +134,14 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
     header = video_header(path, where=WHERE)
     assert (header.frames, len(every)) == (53, 48)
     said: list[tuple[str, str]] = []
-    clip = clip_of(path, header, (0, 47, 48, 52))
+    clip = VideoClip(path, (0, 47, 48, 52), header)
     frames = decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
     for frame, index in zip(frames, (0, 47, 47, 47), strict=True):
         np.testing.assert_array_equal(frame, every[index])
     (kind, message) = said.pop()
     assert kind == "fewer frames than its header counts"
     assert message.startswith(f"{WHERE}: video {path}: its header counts 53 frames, but 48 can be")
-    decode_frames(clip_of(path, header, (0, 47)), where=WHERE, odd=lambda *_: pytest.fail("odd"))
+    decode_frames(VideoClip(path, (0, 47), header), where=WHERE, odd=lambda *_: pytest.fail("odd"))
 
     # What a run counts, and logs once.
     videos = VideoProcessor(processor, TIMESTAMPS)
@@ -185,11 +174,11 @@ def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
     path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=40)
     count = len(list(decode_all(path)))
     assert count < video_header(path, where=WHERE).frames == 20
-    clip = clip_of(path, video_header(path, where=WHERE), (0, 19))
-    decode_frames(replace(clip, total_frames=2 * count), where=WHERE)
+    clip = VideoClip(path, (0, 19), video_header(path, where=WHERE))
+    decode_frames(replace(clip, header=replace(clip.header, frames=2 * count)), where=WHERE)
     message = rf"^{WHERE}: video .* \({count} frames can be decoded: the header says"
     with pytest.raises(ValueError, match=message):
-        decode_frames(replace(clip, total_frames=2 * count + 1), where=WHERE)
+        decode_frames(replace(clip, header=replace(clip.header, frames=2 * count + 1)), where=WHERE)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
@@ -201,7 +190,7 @@ def test_stamps_that_are_not_index_by_rate_are_told(
     def odd(stamps: Sequence[int]) -> list[tuple[str, str]]:
         path, said = tmp_path / write_video(name, len(stamps), stamps=stamps), []
         header = video_header(path, where=WHERE)
-        clip = clip_of(path, replace(header, fps=10.0), tuple(range(len(stamps))))
+        clip = VideoClip(path, tuple(range(len(stamps))), replace(header, fps=10.0))
         decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
         assert clip.times == tuple(number / 10 for number in range(len(stamps)))
         return said

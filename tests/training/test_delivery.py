@@ -10,8 +10,8 @@ from image_units import planned_whole
 from ranks import run_ranks
 
 from loongplug.data.bad_samples import BadSample
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.conversation import AudioClip, Medium
+from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
