@@ -192,7 +192,7 @@ def test_audio_folder_is_one_of_qwen2_audio(demo: Path) -> None:
         inputs = processor(text=text, audio=sounds, sampling_rate=SAMPLE_RATE)
         assert np.shape(inputs["input_features"]) == (len(sounds), MEL_BINS, sizes.longest)
         frames = [-(-len(sound) // 160) for sound in sounds]
-        places = np.array(inputs["input_ids"]) == processor.token_ids["audio_token_id"]
+        places = np.array(inputs["input_ids"]) == processor.audio_token_id
         assert places.sum() == sum(sizes.tokens(count) for count in frames)
         require_known(processor, inputs["input_ids"][0], row)
 
@@ -211,10 +211,8 @@ def test_omni_folder_is_one_of_qwen2_5_omni(demo: Path) -> None:
         )
         ids = inputs["input_ids"][0]
         assert inputs["input_features"].shape == (1, MEL_BINS, 100 * SECONDS)
-        assert (ids == processor.token_ids["audio_token_id"]).sum() > 0
-        assert (ids == processor.token_ids["image_token_id"]).sum() == inputs[
-            "image_grid_thw"
-        ].prod(1).sum() / 4
+        assert (ids == processor.audio_token_id).sum() > 0
+        assert (ids == processor.image_token_id).sum() == inputs["image_grid_thw"].prod(1).sum() / 4
         assert text.count("<|audio_bos|><|AUDIO|><|audio_eos|>") == 1
         assert text.count("<|vision_bos|><|IMAGE|><|vision_eos|>") == len(images)
         orders.add(text.index("<|IMAGE|>") < text.index("<|AUDIO|>"))
