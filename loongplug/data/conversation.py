@@ -133,5 +133,5 @@ class Conversation:
             if not isinstance(part, str):
                 source = part.source
                 files = tuple(map(named, source)) if isinstance(source, tuple) else named(source)
-                found.append(Named(part.kind, files, part.fps))
+                found.append(MediaPart(part.kind, files, part.fps))
         return tuple(found)

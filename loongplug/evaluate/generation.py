@@ -137,8 +137,9 @@ def _batch(
     # A model that is told of grids may be told which tokens are of images and which of videos.
     if any(name.endswith("_grid_thw") for name in inputs):
         kinds = torch.zeros(shape, dtype=torch.int32)
-        for number, token in enumerate(processor.places("image", "video"), start=1):
-            kinds[input_ids == token] = number
+        for number, name in enumerate(("image", "video"), start=1):
+            for token in processor.places(name):
+                kinds[input_ids == token] = number
         inputs["mm_token_type_ids"] = kinds
     return inputs
 
