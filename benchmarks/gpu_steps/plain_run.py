@@ -151,7 +151,7 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
         source,
         processor=processor,
         seq_length=run.row_length,
-        token_ids={_ENCODER: processor.visual_token_ids},
+        token_ids={_ENCODER: processor.places("image", "video")},
         deliveries={_ENCODER: loaded_alone(dataset)},
     )
     return [_on(device, next(loader)) for _ in range(count)]

@@ -63,7 +63,7 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         processor=processor,
         seq_length=compared.seq_length,
         row_lengths=RowLengths(),
-        token_ids={_ENCODER: processor.visual_token_ids},
+        token_ids={_ENCODER: processor.places("image", "video")},
         deliveries={_ENCODER: loaded_alone(dataset)},
     )
     model = AutoModelForImageTextToText.from_pretrained(weights, dtype=torch.float32).train()
@@ -103,7 +103,7 @@ def loaded_alone(dataset: ChatDataset) -> ReplicaDelivery:
         [(0,)],
         None,
         rank=0,
-        row_values=dataset.processor.patch_dim,
+        row_values=dataset.processor.vision.patch_dim,
         coded=coded_media(dataset.processor, dataset.videos),
         device=torch.device("cpu"),
         news=None,

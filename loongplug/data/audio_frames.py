@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,17 +52,8 @@ class AudioFrames:
             raise ValueError(f"{' and '.join(wrong)}: put in the one that belongs to this model")
         self._extractor = extractor
         self.sizes = replace(sizes, longest=min(sizes.longest, extractor.nb_max_frames))
+        self.most_samples = self.sizes.longest * HOP  # of a sound that can be used
         self._whole = sizes.longest  # frames of what the model in transformers takes
-
-    @property
-    def mel_bins(self) -> int:
-        """Values of a row."""
-        return self.sizes.mel_bins
-
-    @property
-    def most_samples(self) -> int:
-        """Of the longest sound that can be used."""
-        return self.sizes.longest * HOP
 
     def grid(self, samples: int) -> Grid:
         """What becomes of a sound of so many samples; ValueError for one that cannot be used."""
@@ -83,16 +73,13 @@ class AudioFrames:
         """How many tokens stand in the text for a sound of this grid."""
         return self.sizes.tokens(self.sizes.frames(grid))
 
-    def frames(self, sounds: Sequence[NDArray[np.float32]]) -> list[tuple[Tensor, Grid]]:
-        """Of each sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
+    def frames(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
+        """Of a sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
 
         Rows are float32. They are those that the feature extractor makes of the sound filled up to
         ``nb_max_frames``, within 1e-6: sums are taken in another order. What is silence in any case
         is not computed. Raises ValueError for a sound that cannot be used.
         """
-        return [self._frames_of(sound) for sound in sounds]
-
-    def _frames_of(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
         import torch
 
         grid = self.grid(len(sound))
@@ -106,7 +93,7 @@ class AudioFrames:
             return_tensors="pt",
         )["input_features"][0]  # [mel_bins, frames]
         made = features.shape[1]
-        rows = torch.zeros(count, self.mel_bins)
+        rows = torch.zeros(count, self.sizes.mel_bins)
         rows[:made] = features.T[:count]
         if made < count:  # the last one that was made is of silence alone
             rows[made:] = features[:, -1]
@@ -125,7 +112,7 @@ class AudioFrames:
 
         lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
         whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
-        features = torch.empty(len(lengths), whole, self.mel_bins)
+        features = torch.empty(len(lengths), whole, self.sizes.mel_bins)
         mask = torch.zeros(len(lengths), whole, dtype=torch.int32)
         parts = rows.split(grids[:, 2].tolist()) if lengths else ()
         for number, (part, length) in enumerate(zip(parts, lengths, strict=True)):

@@ -9,32 +9,21 @@ from loongplug.data.remarks import Remark
 
 
 @dataclass(frozen=True)
-class ImagePart:
-    """An image in a message, by its file's name or itself."""
+class MediaPart[File]:
+    """A medium in a message: its kind, and its file, or the files of a video's frames.
 
-    name: str | InlineFile
-
-
-@dataclass(frozen=True)
-class VideoPart:
-    """A video in a message: its file, or the files of its frames.
-
-    ``fps``: of frames, how many of them make a second; of a file, how many of them to take per
-    second, None for what the run or the model's folder says.
+    ``fps``: of frames, how many of them make a second; of a video's file, how many of them to take
+    per second, None for what the run or the model's folder says.
     """
 
-    source: str | tuple[str, ...]
-    fps: float | None
+    kind: str  # image, video or audio, as templates and encoders' entries have it
+    source: File | tuple[File, ...]
+    fps: float | None = None
 
 
-@dataclass(frozen=True)
-class AudioPart:
-    """A sound in a message, by its file's name or itself."""
-
-    name: str | InlineFile
-
-
-Part = str | ImagePart | VideoPart | AudioPart  # a piece of a message; a string is its text
+# A piece of a message; a string is its text. Files are named, or stand in the row.
+Part = str | MediaPart[str | InlineFile]
+Named = MediaPart[MediaFile]
 
 
 @dataclass(frozen=True)
@@ -79,18 +68,15 @@ class Video:
         """When each frame is shown, in seconds."""
         return tuple(frame / self.fps for frame in range(len(self.frames)))
 
-    @property
-    def name(self) -> str:
-        """What to call the video in a message."""
-        return f"the video of frame {self.frames[0]}"
-
 
 @dataclass(frozen=True)
-class VideoFile:
-    """A video file whose header has not been read yet; ``fps`` as in :class:`VideoPart`."""
+class VideoHeader:
+    """What a file says of its first video stream; sides are those of the upright frames."""
 
-    path: MediaFile
-    fps: float | None
+    frames: int
+    fps: float
+    height: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -99,32 +85,17 @@ class VideoClip:
 
     path: MediaFile
     indices: tuple[int, ...]  # of the frames taken, ascending
-    total_frames: int
-    file_fps: float
-    height: int  # of the upright frames, in pixels
-    width: int
+    header: VideoHeader
 
     @property
     def fps(self) -> float:
         """How many of the taken frames make a second, as transformers computes it."""
-        return len(self.indices) / self.total_frames * self.file_fps
+        return len(self.indices) / self.header.frames * self.header.fps
 
     @property
     def times(self) -> tuple[float, ...]:
         """When each taken frame is shown, in seconds."""
-        return tuple(index / self.file_fps for index in self.indices)
-
-    @property
-    def name(self) -> str:
-        """What to call the video in a message."""
-        return f"the video {self.path}"
-
-
-@dataclass(frozen=True)
-class AudioFile:
-    """A sound's file whose length is not known yet."""
-
-    path: MediaFile
+        return tuple(index / self.header.fps for index in self.indices)
 
 
 @dataclass(frozen=True)
@@ -135,8 +106,8 @@ class AudioClip:
     samples: int
 
 
-Named = MediaFile | Video | VideoFile | AudioFile  # what a row says; an image is its file
-Medium = MediaFile | Video | VideoClip | AudioClip  # its header has been read, an image's later
+AnyVideo = Video | VideoClip
+Medium = MediaFile | AnyVideo | AudioClip  # its header has been read, an image's later
 
 
 @dataclass(frozen=True)
@@ -153,16 +124,14 @@ class Conversation:
 
     def media(self, root: MediaRoot) -> tuple[Named, ...]:
         """All media in the order of their tokens; their names start at ``root``."""
+
+        def named(file: str | InlineFile) -> MediaFile:
+            return media_named(file, root) if isinstance(file, str) else file
+
         found: list[Named] = []
         for part in (part for message in self.messages for part in message.parts):
-            if isinstance(part, ImagePart | AudioPart):
-                name = part.name
-                file = media_named(name, root) if isinstance(name, str) else name
-                found.append(file if isinstance(part, ImagePart) else AudioFile(file))
-            elif isinstance(part, VideoPart) and isinstance(part.source, str):
-                found.append(VideoFile(media_named(part.source, root), part.fps))
-            elif isinstance(part, VideoPart):
-                assert part.fps is not None, "the schema asks for it"
-                frames = tuple(media_named(frame, root) for frame in part.source)
-                found.append(Video(frames, part.fps))
+            if not isinstance(part, str):
+                source = part.source
+                files = tuple(map(named, source)) if isinstance(source, tuple) else named(source)
+                found.append(MediaPart(part.kind, files, part.fps))
         return tuple(found)

@@ -187,23 +187,23 @@ class ChatDataset:
         """Of tokens [n] with these media: time, height, width, [3, n] int64."""
         if self._plain_positions or self.processor.images is None:
             return plain_position_ids(len(ids))
-        processor, style = self.processor, self.videos.style
+        vision, style, tokens = self.processor.vision, self.videos.style, self.processor.token_ids
         grids = {
             kind: [extent.grid for _, extent in media if extent.kind == kind]
             for kind in ("image", "video")
         }
         rates = [each.fps for each, _ in media if isinstance(each, Video | VideoClip)]
         times = [
-            style.times(grid[0], fps=fps, temporal_patch_size=processor.temporal_patch_size)
+            style.times(grid[0], fps=fps, temporal_patch_size=vision.temporal_patch_size)
             for grid, fps in zip(grids["video"], rates, strict=True)
         ]
         return mrope_position_ids(
             ids,
-            image_token_id=processor.image_token_id,
-            video_token_id=processor.video_token_id,
+            image_token_id=tokens.get("image_token_id"),
+            video_token_id=tokens.get("video_token_id"),
             image_grids=grids["image"],
             video_grids=grids["video"],
             video_times=None if style.timestamps else times,
             after_times=style.as_sounds,
-            spatial_merge_size=processor.spatial_merge_size,
+            spatial_merge_size=vision.spatial_merge_size,
         )

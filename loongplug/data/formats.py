@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part, VideoPart
+from loongplug.data.conversation import Conversation, MediaPart, Message, Part
+from loongplug.data.kinds import KINDS
 from loongplug.data.media_files import InlineFile
 from loongplug.data.remarks import MASKED
 from loongplug.data.schemas import (
@@ -27,9 +28,8 @@ from loongplug.data.schemas import (
 
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
-_KINDS = ("image", "video", "audio")
-# With the line break that is written between a marker and the text.
-_MARKER = re.compile(rf"\n?<({'|'.join(_KINDS)})>\n?")
+# What stands for a medium, with the line break that is written between it and the text.
+_MARKER = re.compile(f"\n?<({'|'.join(KINDS)})>\n?")
 # What templates read beside the content.
 _FIELDS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -105,7 +105,7 @@ def _messages(row: AnyRow, *, where: str) -> list[Message]:
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
     """
     turns = list(_turns(row, where=where))
-    media = {kind: row.media(kind) for kind in _KINDS}
+    media = {kind: row.media(kind) for kind in KINDS}
     left = {kind: iter(each) for kind, each in media.items()}
     beside = any(media.values()) or isinstance(row, ConversationsRow)
 
@@ -193,14 +193,14 @@ def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
     """What a row says of an image, a video or a sound: names of files, or the file itself."""
     if kind == "video":
         if not isinstance(source, list):
-            return VideoPart(_local(source, where=where), fps)
+            return MediaPart(kind, _local(source, where=where), fps)
         if fps is None:
             raise ValueError(
                 f'{where}: a video given as frames has no "fps": give how many of its frames make a'
                 ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
                 ' "second.png"], "fps": 2.0}.'
             )
-        return VideoPart(tuple(_local(frame, where=where) for frame in source), fps)
+        return MediaPart(kind, tuple(_local(frame, where=where) for frame in source), fps)
     if isinstance(source, str) and source.startswith("data:"):
         try:
             source = InlineFile.of_url(source)
@@ -208,7 +208,7 @@ def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
             raise ValueError(f"{where}: {error}") from None
     elif isinstance(source, str):
         source = _local(source, where=where)
-    return ImagePart(source) if kind == "image" else AudioPart(source)
+    return MediaPart(kind, source)
 
 
 def _local(text: str, *, where: str) -> str:

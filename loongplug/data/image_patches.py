@@ -102,13 +102,6 @@ class ImagePatches(ABC):
 
         return PixelBytes.of(self.transform, frames=self.temporal_patch_size)
 
-    def patches(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """Of each image in RGB its rows, [patches, patch_dim] float32, and their grid.
-
-        Raises ValueError for an image that cannot be used.
-        """
-        return [(self.pixel_bytes.decoded(rows), grid) for rows, grid in self.coded(images)]
-
     def _transformed(self, transform: Any, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """What the processor makes of bytes, but for the scale of their values."""
         made: dict[str, Tensor] = transform(
@@ -278,7 +271,7 @@ def limited(patches: ImagePatches, limits: PixelLimits) -> None:
             )
         return
     token = patches.patch_size * patches.spatial_merge_size
-    limits.limit_images(patches.transform, patch=token**2)
+    limits.limit(patches.transform, patch=token**2)
 
 
 def _size_of_frames(transform: Any) -> tuple[int, int]:

@@ -18,8 +18,6 @@ from loongplug.data.media_files import (
 )
 from loongplug.data.object_store import RemoteFile, StoreError, remote_version
 from loongplug.data.pixel_limits import Transparency
-from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor
 
 # All formats that are opened. Of Pillow's others, some start programs (EPS), few hold pictures.
 # The most common come first: Pillow tries them in this order.
@@ -47,15 +45,6 @@ def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
     return height, width
 
 
-def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
-    """The patch grid that the image processor will make of this file; reads its header only."""
-    height, width = image_size(path, where=where)
-    try:
-        return processor.vision.grid(height, width)
-    except ValueError as error:
-        raise ValueError(f"{where}: image {path} cannot be used: {error}.") from error
-
-
 def decode_image(
     path: MediaFile, *, where: str, transparency: Transparency = "white"
 ) -> Image.Image:
@@ -66,13 +55,11 @@ def decode_image(
     return upright if turn is None else upright.transpose(turn)
 
 
-# A file as it is now, with the time of its last change and its size: equal to itself later only
-# while nothing has written to it.
-FileVersion = tuple[MediaFile | bytes, int | str, int]  # of one within a row, a digest
+def file_version(path: MediaFile, *, where: str, kind: str) -> tuple[object, int | str, int]:
+    """The file, or its digest, with its last change and its size: the same while it is not written.
 
-
-def file_version(path: MediaFile, *, where: str, kind: str = "image") -> FileVersion:
-    """The file's present version; ValueError when there is no such file of this kind."""
+    ValueError when there is no such file of this kind.
+    """
     if isinstance(path, InlineFile):
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:

@@ -9,12 +9,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
-from loongplug.data.audio_sizes import SAMPLE_RATE
 from loongplug.data.blend import open_rows
-from loongplug.data.conversation import AudioClip, Medium, VideoClip
-from loongplug.data.images import image_size
-from loongplug.data.media import token_count
-from loongplug.data.media_files import MediaFile
+from loongplug.data.kinds import KINDS, kind_of
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import Remarks
 from loongplug.data.survey import Survey, SurveySettings
@@ -108,8 +104,9 @@ def describe(survey: Survey, processor: Processor) -> Iterator[str]:
     )
     for number in numbers:
         medium, grid = survey.media[number], survey.extent.media[number].grid
-        said = escape(_describe_medium(medium, where=survey.where))
-        yield f"  {said}: {token_count(medium, grid, processor)} tokens"
+        kind = kind_of(medium)
+        said = escape(kind.described(medium, where=survey.where))
+        yield f"  {said}: {kind.tokens(grid, processor)} tokens"
     changes = np.union1d(np.flatnonzero(np.diff(trained)) + 1, starts[1:])
     for run in np.split(np.arange(len(trained)), changes):
         if run[0] in starts[1:]:
@@ -125,29 +122,14 @@ def _media_words(processor: Processor) -> str:
     return "sounds" if processor.images is None else "images, videos and sounds"
 
 
-def _describe_medium(medium: Medium, *, where: str) -> str:
-    if isinstance(medium, MediaFile):
-        height, width = image_size(medium, where=where)
-        return f"image {medium}, {width} x {height} pixels"
-    if isinstance(medium, AudioClip):
-        return f"audio {medium.path}, {medium.samples / SAMPLE_RATE:.2f} seconds"
-    count, rate = len(medium.times), f"{medium.fps:.3g} a second"
-    if isinstance(medium, VideoClip):
-        return (
-            f"video {medium.path}, {medium.width} x {medium.height} pixels, {count} of"
-            f" {medium.total_frames} frames, {rate}"
-        )
-    height, width = image_size(medium.frames[0], where=where)
-    return f"video of {medium.frames[0]}, {width} x {height} pixels, {count} frames, {rate}"
-
-
 def _text(ids: NDArray[np.int64], processor: Processor) -> str:
     """The tokens' text on one line, runs of one medium's token counted."""
     pieces = []
-    media = among(ids, processor.media_token_ids)
+    places = processor.places(*KINDS)
+    media = among(ids, places)
     changes = np.flatnonzero((np.diff(ids) != 0) & (media[1:] | media[:-1])) + 1
     for part in np.split(ids, changes):
-        if part[0] in processor.media_token_ids:
+        if part[0] in places:
             pieces.append(f"{processor.tokenizer.decode(part[:1])} x {len(part)}")
         else:
             pieces.append(processor.tokenizer.decode(part))

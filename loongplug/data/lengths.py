@@ -14,7 +14,8 @@ _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
 def tokens_of(extent: RowExtent, processor: Processor) -> tuple[int, int, int]:
     """Of a sample: all, those that hold places of images and videos, and those of sounds."""
-    visual = sum(run.length for run in extent.runs if run.token in processor.visual_token_ids)
+    places = processor.places("image", "video")
+    visual = sum(run.length for run in extent.runs if run.token in places)
     return extent.tokens, visual, sum(run.length for run in extent.runs) - visual
 
 

@@ -1,171 +1,59 @@
-"""The media of samples: what stands for them in the text, and their rows for the encoder."""
+"""The rows of samples' media for the encoder: as they are loaded, and as they are encoded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from loongplug.data.audio_files import audio_length, decode_audio
-from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.coded_media import CodedMedia, is_coded
-from loongplug.data.conversation import (
-    AudioClip,
-    AudioFile,
-    Medium,
-    Named,
-    VideoClip,
-    VideoFile,
-)
+from loongplug.data.conversation import Medium
 from loongplug.data.extents import MediumExtent
-from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
-from loongplug.data.media_files import MediaFile
+from loongplug.data.kinds import KINDS, Context, each_of, extent_of, kind_of
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.object_store import RemoteFile
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
-from loongplug.data.template import Placeholder
-from loongplug.data.video import VideoProcessor, patch_times
-from loongplug.data.video_files import VideoHeader
+from loongplug.data.video import VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_ONCE = 16  # files of an object store that are asked for at a time
+    from loongplug.data.pixel_bytes import PixelBytes
 
 
-def each_of[Kind: Medium | Named, Result](
-    function: Callable[[Kind], Result], media: Sequence[Kind]
-) -> list[Result]:
-    """What ``function`` makes of each, in order, and the first error that it raises in that order.
+class CodedMedia:
+    """Rows of bytes of whole units, to rows of values as the encoder takes them.
 
-    Images and sounds of an object store are asked for at one time, as each of them takes little but
-    waiting.
+    ``videos`` is asked where there is one, since it loads the folder's video processor.
     """
-    files = [medium.path if isinstance(medium, AudioClip) else medium for medium in media]
-    alone = all(isinstance(file, MediaFile) for file in files)
-    if len(media) > 1 and alone and any(isinstance(file, RemoteFile) for file in files):
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(function, media))
-    return [function(medium) for medium in media]
 
+    def __init__(self, images: PixelBytes, *, videos: Callable[[], PixelBytes]) -> None:
+        self._images = images
+        self._videos = videos
 
-def open_medium(
-    medium: Named, processor: Processor, *, videos: VideoProcessor, where: str
-) -> Medium:
-    """What a row names, with what is known of it beforehand; reads headers of videos and sounds.
+    def width(self, row_values: int) -> int:
+        """Bytes of a row, where a row of values has so many: of images and videos alike."""
+        return self._images.width(row_values)
 
-    That is which frames are taken of a video file, and how long a sound is. Raises ValueError, with
-    ``where``, for a video or a sound that cannot be used, and for what the model's family does not
-    take.
-    """
-    if isinstance(medium, AudioFile):
-        enough = _hearing(processor, where=where).most_samples
-        return AudioClip(medium.path, audio_length(medium.path, where=where, enough=enough))
-    if isinstance(medium, MediaFile):
-        if processor.images is None or processor.tokens.image is None:
-            raise ValueError(
-                f"{where}: the row has an image, but this model takes sounds and text alone: drop"
-                " the row."
-            )
-        return medium
-    videos.require(where=where)
-    return videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
+    def decoded(self, rows: Tensor, media: Sequence[MediumExtent]) -> Tensor:
+        """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
 
+        [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
+        """
+        import torch
 
-def _hearing(processor: Processor, *, where: str) -> AudioFrames:
-    """What cuts sounds; ValueError with ``where``, that of a row with one, where none does."""
-    if processor.tokens.audio is None:
-        raise ValueError(
-            f"{where}: the row has a sound, but this model takes none: drop the row, or write what"
-            " is heard as text."
-        )
-    if processor.audio is None:
-        raise ValueError(
-            f"{where}: the row has a sound, but there is no feature extractor in"
-            f" {processor.folder}: copy it from the model that this folder belongs to."
-        )
-    return processor.audio
-
-
-def medium_grid(
-    medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
-) -> Grid:
-    """The grid that the rows will have; reads file headers only."""
-    if isinstance(medium, MediaFile):
-        return image_grid(medium, processor, where=where)
-    if isinstance(medium, AudioClip):
-        try:
-            return _hearing(processor, where=where).grid(medium.samples)
-        except ValueError as error:
-            raise ValueError(
-                f"{where}: audio {medium.path} cannot be used: {error}: drop the row, or cut the"
-                " sound."
-            ) from error
-    return videos.grid(medium, where=where)
-
-
-def extent_of(medium: Medium, grid: Grid) -> MediumExtent:
-    """Of a medium whose header was read."""
-    if isinstance(medium, AudioClip):
-        return MediumExtent("audio", grid, (medium.samples,))
-    if isinstance(medium, MediaFile):
-        return MediumExtent("image", grid)
-    detail: tuple[float, ...] = (len(medium.times),)
-    if isinstance(medium, VideoClip):
-        detail += (medium.total_frames, medium.file_fps, medium.height, medium.width)
-    return MediumExtent("video", grid, detail)
-
-
-def known_medium(
-    named: Named, extent: MediumExtent, *, videos: VideoProcessor, where: str
-) -> Medium:
-    """What a row names, of which the ``extent`` is known; opens no header."""
-    if isinstance(named, AudioFile):
-        return AudioClip(named.path, int(extent.detail[0]))
-    if not isinstance(named, VideoFile):
-        return named
-    _, frames, fps, height, width = extent.detail
-    header = VideoHeader(frames=int(frames), fps=fps, height=int(height), width=int(width))
-    return videos.clip(named, header=header, where=where)
-
-
-def placeholder(
-    medium: Medium, grid: Grid, processor: Processor, *, videos: VideoProcessor
-) -> Placeholder:
-    """What stands in the text for a medium of this grid."""
-    tokens = processor.tokens
-    if isinstance(medium, AudioClip):
-        assert tokens.audio is not None, "open_medium refuses the row"
-        run = token_count(medium, grid, processor)
-        return Placeholder(token=tokens.audio, text=tokens.audio, run=run)
-    time, height, width = grid
-    tokens_per_time = height * width // processor.spatial_merge_size**2
-    if isinstance(medium, MediaFile):
-        assert tokens.image is not None, "open_medium refuses the row"
-        start, end = processor.around_images
-        text = f"{start}{tokens.image}{end}"
-        return Placeholder(token=tokens.image, text=text, run=time * tokens_per_time)
-    assert tokens.video is not None, "open_medium refuses the row"
-    if not videos.style.timestamps:
-        return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
-    times = patch_times(medium.times, temporal_patch_size=processor.temporal_patch_size)
-    pictures = [
-        f"<{seconds:.1f} seconds>{tokens.start or ''}{tokens.video}{tokens.end or ''}"
-        for seconds in times
-    ]
-    return Placeholder(token=tokens.video, text="".join(pictures), run=tokens_per_time)
-
-
-def token_count(medium: Medium, grid: Grid, processor: Processor) -> int:
-    """How many tokens in the text hold the places of a medium of this grid."""
-    if isinstance(medium, AudioClip):
-        assert processor.audio is not None, "open_medium refuses the row"
-        return processor.audio.tokens(grid)
-    time, height, width = grid
-    return time * height * width // processor.spatial_merge_size**2
+        found: list[Tensor] = []
+        for kind, group in groupby(media, key=lambda medium: medium.kind):
+            together = list(group)
+            counts = [KINDS[kind].loaded_rows(medium) for medium in together]
+            part, rows = rows.split([sum(counts), len(rows) - sum(counts)])
+            if kind == "image":  # those that follow each other, at once
+                found.append(self._images.decoded(part))
+                continue
+            for medium, frames in zip(together, part.split(counts), strict=True):
+                found.append(self._videos().of_video(frames, medium.grid))
+        assert not len(rows), "each is of a medium"
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def coded_media(processor: Processor, videos: VideoProcessor) -> CodedMedia | None:
@@ -178,9 +66,8 @@ def coded_media(processor: Processor, videos: VideoProcessor) -> CodedMedia | No
 class MediaLoader:
     """Media to one microbatch's rows for an encoder, with a bounded cache of processed ones.
 
-    All images that are not in the cache go through the image processor in one call, which
-    takes less than half the time of one call each; videos and sounds go one by one. A file that
-    changes is processed again. ``coded`` says what becomes of images and videos, which are bytes.
+    All media of a kind that are not in the cache are processed together. A file that changes is
+    processed again. ``coded`` says what becomes of images and videos, which are bytes.
     """
 
     def __init__(
@@ -189,48 +76,44 @@ class MediaLoader:
         self._processor = processor
         self._videos = videos
         self.coded = coded_media(processor, videos)
-        self._cache: ByteBoundedCache[_Version, _Rows] = ByteBoundedCache(cache_bytes)
+        self._cache: ByteBoundedCache[Any, tuple[Tensor, Grid]] = ByteBoundedCache(cache_bytes)
         self.decoded = 0  # media so far; those found in the cache do not count
 
-    def load(self, media: Sequence[Medium], *, where: str, sounds: bool = False) -> MediaInput:
-        """Media of one encoder in order: images and videos, or sounds; rows are values.
-
-        None give the zero-length unit, of frames with ``sounds``. Raises ValueError as
-        :meth:`rows` does.
-        """
+    def load(self, media: Sequence[Medium], *, where: str) -> MediaInput:
+        """As :meth:`rows`, but rows are values."""
         import torch
 
-        if not media:
-            return MediaInput(
-                rows=self.no_rows(sounds=sounds), grids=torch.zeros(0, 3, dtype=torch.int64)
-            )
         rows, grids = self.rows(media, where=where)
-        extents = list(map(extent_of, media, grids))
-        if is_coded(extents):
+        if kind_of(media[0]).coded:
             assert self.coded is not None, "open_medium refuses images and videos"
-            rows = self.coded.decoded(rows, extents)
+            rows = self.coded.decoded(rows, list(map(extent_of, media, grids)))
         return MediaInput(rows=rows, grids=torch.tensor(grids))
 
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
         """Of one or more media of one encoder: rows of images and videos are bytes.
 
-        Those are as :class:`~loongplug.data.coded_media.CodedMedia` takes them; frames of sounds
-        are [frames, mel_bins] float32. Raises ValueError, with ``where``, for a file that is
-        missing, damaged or not of its kind.
+        Those are as :class:`CodedMedia` takes them; frames of sounds are [frames, mel_bins]
+        float32. Raises ValueError, with ``where``, for a file that is missing, damaged or not of
+        its kind.
         """
         import torch
 
-        assert len({isinstance(medium, AudioClip) for medium in media}) == 1, "one encoder's"
-        versions = each_of(partial(_version, where=where), media)
+        assert len({kind_of(medium).coded for medium in media}) == 1, "one encoder's"
+        versions = each_of(lambda medium: kind_of(medium).version(medium, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
         missing = {
             version: medium
             for version, medium in zip(versions, media, strict=True)
             if version not in loaded
         }
-        for version, made in self._process(missing, where=where).items():
-            loaded[version] = made
-            self._cache.put(version, made, size=made[0].nbytes)
+        self.decoded += len(missing)
+        context = Context(self._processor, self._videos, where)
+        for kind in KINDS.values():
+            chosen = {each: medium for each, medium in missing.items() if kind_of(medium) is kind}
+            made = kind.rows(list(chosen.values()), context) if chosen else ()
+            for version, each in zip(chosen, made, strict=True):
+                loaded[version] = each
+                self._cache.put(version, each, size=each[0].nbytes)
         rows, grids = zip(*(loaded[version] for version in versions), strict=True)
         return torch.cat(rows), list(grids)
 
@@ -238,44 +121,6 @@ class MediaLoader:
         """None of an encoder's rows of values, [0, values of a row] float32."""
         import torch
 
-        if not sounds:
-            return torch.zeros(0, self._processor.patch_dim)
-        assert self._processor.audio is not None, "open_medium refuses sounds"
-        return torch.zeros(0, self._processor.audio.mel_bins)
-
-    def _process(self, media: dict[_Version, Medium], *, where: str) -> dict[_Version, _Rows]:
-        self.decoded += len(media)
-        files = {version: each for version, each in media.items() if isinstance(each, MediaFile)}
-        decode = partial(decode_image, where=where, transparency=self._processor.transparency)
-        decoded = each_of(decode, list(files.values()))
-        images = dict(zip(files, decoded, strict=True))
-        processed: dict[_Version, _Rows] = {}
-        if images:
-            made = self._processor.vision.coded(list(images.values()))
-            processed.update(zip(images, made, strict=True))
-        for version, medium in media.items():
-            if isinstance(medium, AudioClip):
-                sound = decode_audio(medium, where=where)
-                (processed[version],) = _hearing(self._processor, where=where).frames([sound])
-            elif not isinstance(medium, MediaFile):
-                processed[version] = self._videos.coded(medium, where=where)
-        return processed
-
-
-# Of a video, the versions of its files, and which frames of a file are taken: the rate of the
-# frames changes no pixel. Of a sound, its file's with its kind.
-_Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
-
-
-# Of an image or a video as bytes; of a sound float32, [frames, mel_bins].
-type _Rows = tuple[Tensor, Grid]
-
-
-def _version(medium: Medium, *, where: str) -> _Version:
-    if isinstance(medium, MediaFile):
-        return file_version(medium, where=where)
-    if isinstance(medium, AudioClip):
-        return file_version(medium.path, where=where, kind="audio"), "audio"
-    if isinstance(medium, VideoClip):
-        return file_version(medium.path, where=where), *medium.indices
-    return tuple(file_version(frame, where=where) for frame in medium.frames)
+        processor = self._processor
+        width = processor.hearing.sizes.mel_bins if sounds else processor.vision.patch_dim
+        return torch.zeros(0, width)

@@ -28,41 +28,33 @@ class PixelLimits:
         """Those of a command line's options."""
         return cls(**{each.name: given[each.name] for each in fields(cls)})
 
-    @property
-    def of_videos(self) -> bool:
-        """Whether there is one of videos."""
-        return (self.video_min_pixels, self.video_max_pixels) != (None, None)
-
     def given(self) -> dict[str, int]:
         """Those that there are, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def limit_images(self, transform: Any, *, patch: int) -> None:
-        """Give an image processor of transformers these limits; ``patch`` as :meth:`_limit`."""
-        self._limit(transform, self.min_pixels, self.max_pixels, prefix="--", patch=patch)
+    def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
+        """Give a processor of transformers those of images or, with ``video_``, of videos.
 
-    def limit_videos(self, transform: Any, *, patch: int) -> None:
-        """Give a video processor of transformers these limits; ``patch`` as :meth:`_limit`."""
-        least, most = self.video_min_pixels, self.video_max_pixels
-        self._limit(transform, least, most, prefix="--video-", patch=patch)
+        ``patch`` is the pixels that become one visual token.
 
-    @staticmethod
-    def _limit(
-        transform: Any, least: int | None, most: int | None, *, prefix: str, patch: int
-    ) -> None:
-        """``patch``: pixels that become a visual token; ValueError for limits that leave none."""
-        if least is None and most is None:
+        Raises:
+            ValueError: the limits leave no size, or less than one visual token.
+        """
+        names = tuple(f"{prefix}{side}_pixels" for side in ("min", "max"))
+        given, size = self.given(), transform.size
+        if given.keys().isdisjoint(names):
             return
-        size = transform.size
-        lower = size["shortest_edge"] if least is None else least
-        upper = size["longest_edge"] if most is None else most
+        edges = zip(("shortest_edge", "longest_edge"), names, strict=True)
+        limits = {edge: given[name] if name in given else size[edge] for edge, name in edges}
+        lower, upper = limits.values()
         if lower < 1 or upper < max(lower, patch):
+            least, most = (f"--{name.replace('_', '-')}" for name in names)
             raise ValueError(
-                f"{prefix}min-pixels is {lower} and {prefix}max-pixels {upper} (where one is not"
+                f"{least} is {lower} and {most} {upper} (where one is not"
                 " given, as the model's folder says): expected 1 or more, the second not below"
                 f" the first, and not below {patch}, which is one visual token."
             )
-        transform.size = {"shortest_edge": lower, "longest_edge": upper}
+        transform.size = limits
 
 
 FOLDERS_LIMITS = PixelLimits()

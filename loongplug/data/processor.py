@@ -36,39 +36,12 @@ from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
-# The ids that models have by these names, too, where their family has such a token.
-TOKEN_IDS = (
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("audio_token_id", "audio_start_token_id", "audio_end_token_id"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaTokens:
-    """The texts of the tokens that hold the places of images, videos and sounds, or mark them.
-
-    Those that a chat template writes; by default those of Qwen's families for vision. None: the
-    family has no such token, and without one for a kind of media, none of that kind.
-    """
-
-    image: str | None = "<|image_pad|>"
-    video: str | None = "<|video_pad|>"
-    start: str | None = "<|vision_start|>"
-    end: str | None = "<|vision_end|>"
-    audio: str | None = None
-    audio_start: str | None = None
-    audio_end: str | None = None
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Those that there are."""
-        vision = (self.image, self.video, self.start, self.end)
-        each = (*vision, self.audio, self.audio_start, self.audio_end)
-        return tuple(text for text in each if text is not None)
-
-
-QWEN_TOKENS = MediaTokens()
-_NO_VISION = MediaTokens(image=None, video=None, start=None, end=None)
+QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 MultiTurn = Literal["split", "last"]
 
 
@@ -77,34 +50,26 @@ class Processor:
     """What turns a conversation into tokens, patches and frames, with the ids that both share.
 
     The image processor is always the Pillow one, so that a machine with torchvision makes
-    the same pixels as one without.
+    the same pixels as one without. ``tokens`` are those that hold the places of media or mark them,
+    and ``token_ids`` their ids, by the names of fields of models. A kind of media without one
+    (``video_token_id``) is not taken.
     """
 
     tokenizer: PreTrainedTokenizerBase
     images: ImagePatches | None  # None: a folder for sounds and text
     folder: Path
-    tokens: MediaTokens
+    tokens: Mapping[str, str]
+    token_ids: Mapping[str, int]
     special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
     multi_turn: MultiTurn  # where the template renders earlier turns differently
     trains_thoughts: bool  # that the template puts before an answer
-    image_token_id: int | None
-    video_token_id: int | None
-    vision_start_token_id: int | None
-    vision_end_token_id: int | None
     end_token: str
     end_token_id: int
     pad_token_id: int
     vocab_size: int  # one more than the highest id; a model may pad beyond it
     pixel_limits: PixelLimits
     transparency: Transparency
-    # Written around what stands for an image where the chat template has its token alone, and
-    # their ids; InternVL's.
-    around_images: tuple[str, str] = ("", "")
-    around_image_ids: tuple[int, ...] = ()
     audio: AudioFrames | None = None  # None: a folder without sounds
-    audio_token_id: int | None = None
-    audio_start_token_id: int | None = None
-    audio_end_token_id: int | None = None
 
     @property
     def vision(self) -> ImagePatches:
@@ -113,51 +78,25 @@ class Processor:
         return self.images
 
     @property
-    def patch_size(self) -> int:
-        """Side of a patch in pixels."""
-        return self.vision.patch_size
+    def hearing(self) -> AudioFrames:
+        """What cuts sounds, in a folder that has it."""
+        assert self.audio is not None, "open_medium refuses sounds"
+        return self.audio
 
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch."""
-        return self.vision.temporal_patch_size
+    def places(self, *kinds: str) -> tuple[int, ...]:
+        """Ids of the tokens that hold the places of media of these kinds."""
+        names = (f"{kind}_token_id" for kind in kinds)
+        return tuple(self.token_ids[name] for name in names if name in self.token_ids)
 
-    @property
-    def spatial_merge_size(self) -> int:
-        """Side of a visual token in patches."""
-        return self.vision.spatial_merge_size
-
-    @property
-    def patch_dim(self) -> int:
-        """The width of a row of pixels: channels * temporal * patch * patch; 0 without images."""
-        return 0 if self.images is None else self.images.patch_dim
-
-    @property
-    def visual_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that hold the places of images and videos."""
-        ids = (self.image_token_id, self.video_token_id)
-        return tuple(each for each in ids if each is not None)
-
-    @property
-    def media_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that hold the places of media of any kind."""
-        sounds = () if self.audio_token_id is None else (self.audio_token_id,)
-        return (*self.visual_token_ids, *sounds)
-
-    @property
-    def untrained_token_ids(self) -> frozenset[int]:
-        """Ids that only mark or hold the place of media."""
-        marks = (
-            *(self.vision_start_token_id, self.vision_end_token_id, *self.around_image_ids),
-            *(self.audio_start_token_id, self.audio_end_token_id),
-        )
-        return frozenset((*self.media_token_ids, *(each for each in marks if each is not None)))
+    def around(self, name: str) -> tuple[str, ...]:
+        """What stands before and behind media with marks of this name; nothing without."""
+        return tuple(self.tokens.get(f"{name}_{side}_token_id", "") for side in ("start", "end"))
 
 
 def load_processor(
     folder: str | Path,
     *,
-    tokens: MediaTokens | None = None,
+    tokens: Mapping[str, str] | None = None,
     patch_sizes: PatchSizes | None = None,
     audio_sizes: AudioSizes | None = None,
     special_tokens_in_text: bool = False,
@@ -178,40 +117,37 @@ def load_processor(
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind
     that is not known or does not fit the patches, when the feature extractor does not fit the
-    model, when pixels would be scaled to what is not
-    finite, and when the limits leave no size.
+    model, when pixels would be scaled to what is not finite, and when the limits leave no size.
     """
     folder = Path(folder)
     _require_files(folder)
-    tokenizer = _loaded(AutoTokenizer, folder, names=TOKENIZER_FILES, trust_remote_code=False)
+    read = AutoTokenizer.from_pretrained
+    tokenizer = _loaded(read, folder, names=TOKENIZER_FILES, trust_remote_code=False)
     if (file := separate_template(folder)) is not None:
         tokenizer.chat_template = read_json(file, where=str(folder)).get("chat_template")
     images = _load_images(folder, patch_sizes) if _has_images(folder) else None
     if images is not None:
         limited(images, pixel_limits)
-    elif tokens is not None and tokens.image is not None:
+    elif tokens is not None and "image_token_id" in tokens:
         raise ValueError(
             f"No image processor in {folder}, which is for sounds: name the folder that belongs to"
             " this model."
         )
-    hears = _hears(folder) if tokens is None else tokens.audio is not None
+    hears = _hears(folder) if tokens is None else "audio_token_id" in tokens
     audio = _load_audio(folder, audio_sizes) if hears else None
-    around = _around_images(tokenizer, images)
-    tokens = tokens or _folders_tokens(folder, tokenizer, images, audio)
-    texts = tokens.texts
-    ids = _special_ids(tokenizer, (*texts, *filter(None, around)), folder=folder)
+    if tokens is None:
+        tokens = _folders_tokens(folder, tokenizer, images, audio)
+    tokens = {**tokens, **_around_images(tokenizer, images)}
+    texts = list(tokens.values())
     return Processor(
         tokenizer=tokenizer,
         images=images,
         folder=folder,
         tokens=tokens,
+        token_ids=_special_ids(tokenizer, tokens, folder=folder),
         special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
         multi_turn=multi_turn,
         trains_thoughts=train_template_thought,
-        image_token_id=ids.get(tokens.image),
-        video_token_id=ids.get(tokens.video),
-        vision_start_token_id=ids.get(tokens.start),
-        vision_end_token_id=ids.get(tokens.end),
         end_token=tokenizer.eos_token,
         end_token_id=tokenizer.eos_token_id,
         pad_token_id=(
@@ -220,12 +156,7 @@ def load_processor(
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         pixel_limits=pixel_limits,
         transparency=transparency,
-        around_images=around,
-        around_image_ids=tuple(ids[text] for text in around if text),
         audio=audio,
-        audio_token_id=ids.get(tokens.audio),
-        audio_start_token_id=ids.get(tokens.audio_start),
-        audio_end_token_id=ids.get(tokens.audio_end),
     )
 
 
@@ -263,7 +194,8 @@ def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
             f"The feature extractor in {folder} is a {kind!r:.80}, where a WhisperFeatureExtractor"
             " was expected: copy the file from the model that the folder belongs to."
         )
-    extractor = _loaded(WhisperFeatureExtractor, folder, names=IMAGE_PROCESSOR_FILES)
+    read = WhisperFeatureExtractor.from_pretrained
+    extractor = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
     try:
         sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE, where=str(folder)))
     except ValueError as error:
@@ -281,7 +213,8 @@ def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
 
 def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
     """The folder's image processor; ``given`` sizes count where the folder has none."""
-    config = _loaded(_Settings, folder, names=IMAGE_PROCESSOR_FILES)
+    read = Qwen2VLImageProcessorPil.get_image_processor_dict  # whatever the kind
+    config, _ = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
     name = config.get("image_processor_type")
     if name is not None and not isinstance(name, str):
         raise ValueError(f"The image processor in {folder} has image_processor_type {name!r:.80}.")
@@ -289,7 +222,7 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
         kind = processor_kind(name)
     except ValueError as error:
         raise ValueError(f"The image processor in {folder} has {error}.") from error
-    transform = _loaded(kind, folder, names=IMAGE_PROCESSOR_FILES)
+    transform = _loaded(kind.from_pretrained, folder, names=IMAGE_PROCESSOR_FILES)
     if problem := scaling_problem(transform):
         raise ValueError(f"The image processor in {folder} has {problem}.")
     if kind is Qwen2VLImageProcessorPil:
@@ -308,17 +241,6 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
         return FixedPatches(transform, replace(said[0], image_size=size))
     except ValueError as error:
         raise ValueError(f"The image processor in {folder} cannot be used: {error}.") from error
-
-
-class _Settings:
-    """What the files of an image processor say, as transformers finds it."""
-
-    @staticmethod
-    def from_pretrained(folder: str, **options: Any) -> dict[str, Any]:
-        """The settings by name."""
-        settings: dict[str, Any]
-        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(folder, **options)
-        return settings
 
 
 _CLASS = "processor_class"
@@ -354,26 +276,24 @@ def _folders_patches(folder: Path) -> PatchSizes | None:
     return sizes
 
 
-def _around_images(tokenizer: Any, images: ImagePatches | None) -> tuple[str, str]:
-    """What InternVL's processor writes around an image's tokens; nothing of other families."""
-    if images is not None and isinstance(images.transform, GotOcr2ImageProcessorPil):
-        return (
-            getattr(tokenizer, "start_image_token", None) or "",
-            getattr(tokenizer, "end_image_token", None) or "",
-        )
-    return "", ""
+def _around_images(tokenizer: Any, images: ImagePatches | None) -> dict[str, str]:
+    """What InternVL's processor writes around an image's token, which stands alone in templates."""
+    if images is None or not isinstance(images.transform, GotOcr2ImageProcessorPil):
+        return {}
+    found = {side: getattr(tokenizer, f"{side}_image_token", None) for side in ("start", "end")}
+    return {f"image_{side}_token_id": text for side, text in found.items() if text}
 
 
 def _folders_tokens(
     folder: Path, tokenizer: Any, images: ImagePatches | None, audio: AudioFrames | None
-) -> MediaTokens:
+) -> Mapping[str, str]:
     """Those of the family that the folder is for, as its tokenizer and processor name them."""
     if audio is not None:
-        names = dict(_AUDIO_NAMES if images is None else {**_AUDIO_NAMES, **_OMNI_NAMES})
-        named = {
-            field: getattr(tokenizer, name, None) or usual for field, (name, usual) in names.items()
+        return {
+            field: getattr(tokenizer, name, None) or usual
+            for field, (name, usual) in _NAMES.items()
+            if images is not None or field.startswith("audio")
         }
-        return replace(_NO_VISION, **named)
     assert images is not None
     if isinstance(images, QwenPatches):
         return QWEN_TOKENS
@@ -383,20 +303,18 @@ def _folders_tokens(
         _combined(folder).get("image_token"),
     ]
     image = next((text for text in said if isinstance(text, str)), "<image>")
-    return MediaTokens(image=image, video=None, start=None, end=None)
+    return {"image_token_id": image}
 
 
-# How tokenizers name these tokens, and what they are where one does not.
-_AUDIO_NAMES = {
-    "audio": ("audio_token", "<|AUDIO|>"),
-    "audio_start": ("audio_bos_token", "<|audio_bos|>"),
-    "audio_end": ("audio_eos_token", "<|audio_eos|>"),
-}
-_OMNI_NAMES = {
-    "image": ("image_token", "<|IMAGE|>"),
-    "video": ("video_token", "<|VIDEO|>"),
-    "start": ("vision_bos_token", "<|vision_bos|>"),
-    "end": ("vision_eos_token", "<|vision_eos|>"),
+# How tokenizers of families with sounds name these tokens, and what they are where one does not.
+_NAMES = {
+    "image_token_id": ("image_token", "<|IMAGE|>"),
+    "video_token_id": ("video_token", "<|VIDEO|>"),
+    "vision_start_token_id": ("vision_bos_token", "<|vision_bos|>"),
+    "vision_end_token_id": ("vision_eos_token", "<|vision_eos|>"),
+    "audio_token_id": ("audio_token", "<|AUDIO|>"),
+    "audio_start_token_id": ("audio_bos_token", "<|audio_bos|>"),
+    "audio_end_token_id": ("audio_eos_token", "<|audio_eos|>"),
 }
 
 
@@ -424,10 +342,10 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
-def _loaded(kind: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
+def _loaded(read: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
     """What transformers makes of the files; whatever it raises, the folder is to blame."""
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True, **options)
+        return read(str(folder), local_files_only=True, **options)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -443,7 +361,8 @@ def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None
     ``expected`` are the model's token ids, patch sizes and merge size, by the processor's names.
     What the folder or the model does not have (None) is not compared.
     """
-    found = {name: getattr(processor, name) for name in expected}
+    ids, patches = processor.token_ids, processor.images
+    found = {name: ids.get(name, getattr(patches, name, None)) for name in expected}
     wrong = [
         f"{name} is {found[name]} in the folder but {value} in the model"
         for name, value in expected.items()
@@ -480,9 +399,9 @@ def _require_files(folder: Path) -> None:
             )
 
 
-def _special_ids(tokenizer: Any, texts: Sequence[str], *, folder: Path) -> dict[str | None, int]:
+def _special_ids(tokenizer: Any, tokens: Mapping[str, str], *, folder: Path) -> dict[str, int]:
     vocab = tokenizer.get_vocab()
-    missing = [text for text in texts if text not in vocab]
+    missing = [text for text in tokens.values() if text not in vocab]
     if missing:
         raise ValueError(
             f"The tokenizer in {folder} has no {', '.join(missing)}: the tokenizer of the model's"
@@ -498,4 +417,4 @@ def _special_ids(tokenizer: Any, texts: Sequence[str], *, folder: Path) -> dict[
             f"The tokenizer in {folder} names no eos_token, the token that ends an answer: set it"
             " in tokenizer_config.json."
         )
-    return {text: vocab[text] for text in texts}
+    return {name: vocab[text] for name, text in tokens.items()}

@@ -9,36 +9,29 @@ from typing import Any, Self
 
 import numpy as np
 
-from loongplug.data.audio_files import decode_audio
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.blend import Rows
-from loongplug.data.conversation import (
-    AudioClip,
-    Conversation,
-    Medium,
-    Named,
-    Video,
-)
+from loongplug.data.conversation import Conversation, Medium, Named
 from loongplug.data.extents import UNUSABLE, MediumExtent, RowExtent, runs_of
 from loongplug.data.formats import parse_conversation
-from loongplug.data.images import decode_image
 from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.media import (
+from loongplug.data.kinds import (
+    KINDS,
+    Context,
     each_of,
     extent_of,
-    known_medium,
+    kind_of,
     medium_grid,
     open_medium,
     placeholder,
 )
-from loongplug.data.media_files import InlineFile, MediaFile
+from loongplug.data.media_files import InlineFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import MultiTurn, Processor, load_processor
 from loongplug.data.remarks import MASKED, Remark
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import Tokens, TrainingPhase, tokenize_conversation
 from loongplug.data.video import VideoProcessor, VideoStyle, video_style_of
-from loongplug.data.video_files import decode_frames
 
 MAKE_AGAIN = "Make the index again with `loongplug data index`, or remove it."
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
@@ -180,7 +173,7 @@ class Surveyor:
                 lengths=tokens.lengths,
                 shown=tokens.media,
                 media=extents,
-                runs=runs_of(tokens.ids, self.processor.media_token_ids),
+                runs=runs_of(tokens.ids, self.processor.places(*KINDS)),
                 # Nothing says a rendering's first token beforehand.
                 trained=int(tokens.trained.sum() - tokens.trained[begins].sum()),
                 answers=tokens.answers,
@@ -209,8 +202,9 @@ class Surveyor:
             raise ChangedFileError(
                 f"{where}: the row has {len(named)} media, fewer than by its index. {MAKE_AGAIN}"
             )
+        context = Context(self.processor, self.videos, where)
         return {
-            number: known_medium(named[number], extent, videos=self.videos, where=where)
+            number: KINDS[extent.kind].known(named[number], extent, context)
             for number, extent in known.items()
         }
 
@@ -228,7 +222,7 @@ class Surveyor:
         odd: tuple[Remark, ...] = ()
         if decodes:
             # One within a row is there once, and would be kept whole.
-            file = medium.path if isinstance(medium, AudioClip) else medium
+            file = kind_of(medium).files(medium)[0]
             fault, odd = (_fault if isinstance(file, InlineFile) else self._fault)(medium)
         faults = [] if fault is None else [BadSample("pixels", f"{where}: {fault}")]
         return medium, extent_of(medium, grid), faults, odd
@@ -236,20 +230,10 @@ class Surveyor:
 
 def _fault(medium: Medium) -> tuple[str | None, tuple[Remark, ...]]:
     """Why the pixels or the sound cannot be read, if they cannot; else what is odd of a video."""
-    odd: list[Remark] = []
     try:
-        if isinstance(medium, AudioClip):
-            decode_audio(medium, where="")
-        elif isinstance(medium, MediaFile):
-            decode_image(medium, where="")
-        elif isinstance(medium, Video):
-            for frame in medium.frames:
-                decode_image(frame, where="")
-        else:
-            decode_frames(medium, where="", odd=lambda kind, said: odd.append(("video", kind)))
+        return None, tuple(("video", odd) for odd in kind_of(medium).checked(medium))
     except ValueError as error:
         return str(error).removeprefix(": "), ()
-    return None, tuple(odd)
 
 
 def require_length(*renderings: int, where: str, seq_length: float) -> None:

@@ -12,8 +12,9 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part
-from loongplug.data.processor import MediaTokens, Processor
+from loongplug.data.conversation import Conversation, Message
+from loongplug.data.kinds import KINDS, Placeholder
+from loongplug.data.processor import Processor
 from loongplug.data.special_text import (
     After,
     SpecialTexts,
@@ -31,19 +32,6 @@ _MOST_SOURCE = 2**17  # characters of a template, which take seconds to compile
 _OPENED = re.compile(r"<[\w:]+>\s*\Z")  # the mark of a thought that a prompt begins
 _EMPTY_THOUGHT = re.compile(r"<([\w:]+)>\s*</\1>\s*")
 _MAYBE_THOUGHT = re.compile(r"(?:<([\w:]+)>\s*</\1>)?\s*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placeholder:
-    """What stands in the text for an image, a video or a sound.
-
-    The chat template writes ``token`` once. ``text`` takes its place, and each ``token`` in
-    that text stands for ``run`` tokens.
-    """
-
-    token: str
-    text: str
-    run: int
 
 
 @dataclass(frozen=True)
@@ -137,9 +125,8 @@ def _tokenized(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The ids of one rendering, and which are trained on."""
     tokenizer, special = processor.tokenizer, processor.special_texts
-    texts = _write_placeholders(
-        [segment.text for segment in segments], placeholders, tokens=processor.tokens, where=where
-    )
+    said = [segment.text for segment in segments]
+    texts = _write_placeholders(said, placeholders, processor, where=where)
     parts: list[tuple[list[int], bool]] = []
     leading = leading_ids(tokenizer)
     if leading and not texts[0].startswith(tokenizer.bos_token):
@@ -176,11 +163,11 @@ def _joined(
     """
     ids = np.array([token for part, _ in parts for token in part], dtype=np.int64)
     trained = np.repeat([trained for _, trained in parts], [len(part) for part, _ in parts])
-    trained &= ~among(ids, processor.untrained_token_ids)
+    trained &= ~among(ids, processor.token_ids.values())
     if not placeholders:
         return ids, trained
     repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
-    repeats[among(ids, processor.media_token_ids)] = [
+    repeats[among(ids, processor.places(*KINDS))] = [
         placeholder.run
         for placeholder in placeholders
         for _ in range(placeholder.text.count(placeholder.token))
@@ -238,18 +225,8 @@ def _renderings(
             f"{where}: plain text has no answers to train on: give messages, or train with"
             " --training-phase pretrain."
         )
-    tokens, pieces = processor.tokens, []
-    for part in (part for message in messages for part in message.parts):
-        if isinstance(part, str):
-            pieces.append(part)
-        else:
-            start, end = tokens.start, tokens.end
-            if isinstance(part, AudioPart):
-                token, start, end = tokens.audio, tokens.audio_start, tokens.audio_end
-            else:
-                token = tokens.image if isinstance(part, ImagePart) else tokens.video
-            assert token is not None, "open_medium refuses the row"
-            pieces.append(f"{start or ''}{token}{end or ''}")
+    parts = (part for message in messages for part in message.parts)
+    pieces = (p if isinstance(p, str) else KINDS[p.kind].written(processor) for p in parts)
     return [_Rendering([_Segment("".join(pieces), True, ends=True)], messages)]
 
 
@@ -468,27 +445,22 @@ def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
     """
     if not as_parts and all(isinstance(part, str) for part in message.parts):
         return {"role": message.role, "content": message.text, **message.fields}
-    content = [_part_input(part) for part in message.parts]
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+        for part in message.parts
+    ]
     return {"role": message.role, "content": content, **message.fields}
 
 
-def _part_input(part: Part) -> dict[str, str]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if isinstance(part, AudioPart):
-        return {"type": "audio"}
-    return {"type": "image" if isinstance(part, ImagePart) else "video"}
-
-
 def _write_placeholders(
-    texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: MediaTokens, where: str
+    texts: Sequence[str], placeholders: Sequence[Placeholder], processor: Processor, *, where: str
 ) -> list[str]:
     """The texts with each of the chat template's tokens of media replaced by its placeholder."""
-    kinds = (("image", tokens.image), ("video", tokens.video), ("audio", tokens.audio))
-    ours = re.compile("|".join(re.escape(token) for _, token in kinds if token is not None))
+    kinds = {kind: processor.tokens.get(f"{kind}_token_id") for kind in KINDS}
+    ours = re.compile("|".join(re.escape(token) for token in kinds.values() if token is not None))
     written = [token for text in texts for token in ours.findall(text)]
     expected = [placeholder.token for placeholder in placeholders]
-    for kind, token in kinds:
+    for kind, token in kinds.items():
         if token is not None and written.count(token) != expected.count(token):
             raise ValueError(
                 f"{where}: {written.count(token)} {kind} tokens in the text for"

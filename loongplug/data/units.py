@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, OddVideos, bad_as
-from loongplug.data.coded_media import byte_rows, is_coded
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extents import MediumExtent, RowExtent
+from loongplug.data.kinds import KINDS
 from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor
-
-
-def token_ids(processor: Processor, kinds: Sequence[str]) -> tuple[int, ...]:
-    """Of the tokens that hold the places of such media."""
-    ids = (getattr(processor, f"{kind}_token_id") for kind in kinds)
-    return tuple(each for each in ids if each is not None)
 
 
 class UnitMedium(NamedTuple):
@@ -101,12 +94,12 @@ class MediaBatch:
     @property
     def loaded_rows(self) -> int:
         """Of what is loaded: of bytes, where it is :attr:`coded`."""
-        return sum(map(byte_rows, self.extents)) if self.coded else self.rows
+        return sum(KINDS[each.kind].loaded_rows(each) for each in self.extents)
 
     @property
     def coded(self) -> bool:
         """Whether its rows come as bytes."""
-        return is_coded(self.extents)
+        return bool(self.media) and KINDS[self.media[0].extent.kind].coded
 
     def to_come(self, rows: Callable[[range], Tensor]) -> MediaToCome:
         """What the encoder is given, by what makes the ``rows`` of these of the media."""
@@ -119,7 +112,7 @@ class LoadedUnit:
     """The rows of a unit or of a share of it.
 
     Those of media that cannot be decoded are zero, which is black for bytes. ``rows`` of images
-    and videos are bytes (:class:`~loongplug.data.coded_media.CodedMedia`), those of sounds
+    and videos are bytes (:class:`~loongplug.data.media.CodedMedia`), those of sounds
     [rows, values of a row] float32.
     """
 
@@ -147,7 +140,7 @@ class UnitLoader:
         self._media = MediaLoader(processor, videos=dataset.videos, cache_bytes=cache_bytes)
         self._byte_width = 0
         if processor.images is not None:
-            self._byte_width = processor.images.pixel_bytes.width(processor.patch_dim)
+            self._byte_width = processor.images.pixel_bytes.width(processor.images.patch_dim)
 
     def __call__(self, unit: MediaBatch) -> LoadedUnit:
         """Never raises for media that cannot be decoded, or not to their grids."""
@@ -173,7 +166,7 @@ class UnitLoader:
     def bytes_of(self, unit: MediaBatch) -> int:
         """Of the rows that are loaded for it."""
         audio = self._dataset.processor.audio
-        width = self._byte_width if unit.coded or audio is None else 4 * audio.mel_bins
+        width = self._byte_width if unit.coded or audio is None else 4 * audio.sizes.mel_bins
         return unit.loaded_rows * width
 
     def _zero(self, unit: MediaBatch) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import OddVideos
-from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
+from loongplug.data.media_files import MediaFile
+from loongplug.data.pixel_limits import Transparency
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
-from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+from loongplug.data.video_files import decode_frames, video_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,12 +66,10 @@ def video_style_of(folder: Path) -> VideoStyle:
     """
     where = str(folder)
     config = read_json(folder / COMBINED_FILE, where=where).get("video_processor")
-    config = config or read_json(folder / VIDEO_FILE, where=where)
-    # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
-    images = read_json(folder / IMAGE_FILE, where=where)
-    if config:
+    if config := config or read_json(folder / VIDEO_FILE, where=where):
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
-    else:
+    else:  # a folder of Qwen2.5-VL may have the file for images alone, which serves both
+        images = read_json(folder / IMAGE_FILE, where=where)
         blocks = images.get("processor_class") in ("Qwen2_5_VLProcessor", "Qwen2_5OmniProcessor")
     return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
 
@@ -101,65 +101,56 @@ class VideoProcessor:
         self._fps = fps
         self.style = style
         self.odd: OddVideos = []  # among those that were decoded, until somebody takes them
-        if processor.pixel_limits.of_videos:
+        if any(name.startswith("video") for name in processor.pixel_limits.given()):
             where = "--video-min-pixels, --video-max-pixels"
-            if processor.tokens.video is None:
+            if "video_token_id" not in processor.tokens:
                 raise ValueError(f"{where}: this model takes no videos: leave these flags out.")
             self._loaded(where=where)  # wrong ones are told now
 
-    def require(self, *, where: str) -> None:
-        """ValueError with ``where``, that of a row with a video, where the model takes none."""
-        if self._processor.tokens.video is None:
-            taken, cure = "images", ", or list some frames as images"
-            if self._processor.tokens.image is None:
-                taken, cure = "sounds", ""
-            raise ValueError(
-                f"{where}: the row has a video, but this model takes {taken} and text alone: drop"
-                f" the row{cure}."
-            )
-
-    def clip(self, video: VideoFile, *, where: str, header: VideoHeader | None = None) -> VideoClip:
+    def clip(
+        self,
+        path: MediaFile,
+        *,
+        fps: float | None,
+        where: str,
+        header: VideoHeader | None = None,
+    ) -> VideoClip:
         """Choose the frames to take of a video file; reads its header, unless it is given.
 
-        Raises ValueError with ``where`` for a file that is missing or no video.
+        ``fps``: None where the row does not say. Raises ValueError with ``where`` for a file that
+        is missing or no video.
         """
-        header = header or video_header(video.path, where=where)
-        if header.frames < self._processor.temporal_patch_size:
+        header = header or video_header(path, where=where)
+        if header.frames < self._processor.vision.temporal_patch_size:
             indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
         else:
-            indices = self._sampled(video, header, where=where)
-        return VideoClip(
-            path=video.path,
-            indices=tuple(map(int, indices)),
-            total_frames=header.frames,
-            file_fps=header.fps,
-            height=header.height,
-            width=header.width,
-        )
+            indices = self._sampled(path, header, fps=fps or self._fps, where=where)
+        return VideoClip(path, tuple(map(int, indices)), header)
 
-    def _sampled(self, video: VideoFile, header: VideoHeader, *, where: str) -> Iterable[int]:
+    def _sampled(
+        self, path: MediaFile, header: VideoHeader, *, fps: float | None, where: str
+    ) -> Iterable[int]:
         from transformers.video_utils import VideoMetadata
 
         transform = self._loaded(where=where)
         metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
-        fps = video.fps or self._fps
         if fps is None and transform.fps is None and transform.num_frames is None:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         try:
             indices: Iterable[int] = transform.sample_frames(metadata, fps=fps)
         except (ValueError, OverflowError) as error:  # of rates that no video has
-            raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
+            raise ValueError(f"{where}: {path} cannot be sampled: {error}.") from error
         return indices
 
-    def grid(self, video: Video | VideoClip, *, where: str) -> Grid:
-        """The patch grid that :meth:`patches` will make; reads the frames' headers only.
+    def grid(self, video: AnyVideo, *, where: str) -> Grid:
+        """The patch grid of :meth:`coded` rows; reads the frames' headers only.
 
         Raises ValueError with ``where`` for frames of unequal size or files that are no images,
         and for a folder without a video processor.
         """
         import torch
 
-        size = _size(video, where=where)
+        size = video_size(video, where=where)
         count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
         frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
@@ -171,14 +162,9 @@ class VideoProcessor:
         from loongplug.data.pixel_bytes import PixelBytes
 
         transform = self._loaded(where=str(self._processor.folder))
-        return PixelBytes.of_videos(transform, frames=self._processor.temporal_patch_size)
+        return PixelBytes.of_videos(transform, frames=self._processor.vision.temporal_patch_size)
 
-    def patches(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
-        """The video's patches, [patches, patch_dim] float32, and their grid."""
-        rows, grid = self.coded(video, where=where)
-        return self.pixel_bytes.of_video(rows, grid), grid
-
-    def coded(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
+    def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
         """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
 
         [frames * height * width, channels * pixels] uint8. Raises ValueError with ``where`` for a
@@ -186,15 +172,12 @@ class VideoProcessor:
         """
         import torch
 
-        if isinstance(video, VideoClip):
-            frames = decode_frames(video, where=where, odd=lambda *found: self.odd.append(found))
-        else:
-            decode = partial(decode_image, where=where, transparency=self._processor.transparency)
-            frames = [np.asarray(decode(frame)) for frame in video.frames]
+        transparency = self._processor.transparency
+        frames = decode_video(video, where=where, odd=self.odd, transparency=transparency)
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(
-                f"{where}: the frames of {video.name} are of different sizes: do not change image"
+                f"{where}: the frames of {_name(video)} are of different sizes: do not change image"
                 " files while they are in use."
             )
         stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
@@ -202,9 +185,7 @@ class VideoProcessor:
         assert patches.dtype == torch.uint8, patches.dtype
         return self.pixel_bytes.frame_rows(patches, grid, frames=len(video.times)), grid
 
-    def _processed(
-        self, video: Video | VideoClip, frames: Tensor, *, where: str
-    ) -> tuple[Tensor, Grid]:
+    def _processed(self, video: AnyVideo, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
         """What the processor makes of bytes, but for the scale of their values."""
         transform = self._loaded(where=where)
         options = {
@@ -216,16 +197,16 @@ class VideoProcessor:
         try:
             features = transform([frames], return_tensors="pt", **options)
         except ValueError as error:
-            raise ValueError(f"{where}: {video.name} cannot be used: {error}.") from error
+            raise ValueError(f"{where}: {_name(video)} cannot be used: {error}.") from error
         time, height, width = features["video_grid_thw"][0].tolist()
         return features["pixel_values_videos"], (time, height, width)
 
-    def _missing(self, video: Video | VideoClip) -> int:
+    def _missing(self, video: AnyVideo) -> int:
         """How often the last frame is repeated here, to fill a first temporal patch.
 
         The processor fills the others, but it refuses a video that is shorter than one.
         """
-        return max(0, self._processor.temporal_patch_size - len(video.times))
+        return max(0, self._processor.vision.temporal_patch_size - len(video.times))
 
     def _loaded(self, *, where: str) -> Any:
         if self._transform is None:
@@ -233,10 +214,26 @@ class VideoProcessor:
         return self._transform
 
 
-def _size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
-    """Height and width of the frames."""
+def _name(video: AnyVideo) -> str:
     if isinstance(video, VideoClip):
-        return video.height, video.width
+        return f"the video {video.path}"
+    return f"the video of frame {video.frames[0]}"
+
+
+def decode_video(
+    video: AnyVideo, *, where: str, odd: OddVideos, transparency: Transparency = "white"
+) -> list[NDArray[np.uint8]]:
+    """The frames, [height, width, 3] each; what is odd of the video is put into ``odd``."""
+    if isinstance(video, VideoClip):
+        return decode_frames(video, where=where, odd=lambda *found: odd.append(found))
+    images = (decode_image(each, where=where, transparency=transparency) for each in video.frames)
+    return [np.asarray(image) for image in images]
+
+
+def video_size(video: AnyVideo, *, where: str) -> tuple[int, int]:
+    """Height and width of the frames; ValueError where one is of another size."""
+    if isinstance(video, VideoClip):
+        return video.header.height, video.header.width
     sizes = [image_size(frame, where=where) for frame in video.frames]
     height, width = sizes[0]
     for frame, size in zip(video.frames, sizes, strict=True):
@@ -263,9 +260,9 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
         )
     transform = kind(**config)
     for name, value in (
-        ("patch_size", processor.patch_size),
-        ("temporal_patch_size", processor.temporal_patch_size),
-        ("merge_size", processor.spatial_merge_size),
+        ("patch_size", processor.vision.patch_size),
+        ("temporal_patch_size", processor.vision.temporal_patch_size),
+        ("merge_size", processor.vision.spatial_merge_size),
     ):
         if getattr(transform, name) != value:
             raise ValueError(
@@ -274,8 +271,8 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
             )
     if problem := scaling_problem(transform):
         raise ValueError(f"{where}: the video processor in {processor.folder} has {problem}.")
-    token = (processor.patch_size * processor.spatial_merge_size) ** 2
-    processor.pixel_limits.limit_videos(transform, patch=token)
+    token = (processor.vision.patch_size * processor.vision.spatial_merge_size) ** 2
+    processor.pixel_limits.limit(transform, "video_", patch=token)
     # Unset means False, with a warning for each process.
     transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
     return transform

@@ -1,7 +1,6 @@
 """Video files through PyAV, which the extra ``video`` installs: headers and chosen frames."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.av_files import AvKind, opened_stream
-from loongplug.data.conversation import VideoClip
+from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.media_files import MediaFile
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
@@ -25,16 +24,6 @@ _VIDEO = AvKind(
     damaged="is damaged or no video of a kind that is read",
     cure="replace the file, or convert it to MP4",
 )
-
-
-@dataclass(frozen=True)
-class VideoHeader:
-    """What a file says of its first video stream; sides are those of the upright frames."""
-
-    frames: int
-    fps: float
-    height: int
-    width: int
 
 
 def video_header(path: MediaFile, *, where: str) -> VideoHeader:
@@ -72,7 +61,7 @@ def decode_frames(
     is missing or damaged, or where less than half of the frames can be decoded.
     """
     wanted, taken = frozenset(clip.indices), dict[int, NDArray[np.uint8]]()
-    count, start, apart, total = 0, None, 0.0, clip.total_frames
+    count, start, apart, total = 0, None, 0.0, clip.header.frames
     with opened_stream(_VIDEO, clip.path, where=where) as (container, stream):
         stream.thread_type = "AUTO"
         for frame in islice(container.decode(stream), max(wanted) + 1):
@@ -80,7 +69,7 @@ def decode_frames(
             if count in wanted:
                 taken[count] = _upright(frame)
                 if frame.time is not None and container.format.name != "avi":  # it has none
-                    apart = max(apart, abs((frame.time - start) * clip.file_fps - count))
+                    apart = max(apart, abs((frame.time - start) * clip.header.fps - count))
             count += 1
         if (ends_early := count <= max(wanted)) and 2 * count < total:
             raise ValueError(f"{count} frames can be decoded: the header says {total}")

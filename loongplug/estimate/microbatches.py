@@ -14,7 +14,6 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.data.positions import Grid
 from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import token_ids
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import encoders
@@ -57,7 +56,7 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
             source,
             processor=processor,
             seq_length=args.seq_length,
-            token_ids={entry.name: token_ids(processor, entry.media) for entry in entries},
+            token_ids={entry.name: processor.places(*entry.media) for entry in entries},
             packed=args.packing,
             row_lengths=row_lengths_of(args),
             parts=_parts(args),

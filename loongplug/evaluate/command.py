@@ -10,7 +10,7 @@ from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
-from loongplug.data.processor import TOKEN_IDS, Processor, load_processor, require_fit
+from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
@@ -140,7 +140,7 @@ def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) ->
         }
     require_fit(
         processor,
-        **{name: getattr(config, name, None) for name in TOKEN_IDS},
+        **{name: getattr(config, name, None) for name in processor.tokens},
         vocab_size=config.text_config.vocab_size,
         **patches,
     )

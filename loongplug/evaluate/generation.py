@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.data.conversation import AudioClip, Video, VideoClip
+from loongplug.data.conversation import Video, VideoClip
+from loongplug.data.kinds import KINDS, kind_of
 from loongplug.data.media import MediaLoader
-from loongplug.data.media_files import MediaFile
 from loongplug.data.processor import Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.evaluate.questions import Question
@@ -130,25 +130,16 @@ def _batch(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     media = [medium for question in questions for medium in question.media]
     where = ", ".join(question.where for question in questions if question.media)
-    images = [medium for medium in media if isinstance(medium, MediaFile)]
-    sounds = [medium for medium in media if isinstance(medium, AudioClip)]
-    videos = [medium for medium in media if isinstance(medium, Video | VideoClip)]
-    if images:
-        vision = loader.load(images, where=where)
-        inputs |= processor.vision.model_inputs(vision.rows, vision.grids)
-    if sounds:
-        assert processor.audio is not None, "a row with a sound is refused without it"
-        heard = loader.load(sounds, where=where)
-        inputs |= processor.audio.model_inputs(heard.rows, heard.grids)
-    if videos:
-        vision = loader.load(videos, where=where)
-        inputs |= {"pixel_values_videos": vision.rows, "video_grid_thw": vision.grids}
+    for kind in KINDS.values():
+        if chosen := [medium for medium in media if kind_of(medium) is kind]:
+            loaded = loader.load(chosen, where=where)
+            inputs |= kind.model_inputs(loaded.rows, loaded.grids, processor)
     # A model that is told of grids may be told which tokens are of images and which of videos.
     if any(name.endswith("_grid_thw") for name in inputs):
         kinds = torch.zeros(shape, dtype=torch.int32)
-        kinds[input_ids == processor.image_token_id] = 1
-        if processor.video_token_id is not None:
-            kinds[input_ids == processor.video_token_id] = 2
+        for number, name in enumerate(("image", "video"), start=1):
+            for token in processor.places(name):
+                kinds[input_ids == token] = number
         inputs["mm_token_type_ids"] = kinds
     return inputs
 
@@ -161,5 +152,5 @@ def _video_times(
     rates = [medium.fps for medium in media if isinstance(medium, Video | VideoClip)]
     if style.timestamps or not rates:
         return {}
-    seconds = torch.tensor([processor.temporal_patch_size / rate for rate in rates])
+    seconds = torch.tensor([processor.vision.temporal_patch_size / rate for rate in rates])
     return dict.fromkeys(_SECONDS_OF_GRIDS, seconds)

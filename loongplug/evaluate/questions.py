@@ -11,7 +11,7 @@ from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.extents import MediumExtent
 from loongplug.data.formats import parse_conversation
-from loongplug.data.media import extent_of, medium_grid, open_medium, placeholder
+from loongplug.data.kinds import extent_of, medium_grid, open_medium, placeholder
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED

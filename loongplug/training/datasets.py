@@ -20,15 +20,10 @@ from loongplug.data.extent_index import IndexedExtents, path_of
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import LOG, said_by
+from loongplug.data.kinds import TOKEN_IDS
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import (
-    TOKEN_IDS,
-    MediaTokens,
-    Processor,
-    load_processor,
-    require_fit,
-)
+from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.remarks import Remarks
 from loongplug.data.row_plan import Evaluation, Packing
 from loongplug.data.step_sizes import StepSizes
@@ -352,24 +347,15 @@ class DatasetProvider:
         args = self._args
         family = family_of(model, trusted_packages=args.trusted_packages)
         texts = {**family.marks, **family.special_tokens}
-        takes = {
+        takes: dict[str, Any] = {
             kind: model.encoder(each.name)
             for each in encoders(model.entries())
             for kind in each.media
         }
-        sees: Any = takes.get("image")
-        hears: Any = takes.get("audio")
+        sees, hears = takes.get("image"), takes.get("audio")
         processor = load_processor(
             args.tokenizer_model,
-            tokens=MediaTokens(
-                image=texts.get("image_token_id"),
-                video=texts.get("video_token_id"),
-                start=texts.get("vision_start_token_id"),
-                end=texts.get("vision_end_token_id"),
-                audio=texts.get("audio_token_id"),
-                audio_start=texts.get("audio_start_token_id"),
-                audio_end=texts.get("audio_end_token_id"),
-            ),
+            tokens={name: text for name, text in texts.items() if name in TOKEN_IDS},
             patch_sizes=None
             if sees is None
             else PatchSizes(
@@ -384,11 +370,10 @@ class DatasetProvider:
             pixel_limits=PixelLimits.of(vars(args)),
             transparency=args.transparency,
         )
-        patches = () if sees is None else _PATCH_SIZES
         require_fit(
             processor,
-            **{name: getattr(model, name, None) for name in TOKEN_IDS},
+            **{name: getattr(model, name, None) for name in processor.tokens},
             vocab_size=model.foundation.vocab_size,
-            **{name: getattr(sees, name) for name in patches},
+            **{name: getattr(sees, name, None) for name in _PATCH_SIZES},
         )
         return processor

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from loongplug.data.assignment import PlannedShare, PlannedUnit
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.loader import Heard
+from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.units import MediaBatch
 from loongplug.parallel.store_keys import comes

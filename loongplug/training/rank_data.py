@@ -11,14 +11,12 @@ from torch.distributed import PrefixStore, Store
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import EncoderUnits
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import Delivery, MicrobatchLoader
-from loongplug.data.media import coded_media
+from loongplug.data.media import CodedMedia, coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource
-from loongplug.data.units import token_ids
 from loongplug.data.video import VideoProcessor
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
@@ -108,7 +106,7 @@ class RankData(ABC):
             processor=self.processor,
             seq_length=settings.seq_length or self.args.seq_length,
             token_ids={
-                entry.name: token_ids(self.processor, entry.media)
+                entry.name: self.processor.places(*entry.media)
                 for entry in encoders(self.model.entries())
             },
             packed=self.args.packing if settings.packed is None else settings.packed,

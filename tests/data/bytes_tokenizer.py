@@ -44,9 +44,6 @@ def with_bytes(processor: Processor, template: str | None = None) -> Processor:
         processor,
         tokenizer=made,
         special_texts=SpecialTexts.of(made, more=SPECIAL),
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        token_ids={name: ids[text] for name, text in processor.tokens.items()},
         end_token_id=ids["<|im_end|>"],
     )

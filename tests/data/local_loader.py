@@ -38,7 +38,7 @@ def local_loader(
         source,
         processor=dataset.processor,
         seq_length=dataset.seq_length,
-        token_ids={ENCODER: dataset.processor.visual_token_ids},
+        token_ids={ENCODER: dataset.processor.places("image", "video")},
         packed="look_ahead" in options,
         deliveries={ENCODER: loaded_here(dataset)} if with_images else {},
     )
@@ -50,7 +50,7 @@ def loaded_here(dataset: ChatDataset, *, replica: int = 0) -> Delivery:
         [(0,), (1,)],
         None,
         rank=replica,
-        row_values=dataset.processor.patch_dim,
+        row_values=dataset.processor.vision.patch_dim,
         coded=coded_media(dataset.processor, dataset.videos),
         device=torch.device("cpu"),
         news=None,

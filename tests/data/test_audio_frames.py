@@ -50,7 +50,7 @@ def theirs(*sounds: np.ndarray) -> Any:
 @settings(max_examples=40)
 def test_rows_are_the_extractors_frames_and_silence_behind(samples: int, kind: AudioSizes) -> None:
     frames = AudioFrames(EXTRACTOR, kind)
-    ((rows, grid),) = frames.frames([sound(samples)])
+    rows, grid = frames.frames(sound(samples))
     assert grid == frames.grid(samples) == (1, 1, -(-samples // 160) + kind.behind)
     assert rows.shape == (grid[2], MEL_BINS)
     assert rows.dtype == torch.float32
@@ -68,7 +68,7 @@ def test_rows_are_the_extractors_frames_and_silence_behind(samples: int, kind: A
 def test_inputs_of_the_model_in_transformers(kind: AudioSizes) -> None:
     sounds = [sound(n, seed=n) for n in (8_000, 16_000 * SECONDS, 400 if kind.always else 481)]
     frames = AudioFrames(EXTRACTOR, kind)
-    rows, grids = zip(*frames.frames(sounds), strict=True)
+    rows, grids = zip(*map(frames.frames, sounds), strict=True)
     made = frames.model_inputs(torch.cat(rows), torch.tensor(grids))
     expected = theirs(*sounds)
     features, mask = made["input_features"], made["feature_attention_mask"]
@@ -91,7 +91,7 @@ def test_silence_and_one_loud_sample() -> None:
     click = silent.copy()
     click[-1] = 0.9
     for each in (silent, click):
-        ((rows, grid),) = frames.frames([each])
+        rows, grid = frames.frames(each)
         made = frames.model_inputs(rows, torch.tensor([grid]))["input_features"]
         torch.testing.assert_close(made, theirs(each)["input_features"], rtol=0, atol=1e-6)
 
@@ -106,7 +106,8 @@ def test_only_what_is_heard_is_computed(monkeypatch: pytest.MonkeyPatch) -> None
         return plain(waveform, device)
 
     monkeypatch.setattr(EXTRACTOR, "_torch_extract_fbank_features", noting)
-    frames.frames([sound(1_600), sound(16_000 * SECONDS)])
+    for samples in (1_600, 16_000 * SECONDS):
+        frames.frames(sound(samples))
     assert asked[0] < 1_600 + 5 * 160
     assert asked[1] == 16_000 * SECONDS
 

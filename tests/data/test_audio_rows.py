@@ -36,10 +36,11 @@ from loongplug.data.extents import ExtentTable
 from loongplug.data.fingerprint import processor_digest
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.kinds import KINDS
 from loongplug.data.lengths import tokens_of
-from loongplug.data.media import MediaLoader, token_count
+from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import InlineFile
-from loongplug.data.processor import MediaTokens, Processor, load_processor
+from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
@@ -122,11 +123,8 @@ def test_rows_agree_with_transformers(
     made = hearing.audio.model_inputs(unit.rows, unit.grids)
     for name in ("input_features", "feature_attention_mask"):
         torch.testing.assert_close(made[name], expected[name], rtol=0, atol=1e-6)
-    counts = [
-        token_count(*each, hearing)
-        for each in zip(media_in(dataset, 0), grids_of(sample), strict=True)
-    ]
-    assert sum(counts) == (sample.input_ids == hearing.audio_token_id).sum()
+    counts = [KINDS["audio"].tokens(grid, hearing) for grid in grids_of(sample)]
+    assert sum(counts) == (sample.input_ids == hearing.token_ids["audio_token_id"]).sum()
     assert sample.position_ids.tolist() == [list(range(len(sample)))] * 3
     # The answer with its end, and nothing else.
     trained = sample.labels[sample.loss_mask > 0]
@@ -139,16 +137,16 @@ def test_folders_as_published_and_as_saved_are_the_same(
     published = load_processor(write_qwen2_audio(tmp_path / "hub", published=True))
     assert published.images is hearing.images is None
     assert published.tokens == hearing.tokens
-    assert published.tokens.texts == AUDIO
+    assert tuple(published.tokens.values()) == AUDIO
     ids = [hearing.tokenizer.convert_tokens_to_ids(each) for each in AUDIO]
     assert [
-        hearing.audio_token_id,
-        hearing.audio_start_token_id,
-        hearing.audio_end_token_id,
+        hearing.token_ids["audio_token_id"],
+        hearing.token_ids["audio_start_token_id"],
+        hearing.token_ids["audio_end_token_id"],
     ] == ids
-    assert hearing.untrained_token_ids == set(ids)
-    assert hearing.media_token_ids == (ids[0],)
-    assert hearing.visual_token_ids == ()
+    assert set(hearing.token_ids.values()) == set(ids)
+    assert hearing.places(*KINDS) == (ids[0],)
+    assert hearing.places("image", "video") == ()
     write_wav(tmp_path / "a.wav", noise(4_000))
     path = write_rows(asked(audio("a.wav"), text("What?")))
     one, other = (chats(path, each) for each in (hearing, published))
@@ -203,8 +201,8 @@ def test_what_looks_like_a_sound_in_the_text_is_text(
     write_wav(tmp_path / "a.wav", noise(1_600))
     path = write_rows(asked(audio("a.wav"), text("".join(AUDIO)), answer=AUDIO[0]))
     sample = chats(path, hearing)[0]
-    assert [(sample.input_ids == each).sum() for each in hearing.untrained_token_ids].count(1) == 2
-    assert (sample.input_ids == hearing.audio_token_id).sum() == 2
+    assert [(sample.input_ids == each).sum() for each in hearing.token_ids.values()].count(1) == 2
+    assert (sample.input_ids == hearing.token_ids["audio_token_id"]).sum() == 2
     allowed = load_processor(folder, special_tokens_in_text=True)
     with pytest.raises(BadSampleError, match="audio tokens in the text for 1 audios") as caught:
         chats(path, allowed)[0]
@@ -225,10 +223,10 @@ def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: P
         f"<|im_start|>user\n<|audio_bos|>{'<|AUDIO|>' * 5}<|audio_eos|><|vision_bos|>"
         f"{'<|IMAGE|>' * 6}<|vision_eos|><|audio_bos|>{'<|AUDIO|>' * 10}<|audio_eos|>Which?"
     )
-    assert omni.tokens.texts == (*OMNI, *AUDIO)
+    assert tuple(omni.tokens.values()) == (*OMNI, *AUDIO)
     assert grids_of(sample) == ((1, 1, 20), (1, 4, 6), (1, 1, 40))
     # Sounds count as text; of the image, two rows of three columns behind 20 tokens.
-    start = int(np.flatnonzero(sample.input_ids == omni.image_token_id)[0])
+    start = int(np.flatnonzero(sample.input_ids == omni.token_ids["image_token_id"])[0])
     assert sample.position_ids[1, start : start + 6].tolist() == [start] * 3 + [start + 1] * 3
     assert sample.position_ids[:, :start].tolist() == [list(range(start))] * 3
     assert sample.position_ids[0, start + 6] == start + 3
@@ -237,9 +235,9 @@ def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: P
     assert sounds.grids.tolist() == [[1, 1, 20], [1, 1, 40]]
     images = media.load(media_in(dataset, 0)[1:2], where=WHERE)
     assert isinstance(omni.vision.transform, Qwen2VLImageProcessorPil)
-    assert images.rows.shape == (24, omni.patch_dim)
-    assert media.load([], where=WHERE).rows.shape == (0, omni.patch_dim)
-    assert media.load([], where=WHERE, sounds=True).rows.shape == (0, sounds.rows.shape[1])
+    assert images.rows.shape == (24, omni.vision.patch_dim)
+    assert media.no_rows(sounds=False).shape == (0, omni.vision.patch_dim)
+    assert media.no_rows(sounds=True).shape == (0, sounds.rows.shape[1])
 
 
 def test_a_sound_is_heard_once_until_its_file_changes(
@@ -415,7 +413,7 @@ def test_a_fault_behind_the_header_is_found_by_check(
     def refuse(clip: AudioClip, *, where: str) -> None:
         raise ValueError(f"{where}: audio {clip.path} is damaged.")
 
-    monkeypatch.setattr("loongplug.data.survey.decode_audio", refuse)
+    monkeypatch.setattr("loongplug.data.kinds.decode_audio", refuse)
     path = write_rows(asked(audio("a.wav"), text("What?")))
     checked = survey_of(hearing, JsonlIndex(path), 0)
     (finding,) = checked.findings
@@ -470,14 +468,13 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path, change: Any, words:
 def test_a_family_says_what_it_takes(tmp_path: Path, folder: Path, omni: Processor) -> None:
     """What a model has no token for is left out; what it has to have, a folder may not lack."""
     sizes = AudioSizes(mel_bins=16, longest=100, behind=2)
-    tokens = MediaTokens(image=None, video=None, start=None, end=None, audio="<|AUDIO|>")
-    told = load_processor(folder, tokens=tokens, audio_sizes=sizes)
+    told = load_processor(folder, tokens={"audio_token_id": "<|AUDIO|>"}, audio_sizes=sizes)
     assert told.audio is not None
     assert told.audio.most_samples == 16_000
-    assert told.audio_start_token_id is None
-    names = omni.tokens
-    sees = dataclasses.replace(names, audio=None, audio_start=None, audio_end=None)
+    assert "audio_start_token_id" not in told.token_ids
+    sees = {name: text for name, text in omni.tokens.items() if not name.startswith("audio")}
     seeing = load_processor(omni.folder, tokens=sees)
-    assert seeing.audio is seeing.audio_token_id is None
+    assert seeing.audio is None
+    assert "audio_token_id" not in seeing.token_ids
     with pytest.raises(ValueError, match=r"No image processor in .*, which is for sounds"):
         load_processor(folder, tokens=sees)

@@ -318,7 +318,7 @@ def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
     assert len(split) == sum(split.extent.lengths)
 
     def packed(samples: list[Sample]) -> Any:
-        ids = {"image_encoder": (alone.processor.image_token_id,)}
+        ids = {"image_encoder": (alone.processor.token_ids["image_token_id"],)}
         return collate(samples, pad_token_id=0, seq_length=128, packed=True, token_ids=ids)[0]
 
     found, expected = packed([split]), packed(apart)

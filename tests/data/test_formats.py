@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import (
-    Conversation,
-    ImagePart,
-    Message,
-    Part,
-    Video,
-    VideoFile,
-    VideoPart,
-)
+from loongplug.data.conversation import Conversation, MediaPart, Message, Part
 from loongplug.data.formats import parse_conversation
 
 pytestmark = pytest.mark.quick
@@ -45,20 +37,20 @@ def test_parts_and_strings_and_other_keys() -> None:
     assert [message.text for message in conversation.messages] == ["Be brief.", "What is it?"]
     assert not conversation.plain
     assert conversation.media(Path("/data")) == (
-        Path("/data/a.png"),
-        Video((Path("/data/1.png"), Path("/2.png")), fps=2.0),
-        Path("/b.png"),
-        Path("/data/c.png"),
-        VideoFile(Path("/data/clip.mp4"), fps=None),
-        VideoFile(Path("/data/d.mp4"), fps=0.5),
+        MediaPart("image", Path("/data/a.png")),
+        MediaPart("video", (Path("/data/1.png"), Path("/2.png")), fps=2.0),
+        MediaPart("image", Path("/b.png")),
+        MediaPart("image", Path("/data/c.png")),
+        MediaPart("video", Path("/data/clip.mp4"), fps=None),
+        MediaPart("video", Path("/data/d.mp4"), fps=0.5),
     )
 
 
 def as_parts(conversation: Conversation) -> list[tuple[str, list[Any]]]:
     def shown(part: Part) -> Any:
-        if isinstance(part, VideoPart):
-            return part.source, part.fps
-        return ("image", part.name) if isinstance(part, ImagePart) else ("text", part)
+        if isinstance(part, str):
+            return "text", part
+        return (part.source, part.fps) if part.kind == "video" else (part.kind, part.source)
 
     return [(m.role, [shown(part) for part in m.parts]) for m in conversation.messages]
 
@@ -387,8 +379,8 @@ def test_a_part_s_rate_is_of_its_video() -> None:
     row = {"messages": [{"role": "user", "content": [video, {"type": "video"}]}], "fps": 2.0}
     beside = row | {"videos": [["1.png", "2.png"], "c.mp4"]}
     assert parse_conversation(beside, where="r:1").messages[0].parts == (
-        VideoPart(("1.png", "2.png"), 4.0),
-        VideoPart("c.mp4", 2.0),
+        MediaPart("video", ("1.png", "2.png"), 4.0),
+        MediaPart("video", "c.mp4", 2.0),
     )
 
 

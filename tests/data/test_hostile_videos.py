@@ -13,13 +13,13 @@ from video_reference import Family
 
 from loongplug.data import video
 from loongplug.data.bad_samples import BadSampleError
-from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.conversation import Video, VideoClip, VideoHeader
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ConfinedFolder, TarMember, open_media_file
 from loongplug.data.processor import Processor
 from loongplug.data.units import UnitLoader
 from loongplug.data.video import VideoProcessor
-from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+from loongplug.data.video_files import decode_frames, video_header
 
 av = pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
 
@@ -50,14 +50,7 @@ def mp4() -> bytes:
 
 
 def clip(path: object, *indices: int) -> VideoClip:
-    return VideoClip(
-        path,  # type: ignore[arg-type]
-        indices,
-        total_frames=HEADER.frames,
-        file_fps=HEADER.fps,
-        height=HEADER.height,
-        width=HEADER.width,
-    )
+    return VideoClip(path, indices, HEADER)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "3gp", "matroska", "avi", "mpegts", "gif"])
@@ -236,7 +229,7 @@ def test_rates_and_lengths_that_no_video_has(
     videos = VideoProcessor(family.processor, family.style)
     for fps in (0.001, 1e300):
         try:
-            found = videos.clip(VideoFile(tmp_path / "a.mp4", fps), where=WHERE)
+            found = videos.clip(tmp_path / "a.mp4", fps=fps, where=WHERE)
         except ValueError as error:
             assert str(error).startswith(f"{WHERE}: {tmp_path}/a.mp4 cannot be sampled")  # noqa: PT017
         else:

@@ -12,8 +12,9 @@ from PIL import Image, ImageFile, ImageOps
 
 from loongplug.data.conversation import Medium, Video
 from loongplug.data.image_patches import QwenPatches
-from loongplug.data.images import decode_image, image_grid
-from loongplug.data.media import MediaLoader, placeholder
+from loongplug.data.images import decode_image, image_size
+from loongplug.data.kinds import medium_grid, placeholder
+from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
@@ -139,7 +140,7 @@ def test_tokens_from_the_header_are_the_processors(
         expected = reference(path, processor)
         with monkeypatch.context() as patch:
             patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
-            grid = image_grid(path, processor, where=WHERE)
+            grid = medium_grid(path, processor, videos=videos, where=WHERE)
         assert list(grid) == expected, (height, width)
         tokens = placeholder(path, grid, processor, videos=videos).run
         assert tokens == grid[1] * grid[2] // 4
@@ -166,7 +167,7 @@ def test_a_png_that_tells_late_how_it_is_turned_stays_as_it_is(
     with Image.open(path) as image:
         image.load()
         assert image.getexif()[0x0112] == 6
-    assert image_grid(path, processor, where=WHERE) == (1, 2, 6)
+    assert image_size(path, where=WHERE) == (32, 96)
     assert decode_image(path, where=WHERE).size == (96, 32)
 
 
@@ -183,7 +184,7 @@ def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
 ) -> None:
     path = KINDS["png"](tmp_path, height, width)
     with pytest.raises(ValueError, match=r"a\.png cannot be used: .*aspect ratio"):
-        image_grid(path, processor, where=WHERE)
+        medium_grid(path, processor, videos=VideoProcessor(processor, TIMESTAMPS), where=WHERE)
     with pytest.raises(ValueError, match="aspect ratio"):
         reference(path, processor)
 
@@ -195,7 +196,8 @@ def test_other_patch_sizes_follow_the_processor(
     transform = copy.deepcopy(processor.images.transform)
     transform.patch_size = 14
     other = dataclasses.replace(processor, images=QwenPatches(transform))
-    assert image_grid(path, other, where=WHERE) == (1, 6, 4)
+    videos = VideoProcessor(other, TIMESTAMPS)
+    assert medium_grid(path, other, videos=videos, where=WHERE) == (1, 6, 4)
 
 
 def test_transparency_reaches_images_and_frames_of_videos(

@@ -31,8 +31,7 @@ from transformers import (
 
 from loongplug.data.fingerprint import processor_digest
 from loongplug.data.image_patches import FixedPatches, PatchSizes, QwenPatches
-from loongplug.data.images import image_grid
-from loongplug.data.media import placeholder
+from loongplug.data.kinds import medium_grid, placeholder
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
@@ -87,12 +86,13 @@ def test_rows_put_together_are_the_pixels_of_transformers(
     theirs = kind.from_pretrained(str(tmp_path))(images=pictures, return_tensors="pt")
     expected = theirs["pixel_values"]
     assert expected.shape == (len(SIZES), 3, side, side)
-    made = images.patches(pictures)
+    made = images.coded(pictures)
     whole = side // 14 * 14
-    for number, (rows, grid) in enumerate(made):
+    for number, (coded, grid) in enumerate(made):
+        rows = images.pixel_bytes.decoded(coded)
         assert grid == (1, side // 14, side // 14) == images.grid(*SIZES[number])
         assert rows.dtype == torch.float32
-        assert rows.shape == (tokens, processor.patch_dim) == (tokens, 588)
+        assert rows.shape == (tokens, processor.vision.patch_dim) == (tokens, 588)
         (frame,) = images.frames(rows)
         assert torch.equal(frame[:, :whole, :whole], expected[number, :, :whole, :whole])
         assert not frame[:, whole:].any()
@@ -117,7 +117,8 @@ def test_internvl_s_tiles_in_merge_block_order(
     images = fixed(processor)
     assert images.spatial_merge_size == 2
     picture = noise(height, width)
-    ((rows, grid),) = images.patches([picture])
+    ((coded, grid),) = images.coded([picture])
+    rows = images.pixel_bytes.decoded(coded)
     theirs = GotOcr2ImageProcessorPil.from_pretrained(str(tmp_path))
     expected = theirs(images=[picture], crop_to_patches=True, return_tensors="pt")["pixel_values"]
     assert grid == (tiles, 32, 32) == images.grid(height, width)
@@ -138,8 +139,8 @@ def test_tokens_of_an_image(tmp_path: Path, write_image: Callable[..., str]) -> 
         (llava(tmp_path / "siglip", SIGLIP), 729, "<image>"),
         (internvl(tmp_path / "tiles"), 3 * 256, "<img><IMG_CONTEXT></img>"),
     ):
-        grid = image_grid(path, processor, where="here")
         videos = VideoProcessor(processor, TIMESTAMPS)
+        grid = medium_grid(path, processor, videos=videos, where="here")
         stands = placeholder(path, grid, processor, videos=videos)
         assert (stands.run, stands.text) == (runs, text)
 
@@ -155,8 +156,8 @@ def test_one_tile_where_the_folder_is_not_internvl_s(tmp_path: Path) -> None:
 def test_the_marks_around_an_image_are_not_trained(tmp_path: Path) -> None:
     processor = internvl(tmp_path)
     ids = [processor.tokenizer.convert_tokens_to_ids(t) for t in ("<img>", "</img>")]
-    assert processor.untrained_token_ids == {*ids, processor.image_token_id}
-    assert processor.visual_token_ids == (processor.image_token_id,)
+    assert set(processor.token_ids.values()) == {*ids, processor.token_ids["image_token_id"]}
+    assert processor.places("image", "video") == (processor.token_ids["image_token_id"],)
 
 
 def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
@@ -164,13 +165,13 @@ def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
     bare = write_folder(tmp_path / "bare", tokenizer, CLIP)
     with pytest.raises(ValueError, match=r"does not say how large patches are, .*config\.json"):
         load_processor(bare)
-    assert load_processor(bare, patch_sizes=PatchSizes(patch_size=28)).patch_size == 28
+    assert load_processor(bare, patch_sizes=PatchSizes(patch_size=28)).vision.patch_size == 28
     told = write_folder(tmp_path / "told", tokenizer, CLIP, patch_size=14)
-    assert load_processor(told).patch_size == 14
+    assert load_processor(told).vision.patch_size == 14
     # What the folder says is compared with the model later, so it counts.
-    assert load_processor(told, patch_sizes=PatchSizes(patch_size=28)).patch_size == 14
+    assert load_processor(told, patch_sizes=PatchSizes(patch_size=28)).vision.patch_size == 14
     both = write_folder(tmp_path / "both", tokenizer, CLIP, model=PATCH_14, patch_size=28)
-    assert load_processor(both).patch_size == 14
+    assert load_processor(both).vision.patch_size == 14
 
 
 def test_sizes_of_configs() -> None:
@@ -271,10 +272,11 @@ def test_images_that_would_grow_without_bound_are_refused_by_their_header(
     Image.new("L", (2, 402)).save(tmp_path / "narrow.png")
     for name, config in (("clip", CLIP), ("padded", PADDED)):
         processor = llava(tmp_path / name, config)
+        videos = VideoProcessor(processor, TIMESTAMPS)
         with pytest.raises(ValueError, match=r"^here: image .* one side is 201 times the other"):
-            image_grid(tmp_path / "narrow.png", processor, where="here")
+            medium_grid(tmp_path / "narrow.png", processor, videos=videos, where="here")
         with pytest.raises(ValueError, match="one side is 201 times"):
-            processor.images.patches([Image.new("RGB", (2, 402))])
+            processor.images.coded([Image.new("RGB", (2, 402))])
     padded = load_processor(tmp_path / "padded").images
     with pytest.raises(ValueError, match="padded to a square, it has more than"):
         padded.grid(100, 13_378)

@@ -27,13 +27,13 @@ from transformers import CLIPImageProcessorPil, GotOcr2ImageProcessorPil, LlavaP
 from transformers.utils import is_torchvision_available
 
 from loongplug.data.bad_samples import BadSampleError, BadSamples
-from loongplug.data.conversation import ImagePart
+from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.kinds import Placeholder
 from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.template import (
-    Placeholder,
     shortest_sample,
     tokenize_conversation,
     tokenize_prompt,
@@ -41,7 +41,7 @@ from loongplug.data.template import (
 
 pytestmark = pytest.mark.quick
 
-PICTURE = ImagePart("a.png")
+PICTURE = MediaPart("image", "a.png")
 # As LLaVA's processor is told; the class token is added and left out again.
 TOLD = {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 
@@ -71,7 +71,7 @@ def theirs(processor: Processor) -> LlavaProcessor:
 
 
 def images(processor: Processor, *runs: int) -> list[Placeholder]:
-    token = processor.tokens.image
+    token = processor.tokens["image_token_id"]
     return [Placeholder(token=token, text=token, run=run) for run in runs]
 
 
@@ -101,10 +101,11 @@ def test_prompts_are_those_of_llava_s_processor(llava: Processor, name: str) -> 
     number = str(messages).count("'image':")
     ours = tokenize_prompt(ASKED[name], llava, placeholders=images(llava, *[576] * number))
     assert ours.tolist() == features["input_ids"][0].tolist()
-    assert (ours == llava.image_token_id).sum() == 576 * number
+    assert (ours == llava.token_ids["image_token_id"]).sum() == 576 * number
     assert ours[0] == llava.tokenizer.bos_token_id
     if number:
-        ((rows, grid),) = llava.images.patches([picture])
+        ((coded, grid),) = llava.images.coded([picture])
+        rows = llava.images.pixel_bytes.decoded(coded)
         assert grid == (1, 24, 24)
         again = llava.images.model_inputs(rows, torch.tensor([grid]))["pixel_values"]
         assert torch.equal(again, features["pixel_values"][:1])
@@ -148,7 +149,7 @@ def test_special_tokens_in_text_are_text(llava: Processor, text: str) -> None:
     sample = conversation(("user", [PICTURE, text]), ("assistant", text))
     tokens = tokenize_conversation(sample, llava, phase="sft", placeholders=images(llava, 1))
     bos, eos = llava.tokenizer.bos_token_id, llava.end_token_id
-    assert (tokens.ids == llava.image_token_id).sum() == 1
+    assert (tokens.ids == llava.token_ids["image_token_id"]).sum() == 1
     assert np.flatnonzero(tokens.ids == bos).tolist() == [0]
     assert (tokens.ids == eos).sum() == 1
     spoken = tokens.ids[tokens.trained].tolist()
@@ -164,7 +165,7 @@ def test_pretraining_ends_answers_as_well(llava: Processor) -> None:
     sft = tokenize_conversation(TURNS, llava, phase="sft", placeholders=placed)
     all_text = tokenize_conversation(TURNS, llava, phase="pretrain", placeholders=placed)
     assert all_text.ids.tolist() == sft.ids.tolist()
-    expected = all_text.ids != llava.image_token_id
+    expected = all_text.ids != llava.token_ids["image_token_id"]
     expected[0] = False  # bos
     assert all_text.trained.tolist() == expected.tolist()
 
@@ -268,7 +269,7 @@ def test_microbatches_have_plain_positions_and_one_row_of_tokens_to_each_patch(
     assert microbatch.position_ids[0, 0, : len(expected)].tolist() == expected
     assert media_of(microbatch).grids.tolist() == [[1, 24, 24]]
     assert media_of(microbatch).rows.shape == (576, 588)
-    places = np.flatnonzero(sample.input_ids == llava.image_token_id)
+    places = np.flatnonzero(sample.input_ids == llava.token_ids["image_token_id"])
     assert unit_of(microbatch).places[0].tolist() == places.tolist()
     assert len(places) == 576
     lines = "\n".join(describe(survey_of(llava, dataset.rows, 0), llava))
@@ -360,9 +361,8 @@ def test_prompts_and_pixels_are_those_of_internvl_s_processor(tmp_path: Path) ->
     asked = conversation(("user", [PICTURE, PICTURE, "Which is older?"]))
     ours = tokenize_prompt(asked, processor, placeholders=placed)
     assert ours.tolist() == features["input_ids"][0].tolist()
-    made = processor.images.patches(pictures)
+    made = processor.images.coded(pictures)
     assert [grid for _, grid in made] == grids == [(3, 32, 32), (1, 32, 32)]
-    inputs = processor.images.model_inputs(
-        torch.cat([rows for rows, _ in made]), torch.tensor(grids)
-    )
+    rows = processor.images.pixel_bytes.decoded(torch.cat([rows for rows, _ in made]))
+    inputs = processor.images.model_inputs(rows, torch.tensor(grids))
     assert torch.equal(inputs["pixel_values"], features["pixel_values"])

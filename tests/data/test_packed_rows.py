@@ -25,7 +25,6 @@ from loongplug.data.order import SampleOrder
 from loongplug.data.packing import Pack, packs_once
 from loongplug.data.processor import Processor
 from loongplug.data.row_plan import START, Packing, PackStream, ResumePoint, packs_of_epochs
-from loongplug.data.units import token_ids
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
@@ -87,7 +86,7 @@ def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
     dataset: ChatDataset, packed: bool, balance: Balance
 ) -> None:
     samples = [dataset[i] for i in (2, 0, 1)]
-    ids = {"image_encoder": token_ids(dataset.processor, ("image",))}
+    ids = {"image_encoder": dataset.processor.places("image")}
     how: Any = {"pad_token_id": 7, "seq_length": 84, "packed": packed, "token_ids": ids}
     (whole,) = collate(samples, **how)
     ranks = [RowParts(cp=3, rank=rank, balance=balance) for rank in range(3)]

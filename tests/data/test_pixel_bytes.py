@@ -16,7 +16,8 @@ from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
 from loongplug.data.image_patches import QwenPatches
-from loongplug.data.media import MediaLoader, extent_of
+from loongplug.data.kinds import extent_of
+from loongplug.data.media import MediaLoader
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.processor import Processor
 from loongplug.data.units import MediaBatch, UnitLoader

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from video_reference import patches
 
 from loongplug.data.conversation import Video
-from loongplug.data.images import image_grid
+from loongplug.data.kinds import medium_grid
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -29,7 +30,8 @@ def test_images(
     """The grid that is planned by is the one of the pixels that are made."""
     Image.new("RGB", (256, 256), (9, 9, 9)).save(tmp_path / "a.png")
     processor = limited(processor_folder, **limits)
-    grid = image_grid(tmp_path / "a.png", processor, where="row")
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    grid = medium_grid(tmp_path / "a.png", processor, videos=videos, where="row")
     assert least <= grid[1] * grid[2] / 4 <= most
     made = processor.images.transform(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [list(grid)]
@@ -52,13 +54,13 @@ def test_videos(
     video = Video(tuple(tmp_path / name for name in names), fps=2.0)
     free = VideoProcessor(load_processor(folder), style).grid(video, where="row")
     processor = VideoProcessor(limited(folder, video_max_pixels=16 * TOKEN), style)
-    pixels, grid = processor.patches(video, where="row")
+    pixels, grid = patches(processor, video, where="row")
     assert processor.grid(video, where="row") == grid
     assert len(pixels) == grid[0] * grid[1] * grid[2]
     assert free[1] * free[2] > grid[1] * grid[2]
     assert grid[0] * grid[1] * grid[2] / 4 <= tokens * 2
     image = tmp_path / names[0]  # images are as the folder says
-    assert image_grid(image, processor._processor, where="row") == (1, 16, 16)
+    assert medium_grid(image, processor._processor, videos=processor, where="row") == (1, 16, 16)
 
 
 @pytest.mark.parametrize(

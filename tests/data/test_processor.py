@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
-from loongplug.data.conversation import Conversation, ImagePart, Message
-from loongplug.data.processor import MediaTokens, Processor, load_processor, require_fit
-from loongplug.data.template import Placeholder, tokenize_prompt
+from loongplug.data.conversation import Conversation, MediaPart, Message
+from loongplug.data.kinds import Placeholder
+from loongplug.data.processor import QWEN_TOKENS, Processor, load_processor, require_fit
+from loongplug.data.template import tokenize_prompt
 from loongplug.verify.tiny_processor import VOCAB_SIZE, build_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -26,15 +27,15 @@ def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
     """These numbers stand in configs: a change here must be made there."""
     assert processor.pad_token_id == 0
     assert processor.end_token_id == 2
-    assert processor.vision_start_token_id == 3
-    assert processor.vision_end_token_id == 4
-    assert processor.image_token_id == 5
-    assert processor.video_token_id == 6
-    assert processor.untrained_token_ids == {3, 4, 5, 6}
+    assert processor.token_ids["vision_start_token_id"] == 3
+    assert processor.token_ids["vision_end_token_id"] == 4
+    assert processor.token_ids["image_token_id"] == 5
+    assert processor.token_ids["video_token_id"] == 6
+    assert set(processor.token_ids.values()) == {3, 4, 5, 6}
     assert processor.end_token == "<|im_end|>"
     assert processor.vocab_size <= VOCAB_SIZE == 128
-    assert (processor.patch_size, processor.temporal_patch_size) == (16, 2)
-    assert (processor.spatial_merge_size, processor.patch_dim) == (2, 1536)
+    assert (processor.vision.patch_size, processor.vision.temporal_patch_size) == (16, 2)
+    assert (processor.vision.spatial_merge_size, processor.vision.patch_dim) == (2, 1536)
 
 
 ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1)))
@@ -61,7 +62,7 @@ def test_the_export_keeps_loading_next_to_a_models_config(
     text = "<|im_start|>user\nRead the digits.<|im_end|>\n"
     ids = AutoTokenizer.from_pretrained(str(tmp_path / "hf")).encode(text)
     assert ids == TOKENIZER.encode(text)
-    assert load_processor(tmp_path / "hf").image_token_id == 5
+    assert load_processor(tmp_path / "hf").token_ids["image_token_id"] == 5
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="AutoProcessor needs torchvision")
@@ -129,19 +130,20 @@ def test_tokens_of_another_family(folder: Path) -> None:
         path = folder / name
         text = path.read_text().replace("<|image_pad|>", "<image>")
         path.write_text(text.replace("<|vision_end|>", "</picture>"))
-    tokens = MediaTokens(image="<image>", end="</picture>")
+    tokens = {**QWEN_TOKENS, "image_token_id": "<image>", "vision_end_token_id": "</picture>"}
     processor = load_processor(folder, tokens=tokens)
-    assert (processor.image_token_id, processor.vision_end_token_id) == (5, 4)
+    ids = processor.token_ids
+    assert (ids["image_token_id"], ids["vision_end_token_id"]) == (5, 4)
     conversation = Conversation(
         messages=(
-            Message("user", (ImagePart("a.png"), "What is <|image_pad|>?")),
+            Message("user", (MediaPart("image", "a.png"), "What is <|image_pad|>?")),
             Message("assistant", ("A heron.",)),
         ),
         where="here:1",
     )
     stands = Placeholder(token="<image>", text="<image>", run=6)
-    ids = tokenize_prompt(conversation, processor, placeholders=[stands])
-    assert (ids == 5).sum() == 6
+    said = tokenize_prompt(conversation, processor, placeholders=[stands])
+    assert (said == 5).sum() == 6
 
 
 def test_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:

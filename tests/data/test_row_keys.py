@@ -19,7 +19,7 @@ from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
 from loongplug.data.blend import open_source
 from loongplug.data.check import index
-from loongplug.data.conversation import AudioPart, ImagePart, VideoPart
+from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import command_for, kept_table
 from loongplug.data.formats import parse_conversation
@@ -220,16 +220,16 @@ def test_one_medium_or_a_list_stands_beside_messages_and_text(beside: str) -> No
         whole = row | {"image": image, "video": "v.mp4", "audio": ["a.wav"]}
         said = parse_conversation(whole, where="r:1").messages[0].parts
         assert said == (
-            ImagePart("i.png"),
+            MediaPart("image", "i.png"),
             "What?",
-            VideoPart("v.mp4", None),
-            AudioPart("a.wav"),
+            MediaPart("video", "v.mp4", None),
+            MediaPart("audio", "a.wav"),
         )
     with pytest.raises(ValueError, match="1 <video> markers in the text for 2 videos"):
         parse_conversation(whole | {"video": ["v.mp4", "w.mp4"]}, where="r:1")
     part = {"type": "image", "image": dictionary}
     row = {"messages": [USER | {"content": [part]}, ANSWER]}
-    assert parse_conversation(row, where="r:1").messages[0].parts == (ImagePart("i.png"),)
+    assert parse_conversation(row, where="r:1").messages[0].parts == (MediaPart("image", "i.png"),)
 
 
 @pytest.mark.quick
@@ -384,7 +384,7 @@ def test_questions_and_answers_are_turns() -> None:
         ("system", ("Be brief.",)),
         ("user", ("Hi",)),
         ("assistant", ("Hello",)),
-        ("user", (ImagePart("i.png"), "What?\nNow")),
+        ("user", (MediaPart("image", "i.png"), "What?\nNow")),
         ("assistant", ("A",)),
     ]
     parts = {"instruction": "<image>What?", "input": "Now", "output": "A"}
@@ -486,4 +486,4 @@ def test_one_image_stands_beside_messages_in_parquet(
     rows = ArrowRows(tmp_path / "rows.parquet")
     for row, image in enumerate(("i.png", InlineFile("file", content))):
         said = parse_conversation(rows.read(row), where="r:1").messages[0].parts
-        assert said == (ImagePart(image), "What?")
+        assert said == (MediaPart("image", image), "What?")

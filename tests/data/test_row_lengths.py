@@ -59,7 +59,7 @@ def loader_of(dataset: ChatDataset, *, by_step: bool, only: range | None = None)
         processor=dataset.processor,
         seq_length=dataset.seq_length,
         row_lengths=RowLengths(by_step=by_step),
-        token_ids={ENCODER: dataset.processor.visual_token_ids},
+        token_ids={ENCODER: dataset.processor.places("image", "video")},
         only=only,
     )
 

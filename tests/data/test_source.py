@@ -24,7 +24,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import LoadedUnit, MediaBatch, token_ids
+from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.data.workers import WorkerSettings
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep
@@ -58,7 +58,7 @@ def source(dataset: ChatDataset, **options: Any) -> LocalSource:
 
 
 def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
-    ids = {ENCODER: dataset.processor.visual_token_ids}
+    ids = {ENCODER: dataset.processor.places("image", "video")}
     defaults: dict[str, Any] = {"processor": dataset.processor, "seq_length": 32, "token_ids": ids}
     defaults["deliveries"] = dict.fromkeys(options.get("token_ids", ids), loaded_here(dataset))
     return MicrobatchLoader(source, **defaults | options)
@@ -431,8 +431,9 @@ def test_a_plan_says_who_loads_what_of_one_encoder(mixed: ChatDataset) -> None:
 
 def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:
     processor = mixed.processor
-    ids = {name: token_ids(processor, each.kinds) for name, each in apart().items()}
-    assert ids == {ENCODER: (processor.image_token_id,), FILMS: (processor.video_token_id,)}
+    ids = {name: processor.places(*each.kinds) for name, each in apart().items()}
+    assert ids == {ENCODER: processor.places("image"), FILMS: processor.places("video")}
+    assert ids[ENCODER] != ids[FILMS]
     encoders = apart(films={"assignment": Assignment(replicas=2), "loads": (1,)})
     each = loader_of(
         source(mixed, encoders=encoders),

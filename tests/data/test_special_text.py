@@ -11,12 +11,12 @@ import pytest
 from bytes_tokenizer import SPECIAL, with_bytes
 from conversations import conversation
 
-from loongplug.data.conversation import ImagePart
+from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.kinds import Placeholder
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.special_text import SpecialTexts, hide_special
 from loongplug.data.template import (
-    Placeholder,
     TrainingPhase,
     tokenize_conversation,
     tokenize_prompt,
@@ -91,7 +91,7 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
 
 def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
     image = "<|image_pad|>"
-    parts = [image, ImagePart("a.png"), f"{image}{image}"]
+    parts = [image, MediaPart("image", "a.png"), f"{image}{image}"]
     tokens = tokenize_conversation(
         conversation(("user", parts), ("assistant", image)),
         bytes_processor,

@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 from conversations import conversation, marked
 
-from loongplug.data.conversation import Conversation, ImagePart, VideoPart
+from loongplug.data.conversation import Conversation, MediaPart
+from loongplug.data.kinds import Placeholder
 from loongplug.data.processor import QWEN_TOKENS, Processor
 from loongplug.data.template import (
-    Placeholder,
     Tokens,
     TrainingPhase,
     shortest_sample,
@@ -21,19 +21,20 @@ pytestmark = pytest.mark.quick
 
 
 def images(runs: list[int]) -> list[Placeholder]:
-    return [Placeholder(token=QWEN_TOKENS.image, text=QWEN_TOKENS.image, run=run) for run in runs]
+    token = QWEN_TOKENS["image_token_id"]
+    return [Placeholder(token=token, text=token, run=run) for run in runs]
 
 
-PICTURE = ImagePart("a.png")
-VIDEO = VideoPart(("1.png", "2.png"), fps=2.0)
+PICTURE = MediaPart("image", "a.png")
+VIDEO = MediaPart("video", ("1.png", "2.png"), fps=2.0)
 TIMED = Placeholder(  # two pictures of two tokens, each behind its time
-    token=QWEN_TOKENS.video,
+    token=QWEN_TOKENS["video_token_id"],
     text="".join(
         f"<{seconds} seconds><|vision_start|><|video_pad|><|vision_end|>" for seconds in (0.5, 1.5)
     ),
     run=2,
 )
-BLOCK = Placeholder(token=QWEN_TOKENS.video, text=QWEN_TOKENS.video, run=4)
+BLOCK = Placeholder(token=QWEN_TOKENS["video_token_id"], text=QWEN_TOKENS["video_token_id"], run=4)
 ONE_TURN = conversation(("user", [PICTURE, PICTURE, "Read the digits."]), ("assistant", "31"))
 TWO_TURNS = conversation(
     ("system", "How are: 2"),

@@ -13,10 +13,10 @@ from qwen_templates import QWEN2_5, QWEN3
 from loongplug.data.blend import open_source
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.formats import parse_conversation
+from loongplug.data.kinds import Placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW
 from loongplug.data.template import (
-    Placeholder,
     Tokens,
     TrainingPhase,
     tokenize_conversation,

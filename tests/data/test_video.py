@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 from transformers import Qwen2VLVideoProcessor
-from video_reference import BLOCKS, Family, read_frames, row_of, video
+from video_reference import BLOCKS, Family, patches, read_frames, row_of, video
 
 from loongplug.data.conversation import Video
 from loongplug.data.dataset import ChatDataset
@@ -50,7 +50,7 @@ def test_the_grid_from_the_headers_is_transformers_grid(
         shortest_edge=8 * 32 * 32, longest_edge=40 * 32 * 32
     )
     one = Video(tuple(tmp_path / name for name in names), fps=2.0)
-    pixels, grid = videos.patches(one, where=WHERE)
+    pixels, grid = patches(videos, one, where=WHERE)
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
     assert videos.grid(one, where=WHERE) == grid
     assert theirs["video_grid_thw"].tolist() == [list(grid)]
@@ -71,9 +71,9 @@ def test_frames_are_turned_upright(
     straight = Video(tuple(tmp_path / name for name in names), fps=2.0)
     one = Video((straight.frames[0], tmp_path / "turned.webp", straight.frames[2]), fps=2.0)
     assert videos.grid(one, where=WHERE) == videos.grid(straight, where=WHERE) == (2, 2, 6)
-    pixels, grid = videos.patches(one, where=WHERE)
+    pixels, grid = patches(videos, one, where=WHERE)
     assert grid == (2, 2, 6)
-    assert torch.equal(pixels, videos.patches(straight, where=WHERE)[0])
+    assert torch.equal(pixels, patches(videos, straight, where=WHERE)[0])
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])
@@ -167,9 +167,9 @@ def test_a_folder_written_by_transformers_5_gives_the_same(
     assert not (tmp_path / "saved" / "video_preprocessor_config.json").exists()
     one = one_video(tmp_path, write_frames("f", 5, height=41, width=77))
     saved = VideoProcessor(load_processor(tmp_path / "saved"), family.style)
-    pixels, grid = saved.patches(one, where=WHERE)
+    pixels, grid = patches(saved, one, where=WHERE)
     assert saved.grid(one, where=WHERE) == grid
-    expected = VideoProcessor(family.processor, family.style).patches(one, where=WHERE)
+    expected = patches(VideoProcessor(family.processor, family.style), one, where=WHERE)
     assert (grid, pixels.tolist()) == (expected[1], expected[0].tolist())
 
 
@@ -189,7 +189,7 @@ def test_a_folder_of_qwen2_5_as_published_has_one_file_for_both(
     theirs = Qwen2VLVideoProcessor.from_pretrained(str(folder))(
         [read_frames(tmp_path, [frame.name for frame in one.frames])], do_sample_frames=False
     )
-    pixels, grid = videos.patches(one, where=WHERE)
+    pixels, grid = patches(videos, one, where=WHERE)
     assert theirs["video_grid_thw"].tolist() == [list(grid)]
     assert grid == videos.grid(one, where=WHERE) == (2, 8, 4)
     assert torch.equal(pixels, theirs["pixel_values_videos"])

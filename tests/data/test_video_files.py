@@ -14,18 +14,19 @@ import torch
 from image_units import batch_of_extents
 from surveyed import dataset_of_media, grids_of, media_in, survey_of
 from transformers.video_utils import VideoMetadata
-from video_reference import Family, row_of
+from video_reference import Family, patches, row_of
 
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.conversation import VideoClip, VideoFile
+from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import MediaLoader, extent_of
+from loongplug.data.kinds import extent_of
+from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.units import UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
-from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+from loongplug.data.video_files import decode_frames, video_header
 
 av = pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
 
@@ -78,17 +79,6 @@ def decode_all(path: Path) -> Iterator[np.ndarray]:
             yield frame.to_ndarray(format="rgb24")
 
 
-def clip_of(path: Path, header: VideoHeader, indices: tuple[int, ...]) -> VideoClip:
-    return VideoClip(
-        path,
-        indices,
-        total_frames=header.frames,
-        file_fps=header.fps,
-        height=header.height,
-        width=header.width,
-    )
-
-
 @pytest.mark.parametrize("name", ["a.mp4", "a.avi", "a.mkv"])  # the last does not count frames
 def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -> None:
     path = tmp_path / write_video(name, 17, fps=12.5)
@@ -96,7 +86,7 @@ def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -
     assert header == VideoHeader(frames=17, fps=12.5, height=48, width=64)
     every = list(decode_all(path))
     for indices in ((0,), (16,), (0, 3, 4, 16), tuple(range(17))):
-        frames = decode_frames(clip_of(path, header, indices), where=WHERE)
+        frames = decode_frames(VideoClip(path, indices, header), where=WHERE)
         assert len(frames) == len(indices)
         for frame, index in zip(frames, indices, strict=True):
             np.testing.assert_array_equal(frame, every[index])
@@ -108,7 +98,7 @@ def test_frames_are_turned_upright(tmp_path: Path, write_video: WriteVideo, turn
     path = tmp_path / write_video("a.mp4", 2, turned=turned)
     header = video_header(path, where=WHERE)
     assert (header.height, header.width) == ((48, 64) if turned == 180 else (64, 48))
-    (first, _) = decode_frames(clip_of(path, header, (0, 1)), where=WHERE)
+    (first, _) = decode_frames(VideoClip(path, (0, 1), header), where=WHERE)
     expected = np.rot90(next(decode_all(path)), k=turned // 90)
     np.testing.assert_array_equal(first, expected)
 
@@ -147,19 +137,19 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
     header = video_header(path, where=WHERE)
     assert (header.frames, len(every)) == (53, 48)
     said: list[tuple[str, str]] = []
-    clip = clip_of(path, header, (0, 47, 48, 52))
+    clip = VideoClip(path, (0, 47, 48, 52), header)
     frames = decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
     for frame, index in zip(frames, (0, 47, 47, 47), strict=True):
         np.testing.assert_array_equal(frame, every[index])
     (kind, message) = said.pop()
     assert kind == "fewer frames than its header counts"
     assert message.startswith(f"{WHERE}: video {path}: its header counts 53 frames, but 48 can be")
-    decode_frames(clip_of(path, header, (0, 47)), where=WHERE, odd=lambda *_: pytest.fail("odd"))
+    decode_frames(VideoClip(path, (0, 47), header), where=WHERE, odd=lambda *_: pytest.fail("odd"))
 
     # What a run counts, and logs once.
     videos = VideoProcessor(processor, TIMESTAMPS)
     met = BadSamples()
-    taken = videos.clip(VideoFile(path, 30), where=WHERE)
+    taken = videos.clip(path, fps=30, where=WHERE)
     assert taken.indices[-1] == 52
     unit = batch_of_extents(extent_of(taken, videos.grid(taken, where=WHERE)))
     rows = dataset_of_media([taken], processor, videos=videos, where=WHERE)
@@ -182,11 +172,11 @@ def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
     path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=40)
     count = len(list(decode_all(path)))
     assert count < video_header(path, where=WHERE).frames == 20
-    clip = clip_of(path, video_header(path, where=WHERE), (0, 19))
-    decode_frames(replace(clip, total_frames=2 * count), where=WHERE)
+    clip = VideoClip(path, (0, 19), video_header(path, where=WHERE))
+    decode_frames(replace(clip, header=replace(clip.header, frames=2 * count)), where=WHERE)
     message = rf"^{WHERE}: video .* \({count} frames can be decoded: the header says"
     with pytest.raises(ValueError, match=message):
-        decode_frames(replace(clip, total_frames=2 * count + 1), where=WHERE)
+        decode_frames(replace(clip, header=replace(clip.header, frames=2 * count + 1)), where=WHERE)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
@@ -198,7 +188,7 @@ def test_stamps_that_are_not_index_by_rate_are_told(
     def odd(stamps: Sequence[int]) -> list[tuple[str, str]]:
         path, said = tmp_path / write_video(name, len(stamps), stamps=stamps), []
         header = video_header(path, where=WHERE)
-        clip = clip_of(path, replace(header, fps=10.0), tuple(range(len(stamps))))
+        clip = VideoClip(path, tuple(range(len(stamps))), replace(header, fps=10.0))
         decode_frames(clip, where=WHERE, odd=lambda *each: said.append(each))
         assert clip.times == tuple(number / 10 for number in range(len(stamps)))
         return said
@@ -293,7 +283,7 @@ def test_rates_of_row_flag_and_folder(
 
     def taken(*, row: float | None, flag: float | None) -> int:
         videos = VideoProcessor(processor, TIMESTAMPS, fps=flag)
-        return len(videos.clip(VideoFile(path, row), where=WHERE).indices)
+        return len(videos.clip(path, fps=row, where=WHERE).indices)
 
     assert taken(row=None, flag=None) == 12  # two per second, as published
     assert taken(row=None, flag=5.0) == 30
@@ -310,7 +300,7 @@ def test_the_limits_on_frames_are_the_processors(
     transform = videos._loaded(where=WHERE)
     transform.min_frames, transform.max_frames = 6, 8
     for fps, expected in ((0.5, 6), (1.0, 6), (9.0, 8)):
-        assert len(videos.clip(VideoFile(path, fps), where=WHERE).indices) == expected
+        assert len(videos.clip(path, fps=fps, where=WHERE).indices) == expected
 
 
 def test_a_video_of_one_frame_is_that_frame_twice(
@@ -318,9 +308,9 @@ def test_a_video_of_one_frame_is_that_frame_twice(
 ) -> None:
     path = tmp_path / write_video("a.mp4", 1)
     videos = VideoProcessor(family.processor, family.style)
-    clip = videos.clip(VideoFile(path, None), where=WHERE)
+    clip = videos.clip(path, fps=None, where=WHERE)
     assert clip.indices == (0,)
-    pixels, grid = videos.patches(clip, where=WHERE)
+    pixels, grid = patches(videos, clip, where=WHERE)
     assert grid == videos.grid(clip, where=WHERE)
     assert grid[0] == 1
     halves = pixels.reshape(-1, 3, 2, 16, 16)
@@ -333,11 +323,11 @@ def test_the_cache_tells_clips_of_one_file_apart(
     path = tmp_path / write_video("a.mp4", 40)
     videos = VideoProcessor(processor, TIMESTAMPS)
     loader = MediaLoader(processor, videos=videos)
-    few, many = (videos.clip(VideoFile(path, fps), where=WHERE) for fps in (1, 5))
+    few, many = (videos.clip(path, fps=fps, where=WHERE) for fps in (1, 5))
     assert few.indices != many.indices
     shapes = [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)]
     assert shapes[0] != shapes[1]
-    monkeypatch.setattr(videos, "patches", lambda *_, **__: pytest.fail("decoded again"))
+    monkeypatch.setattr(videos, "coded", lambda *_, **__: pytest.fail("decoded again"))
     assert [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)] == shapes
 
 
@@ -371,9 +361,9 @@ def test_files_that_cannot_be_used(
         with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
             video_header(tmp_path / name, where=WHERE)
     videos = VideoProcessor(processor, TIMESTAMPS)
-    clip = videos.clip(VideoFile(tmp_path / "cut.avi", 2), where=WHERE)
+    clip = videos.clip(tmp_path / "cut.avi", fps=2, where=WHERE)
     with pytest.raises(ValueError, match=rf"^{WHERE}: video .*cut\.avi is damaged"):
-        videos.patches(clip, where=WHERE)
+        patches(videos, clip, where=WHERE)
     monkeypatch.setattr(video_files, "_MOST_PIXELS", 160 * 160 - 1)
     with pytest.raises(ValueError, match=r"frames of 25600 pixels are above the limit"):
         video_header(tmp_path / "whole.avi", where=WHERE)

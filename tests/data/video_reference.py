@@ -19,8 +19,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
-from loongplug.data.video import TIMESTAMPS, VideoStyle
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 Row = dict[str, Any]
 Content = list[dict[str, Any]]
@@ -136,3 +137,9 @@ def reference(family: Family, row: Row, folder: Path) -> dict[str, Any]:
         "pixels": torch.cat(pixels),
         "grids": grids,
     }
+
+
+def patches(videos: VideoProcessor, video: Any, *, where: str) -> tuple[torch.Tensor, Grid]:
+    """The rows of values of a video, and their grid."""
+    rows, grid = videos.coded(video, where=where)
+    return videos.pixel_bytes.of_video(rows, grid), grid

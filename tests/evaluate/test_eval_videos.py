@@ -26,15 +26,6 @@ MAX_NEW_TOKENS = 4
 
 
 def tiny_model(processor: Any, *, timestamps: bool) -> PreTrainedModel:
-    ids = {
-        name: getattr(processor, name)
-        for name in (
-            "image_token_id",
-            "video_token_id",
-            "vision_start_token_id",
-            "vision_end_token_id",
-        )
-    }
     text = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -63,10 +54,10 @@ def tiny_model(processor: Any, *, timestamps: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     if timestamps:
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+        config = Qwen3VLConfig(text_config=text, vision_config=vision, **processor.token_ids)
         return Qwen3VLForConditionalGeneration(config)
     vision |= {"window_size": 64, "fullatt_block_indexes": [1], "tokens_per_second": 7}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **processor.token_ids)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 

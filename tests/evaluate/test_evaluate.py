@@ -58,10 +58,7 @@ def model_folder(tmp_path_factory) -> Path:
                 "deepstack_visual_indexes": [0],
                 "initializer_range": 0.2,
             },
-            image_token_id=processor.image_token_id,
-            video_token_id=processor.video_token_id,
-            vision_start_token_id=processor.vision_start_token_id,
-            vision_end_token_id=processor.vision_end_token_id,
+            **processor.token_ids,
         )
     )
     model.generation_config.eos_token_id = processor.end_token_id
@@ -152,7 +149,7 @@ def greedy_by_hand(model_folder: Path, data: Path) -> list[str]:
         ids = processor.tokenizer(text, return_tensors="pt")["input_ids"]
         new: list[int] = []
         while len(new) < MAX_NEW_TOKENS and processor.end_token_id not in new:
-            types = (ids == processor.image_token_id).int()
+            types = (ids == processor.token_ids["image_token_id"]).int()
             with torch.no_grad():
                 logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits
             model.model.rope_deltas = None

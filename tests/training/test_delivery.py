@@ -11,8 +11,8 @@ from ranks import run_ranks
 
 from loongplug.data.assignment import PlannedUnit
 from loongplug.data.bad_samples import BadSample
-from loongplug.data.coded_media import CodedMedia
 from loongplug.data.extents import MediumExtent
+from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch

@@ -21,7 +21,8 @@ STATES, STATE_HIDDEN = 4, 64  # of a token; both taps are behind layers of the f
 def visual(loader, microbatch):
     """Which tokens stand for images or videos, [b, s]."""
     processor, ids = loader._processor, microbatch.input_ids
-    return (ids == processor.image_token_id) | (ids == processor.video_token_id)
+    image, video = processor.places("image", "video")
+    return (ids == image) | (ids == video)
 
 
 def count(rank: int, *, flags: list[str]) -> tuple[int, list[list[int]]]:
