@@ -7,17 +7,26 @@ from torch.distributed import Store
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
-def comes(store: Store, key: str, *, seconds: float) -> bool:
+def comes(
+    store: Store,
+    key: str,
+    *,
+    seconds: float,
+    first: float = _FIRST_PAUSE,
+    longest: float = _LONGEST_PAUSE,
+) -> bool:
     """Whether ``key`` is there before time is up, asked again and again at growing distances.
+
+    These are from ``first`` to ``longest`` seconds.
 
     A wait of the store's own would print a warning when time is up, and meanwhile let no handler of
     a signal run. Raises RuntimeError when the store is gone.
     """
-    until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    until, pause = time.monotonic() + seconds, first
     while not store.check([key]):
         left = until - time.monotonic()
         if left <= 0:
             return False
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, longest)
     return True

@@ -16,8 +16,7 @@ from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
-from loongplug.platform import current_platform
-from loongplug.training.delivery import ReplicaDelivery, loaded_elsewhere, loaded_replicas
+from loongplug.training.delivery import loaded_elsewhere, loaded_replicas
 from loongplug.training.encoder_data import samples_of
 from loongplug.training.rank_data import RankData, StreamSettings
 
@@ -67,21 +66,12 @@ class DecoderData(RankData):
 
     def _deliveries(self, settings: StreamSettings) -> dict[str, Delivery]:
         found: dict[str, Delivery] = {}
+        replica = parallel_state.get_data_parallel_rank()
         for name, engine in self.engine.encoders.items():
             place = engine.place
-            news = self._news(name, settings, replica=parallel_state.get_data_parallel_rank())
             if place.edge is not None:
-                found[name] = ReplicaDelivery(
-                    place.edge.replicas,
-                    place.replica_group,
-                    rank=dist.get_rank(),
-                    row_values=self.model.encoder(name).row_values,
-                    coded=self.coded,
-                    device=current_platform().device,
-                    news=news,
-                    keeps=settings.again,
-                )
-            elif news is not None:
+                found[name] = self._delivery(name, place.edge.replicas, settings, replica=replica)
+            elif (news := self._news(name, settings, replica=replica)) is not None:
                 found[name] = partial(loaded_elsewhere, news, self._pieces(place, settings))
         return found
 

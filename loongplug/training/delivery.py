@@ -52,7 +52,7 @@ class News:
     def heard(self, index: int, loader: int) -> set[int]:
         """Of the share that ``loader`` loads. Waits until it has."""
         key = self._key(index, loader)
-        if not comes(self.store, key, seconds=self.seconds):
+        if not comes(self.store, key, seconds=self.seconds, first=0.0005, longest=0.05):
             raise RuntimeError(f"timed out waiting for what rank {loader} says of its media")
         return set(json.loads(self.store.get(key)))
 

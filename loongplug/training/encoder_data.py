@@ -14,8 +14,7 @@ from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import Entry, encoders
 from loongplug.parallel.states import decoder_layout
-from loongplug.platform import current_platform
-from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
+from loongplug.training.delivery import loaded_replicas
 from loongplug.training.rank_data import Microbatches, RankData, StreamSettings
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
@@ -50,16 +49,7 @@ class EncoderData(RankData):
                 loads=loaded_replicas(loading, rank=dist.get_rank()),
                 samples=samples,
             )
-            delivery = ReplicaDelivery(
-                loading,
-                place.replica_group,
-                rank=dist.get_rank(),
-                row_values=self.model.encoder(name).row_values,
-                coded=self.coded,
-                device=current_platform().device,
-                news=self._news(name, settings, replica=piece.decoder),
-                keeps=settings.again,
-            )
+            delivery = self._delivery(name, loading, settings, replica=piece.decoder)
             return self._loader(
                 settings.source_of(dp_rank=piece.decoder, encoders={name: units}, text=False),
                 settings,

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import EncoderUnits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import Delivery, MicrobatchLoader
-from loongplug.data.media import CodedMedia, coded_media
+from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource
@@ -24,7 +25,7 @@ from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.entries import encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.delivery import News
+from loongplug.training.delivery import News, ReplicaDelivery
 from loongplug.training.step_rows import row_lengths_of
 
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
@@ -77,11 +78,6 @@ class RankData(ABC):
     videos: VideoProcessor
     news: Store | None
 
-    @property
-    def coded(self) -> CodedMedia | None:
-        """What becomes of images and videos, which come as bytes; None without both."""
-        return coded_media(self.processor, self.videos)
-
     @abstractmethod
     def pieces(self, *, training: bool) -> int:
         """How many a stream gives for one microbatch, in training or in evaluation."""
@@ -117,6 +113,26 @@ class RankData(ABC):
             on_made=on_made,
             only=only,
             parts=parts,
+        )
+
+    def _delivery(
+        self,
+        encoder: str,
+        replicas: Sequence[Sequence[int]],
+        settings: StreamSettings,
+        *,
+        replica: int,
+    ) -> ReplicaDelivery:
+        """Of an encoder, whose replicas have these ranks, for a decoder replica."""
+        return ReplicaDelivery(
+            replicas,
+            self.engine.encoders[encoder].place.replica_group,
+            rank=dist.get_rank(),
+            row_values=self.model.encoder(encoder).row_values,
+            coded=coded_media(self.processor, self.videos),
+            device=current_platform().device,
+            news=self._news(encoder, settings, replica=replica),
+            keeps=settings.again,
         )
 
     def _news(self, encoder: str, settings: StreamSettings, *, replica: int) -> News | None:
