@@ -177,7 +177,7 @@ Files = Annotated[Annotated[File, Tag("one")] | Annotated[list[File], Tag("list"
 Videos = Annotated[Annotated[Name, Tag("one")] | Annotated[list[Source], Tag("list")], _ONE_OR_LIST]
 
 
-class MediaPart(_Schema):
+class MediaPartRow(_Schema):
     """Without a source it stands for the next of the row's media of its kind."""
 
     type: str
@@ -194,34 +194,34 @@ class MediaPart(_Schema):
         return found.url if isinstance(found, Url) else found
 
 
-class ImagePartRow(MediaPart):
+class ImagePartRow(MediaPartRow):
     type: Literal["image"]
     image: File | None = None
 
 
-class ImageUrlPart(MediaPart):
+class ImageUrlPart(MediaPartRow):
     type: Literal["image_url"]
     image_url: UrlOrString
 
 
-class VideoPartRow(MediaPart):
+class VideoPartRow(MediaPartRow):
     type: Literal["video"]
     video: Source | None = None
     fps: Rate | None = None
 
 
-class VideoUrlPart(MediaPart):
+class VideoUrlPart(MediaPartRow):
     type: Literal["video_url"]
     video_url: UrlOrString
     fps: Rate | None = None
 
 
-class AudioPartRow(MediaPart):
+class AudioPartRow(MediaPartRow):
     type: Literal["audio"]
     audio: File | None = None
 
 
-class AudioUrlPart(MediaPart):
+class AudioUrlPart(MediaPartRow):
     type: Literal["audio_url"]
     audio_url: UrlOrString
 
