@@ -19,7 +19,6 @@ from loongplug.data.blend import Blend, Rows, Source, sources_of
 from loongplug.data.energon import EnergonRows
 from loongplug.data.extents import ExtentTable, RowExtent
 from loongplug.data.fingerprint import processor_digest, source_digest
-from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.data.survey import SurveySettings
 
 _ANY = "any"  # no row's turns differ, whatever --multi-turn says of them
@@ -64,45 +63,27 @@ class IndexedExtents:
 
 def made_of(source: Source, settings: SurveySettings) -> dict[str, Any]:
     """What an index of the source's rows is bound to, as plain data; reads the files."""
+    access = settings.access
+    options = {**settings.options, "ignore_keys": access.ignored, "columns": access.names}
     return {
         "rows": source_digest(source),
         "processor": processor_digest(settings.folder),
-        "settings": {
-            "training_phase": settings.training_phase,
-            "video_timestamps": settings.timestamps,
-            "video_fps": settings.video_fps,
-            "special_tokens_in_text": settings.special_tokens_in_text,
-            "multi_turn": settings.multi_turn,
-            "max_row_mib": settings.access.max_row_mib,
-            "confine_media": settings.access.confine_media,
-            "ignore_keys": settings.access.ignored,
-            "columns": settings.access.names,
-            **settings.pixel_limits.given(),
-        },
+        "settings": {**options, "video_timestamps": settings.timestamps},
     }
 
 
 def command_for(source: Source, settings: SurveySettings) -> str:
     """The command line that makes the index."""
-    access = settings.access
-    values = {
+    options = {
         "tokenizer_model": settings.folder,
-        "training_phase": settings.training_phase,
-        "media_root": access.media_root,
-        "video_fps": settings.video_fps,
+        **settings.options,
+        "media_root": settings.access.media_root,
         "index_dir": settings.index_dir,
-        **settings.pixel_limits.given(),
-        "max_row_mib": None if access.max_row_mib == MAX_ROW_MIB else access.max_row_mib,
-        "ignore_keys": access.ignore_keys if access.ignored else None,
-        "columns": access.columns if access.names else None,
-        "multi_turn": None if settings.multi_turn == "split" else settings.multi_turn,
     }
     words = ["loongplug", "data", "index", str(path_of(source))]
-    for name, value in values.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    words += ["--confine-media"] * access.confine_media
-    words += ["--special-tokens-in-text"] * settings.special_tokens_in_text
+    for name, value in options.items():
+        if value not in (None, False, ""):
+            words += [f"--{name.replace('_', '-')}", *[str(value)] * (value is not True)]
     return shlex.join(words)
 
 

@@ -116,11 +116,3 @@ class MediaLoader:
                 self._cache.put(version, each, size=each[0].nbytes)
         rows, grids = zip(*(loaded[version] for version in versions), strict=True)
         return torch.cat(rows), list(grids)
-
-    def no_rows(self, *, sounds: bool) -> Tensor:
-        """None of an encoder's rows of values, [0, values of a row] float32."""
-        import torch
-
-        processor = self._processor
-        width = processor.hearing.sizes.mel_bins if sounds else processor.vision.patch_dim
-        return torch.zeros(0, width)

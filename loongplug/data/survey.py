@@ -68,6 +68,21 @@ class SurveySettings:
             found["timestamps"] = video_style_of(folder).timestamps
         return cls(**found)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that a command line gives, but for places; ``data index`` has all of them."""
+        return {
+            "training_phase": self.training_phase,
+            "video_fps": self.video_fps,
+            "special_tokens_in_text": self.special_tokens_in_text,
+            "multi_turn": self.multi_turn,
+            "max_row_mib": self.access.max_row_mib,
+            "confine_media": self.access.confine_media,
+            "ignore_keys": self.access.ignore_keys,
+            "columns": self.access.columns,
+            **self.pixel_limits.given(),
+        }
+
     def surveyor(self, *, seq_length: float = inf) -> "Surveyor":
         """By the folder's processor, for a model whose tokens are the folder's."""
         processor = load_processor(

@@ -36,7 +36,6 @@ class MediaBatch:
     index: int  # of the microbatch among those that a source of this replica gives, from 0
     encoder: str
     media: tuple[UnitMedium, ...]
-    sounds: bool = False  # whether the encoder takes these, also where there are none
 
     @classmethod
     def of(
@@ -62,7 +61,6 @@ class MediaBatch:
                 for number in extent.numbers
                 if extent.media[number].kind in kinds and (only is None or sample in only)
             ),
-            sounds="audio" in kinds,
         )
 
     def part(self, numbers: Sequence[int] | None) -> Self:
@@ -165,20 +163,19 @@ class UnitLoader:
 
     def bytes_of(self, unit: MediaBatch) -> int:
         """Of the rows that are loaded for it."""
-        audio = self._dataset.processor.audio
-        width = self._byte_width if unit.coded or audio is None else 4 * audio.sizes.mel_bins
-        return unit.loaded_rows * width
+        return self._zero(unit, device="meta").nbytes
 
-    def _zero(self, unit: MediaBatch) -> Tensor:
+    def _zero(self, unit: MediaBatch, *, device: str = "cpu") -> Tensor:
         """Rows as the unit's, but of nothing."""
-        if unit.coded:
-            return torch.zeros(unit.loaded_rows, self._byte_width, dtype=torch.uint8)
-        nothing = self._media.no_rows(sounds=True)
-        return nothing.new_zeros(unit.loaded_rows, nothing.shape[1])
+        audio = self._dataset.processor.audio
+        width, kind = self._byte_width, torch.uint8
+        if not unit.coded and audio is not None:
+            width, kind = audio.sizes.mel_bins, torch.float32
+        return torch.zeros(unit.loaded_rows, width, dtype=kind, device=device)
 
     def _load(self, unit: MediaBatch) -> Tensor:
         if not unit.media:
-            return self._media.no_rows(sounds=unit.sounds)
+            return self._zero(unit)
         rows = dict.fromkeys(each.row for each in unit.media)
         where = ", ".join(map(self._dataset.rows.where, rows))
         expected = [list(grid) for grid in unit.grids]
