@@ -6,7 +6,7 @@ is compared with the index.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -158,18 +158,11 @@ def _places_of(source: Source, settings: SurveySettings, name: str) -> list[Path
     return [beside, cached] if folder is None else [folder / beside.name]
 
 
-def _change(found: Any, expected: Mapping[str, Any]) -> str:
+def _change(found: Any, expected: Mapping[str, Mapping[str, Any]]) -> str:
     """The first setting that differs; nothing where none does."""
-    before, now = dict(_flat(found)), dict(_flat(expected))
-    for name in (*now, *before):
-        if before.get(name) != now.get(name):
-            return f"{name} was {before.get(name)}, is {now.get(name)}"
+    for part, now in expected.items():
+        before = found.get(part, {})
+        for name in {**now, **before}:
+            if before.get(name) != now.get(name):
+                return f"{part} {name} was {before.get(name)}, is {now.get(name)}"
     return ""
-
-
-def _flat(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(values, Mapping):
-        yield name, values
-        return
-    for key, value in values.items():
-        yield from _flat(value, f"{name} {key}".strip())

@@ -212,7 +212,6 @@ def test_other_rows_or_another_processor_are_refused(
         (lambda content: content + bytes(4), "is no index of this version"),
         (lambda content: content.replace(b'extents":"3"', b'extents":"2"'), "is no index of this"),
         (lambda content: b"loonglen" + bytes(40), "is no index of this version"),  # an old one
-        (lambda content: content[:-1] + b"\7", "is damaged"),
     ],
 )
 def test_a_damaged_index_is_refused(
