@@ -29,7 +29,7 @@ from loongplug.data.audio_files import decode_audio
 from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
-from loongplug.data.check import index
+from loongplug.data.check import index, tokens_of
 from loongplug.data.conversation import AudioClip
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extents import ExtentTable
@@ -37,7 +37,6 @@ from loongplug.data.fingerprint import processor_digest
 from loongplug.data.inspect import describe
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kinds import KINDS
-from loongplug.data.lengths import tokens_of
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor, load_processor

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from loongplug.data.lengths import fill_words, length_table, packs_of
+from loongplug.data.check import fill_words, length_table, packs_of
 
 pytestmark = pytest.mark.quick
 
