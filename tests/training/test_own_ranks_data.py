@@ -1,6 +1,7 @@
 """Runs with the encoder on ranks of its own: bad samples, evaluation and answers as on one rank."""
 
 import json
+import shutil
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -141,11 +142,16 @@ def processes(rank: int, *, flags: list[str]) -> int:
 
 
 def test_who_encodes_alone_tokenizes_nothing_with_an_index(evaluated, alone, demo, tmp_path):
-    files = [evaluated[evaluated.index(f"--{each}-data-path") + 1] for each in ("train", "valid")]
-    kept = {"access": RowAccess(media_root=demo), "index_dir": tmp_path}
-    index(files, settings_of(demo / "processor", **kept), processes=1)
-    layout = (*lies(2), "--index-dir", str(tmp_path))
-    assert same(train(evaluated, *layout, ranks=3, function=tokenless_steps), alone[0])
+    settings, flags = (
+        settings_of(demo / "processor", access=RowAccess(media_root=demo)),
+        [*evaluated],
+    )
+    for number, flag in enumerate(evaluated):
+        if flag in ("--train-data-path", "--valid-data-path"):
+            path = shutil.copy(evaluated[number + 1], tmp_path / f"{number}.jsonl")
+            flags[number + 1] = str(path)
+            index([str(path)], settings, processes=1)
+    assert same(train(flags, *lies(2), ranks=3, function=tokenless_steps), alone[0])
 
 
 def tokenless_steps(rank: int, *, flags: list[str]):
