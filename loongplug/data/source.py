@@ -40,6 +40,7 @@ class PlannedMicrobatch:
     units: Mapping[str, PlannedUnit]  # by the encoder's name
     text: Callable[[], tuple[Sample, ...]]
     replica: int = 0  # by its data parallel rank
+    taken: range | None = None  # which of its samples; None: all
     begins: ResumePoint | None = None  # where a source of packs goes on that begins with it
 
     @cached_property
@@ -49,7 +50,8 @@ class PlannedMicrobatch:
         Raises:
             ValueError: one cannot be used; with file and line.
         """
-        return self.text()
+        found = self.text()
+        return found if self.taken is None else found[self.taken.start : self.taken.stop]
 
 
 class LocalSource:
@@ -179,7 +181,8 @@ class LocalSource:
         planned = self._planned.popleft()
         number, part = divmod(place, len(self._parts))
         assert planned.number == number, (planned.number, number)
-        self.consumed_samples += self._each * (part == len(self._parts) - 1)
+        if part == len(self._parts) - 1:
+            self.consumed_samples += self._each
         self._work_ahead()
         return planned
 
@@ -212,6 +215,7 @@ class LocalSource:
                     units=each,
                     text=partial(self._text, text),
                     replica=text.replica,
+                    taken=text.taken,
                     begins=text.begins,
                 )
             )
@@ -278,7 +282,7 @@ class LocalSource:
     def _text(self, text: "_Text") -> tuple[Sample, ...]:
         samples = text.samples
         if samples is None and self._samples is None:
-            return text.of_part(tuple(map(Sample.outline, text.extents)))
+            return tuple(map(Sample.outline, text.extents))
         if samples is None:
             samples = tuple(map(_as_planned, self._samples_of(text.rows), text.extents))
             self._same(text.replica, text.number, samples, text.begins)
@@ -287,7 +291,7 @@ class LocalSource:
                 self._bad_samples.remarks.add(sample.remarks, where=sample.where)
             if sample.bad is not None:
                 self._bad_samples.meet(sample.bad)
-        return text.of_part(samples)
+        return samples
 
     def _to_be_loaded(self, unit: MediaBatch) -> Callable[[], LoadedUnit]:
         load = _Load(unit)
@@ -395,10 +399,6 @@ class _Text(NamedTuple):
     extents: tuple[RowExtent, ...]
     begins: ResumePoint | None
     samples: tuple[Sample, ...] | None
-
-    def of_part(self, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
-        """Those of all that are taken."""
-        return samples if self.taken is None else samples[self.taken.start : self.taken.stop]
 
 
 class _Draft(NamedTuple):

@@ -100,17 +100,12 @@ class LoadedShare:
 class ReplicaDelivery:
     """A :data:`Delivery`: the first rank of an encoder's replica loads for it, all get the rows.
 
-    An encoder that is sharded over the replica, or encodes the same on all of it, needs the rows
-    on each rank. Decoding them once and sending them costs a share of the processor time and
-    memory of decoding them everywhere, and what is sent (768 bytes for 16 x 16 pixels of an image,
-    which become values on each rank's device) is little for what connects such a replica. No other
-    rank ever has them.
-
-    All this is done at the pass that encodes them, for its media alone: passes are in one order on
-    a replica's ranks.
+    It does so at the pass that encodes them, for its media alone: passes are in one order on a
+    replica's ranks. What is sent is little (768 bytes for 16 x 16 pixels of an image, which become
+    values on each rank's device), and decoding everywhere is much. No other rank ever has the rows.
 
     Which samples have bad media is known to the loading rank alone, once it has loaded them. Where
-    they may be left out, those who train on the samples read it in the ``news``, and do so when the
+    they may be left out, those who train on the samples read it in the ``news`` when the
     microbatch's features are due: who loads its media waits for nothing of theirs.
     """
 

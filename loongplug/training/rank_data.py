@@ -17,7 +17,7 @@ from loongplug.data.loader import Delivery, MicrobatchLoader
 from loongplug.data.media import CodedMedia, coded_media
 from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import LocalSource
-from loongplug.data.workers import IN_PROCESS, WorkerSettings
+from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.hetero.placement import ApartPiece
@@ -78,6 +78,7 @@ class RankData:
         args, own = self.args, self.engine.own
         parts = self.parts(training=training)
         pins = current_platform().name == "cuda"
+        workers = WorkerSettings(processes=0 if again else args.num_workers, pin_memory=pins)
         packed = args.packing and not again
         coded = coded_media(dataset.processor, dataset.videos)
         made = {
@@ -93,9 +94,7 @@ class RankData:
             look_ahead=args.packing_look_ahead if packed else None,
             same=partial(self.same, name),
             text=own is None,
-            workers=IN_PROCESS
-            if again
-            else WorkerSettings(processes=args.num_workers, pin_memory=pins),
+            workers=workers,
             **options,
         )
         notes = training and packed and own is None
@@ -121,9 +120,8 @@ class RankData:
     ) -> tuple[EncoderUnits, Delivery | None]:
         """How this rank makes an encoder's units. Collective like the engine's places."""
         engine, encoder = self.engine.encoders[entry.name], self.model.encoder(entry.name)
-        place, rank, news = engine.place, dist.get_rank(), self._news(entry.name, stream)
-        if again:
-            news = None
+        place, rank = engine.place, dist.get_rank()
+        news = None if again else self._news(entry.name, stream)
         assignment, replicas = ONE_REPLICA, tuple[Sequence[int], ...]()
         if place.edge is not None:
             replicas = place.edge.replicas
