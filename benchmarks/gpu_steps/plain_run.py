@@ -142,7 +142,7 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
         dataset,
         sizes=StepSizes.constant(run.batch),
         micro_batch_size=run.batch,
-        dp_rank=0,
+        parts={0: None},
         dp_size=1,
         seed=1234,
         encoders={_ENCODER: EncoderUnits(kinds=("image", "video"))},

@@ -84,7 +84,7 @@ def _seconds(dataset: ChatDataset, extents: IndexedExtents, *, dp_size: int) -> 
         dataset,
         sizes=StepSizes.constant(dp_size),
         micro_batch_size=1,
-        dp_rank=0,
+        parts={0: None},
         dp_size=dp_size,
         seed=_SEED,
         encoders={},

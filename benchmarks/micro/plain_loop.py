@@ -53,7 +53,7 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         dataset,
         sizes=StepSizes.constant(GLOBAL_BATCH_SIZE),
         micro_batch_size=MICRO_BATCH_SIZE,
-        dp_rank=0,
+        parts={0: None},
         dp_size=1,
         seed=1234,
         encoders={_ENCODER: EncoderUnits(kinds=("image", "video"))},

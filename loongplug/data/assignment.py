@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from loongplug.data.extents import RowExtent
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.data.units import LoadedUnit, MediaBatch
@@ -30,6 +29,7 @@ class PlannedUnit:
 
     media: MediaBatch
     shares: tuple[PlannedShare, ...]
+    replica: int = 0  # the decoder's, of which the microbatch is
 
 
 class StepPlans(Protocol):
@@ -103,34 +103,12 @@ ONE_REPLICA = Assignment()
 class EncoderUnits:
     """How units are made for one encoder: of which kinds of media, and for which replicas.
 
-    Media are loaded for those replicas that ``loads`` names. With ``samples``, units are made of
-    these samples of each microbatch alone, by their places in it.
+    Media are loaded for those replicas that ``loads`` names.
     """
 
     kinds: tuple[str, ...]
     assignment: Assignment = ONE_REPLICA
     loads: Collection[int] = (0,)
-    samples: range | None = None
-
-
-def media_of(
-    rows: Sequence[Sequence[int]],
-    extents: Sequence[Sequence[RowExtent]],
-    encoders: Mapping[str, EncoderUnits],
-    *,
-    first: int = 0,
-) -> dict[str, list[MediaBatch]]:
-    """By encoder, the media of each of some microbatches, whose samples are of these rows.
-
-    ``first``: the index of the first of them.
-    """
-    return {
-        name: [
-            MediaBatch.of(index, *each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
-            for index, each in enumerate(zip(rows, extents, strict=True), first)
-        ]
-        for name, encoder in encoders.items()
-    }
 
 
 def planned_units(
@@ -138,18 +116,21 @@ def planned_units(
     media: Mapping[str, Sequence[MediaBatch]],
     *,
     step: int,
+    replicas: Sequence[int],
     encoders: Mapping[str, EncoderUnits],
     load: Callable[[MediaBatch], Callable[[], LoadedUnit]],
 ) -> list[dict[str, PlannedUnit]]:
     """Of each of these microbatches of a step of so many, by encoder.
 
-    ``load`` makes the future of what is to be loaded here.
+    They are of these ``replicas`` of the decoder. ``load`` makes the future of what is to be loaded
+    here.
     """
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
     for name, encoder in encoders.items():
         grids = [each.grids for each in media[name]]
         assigned = encoder.assignment.of(numbers, grids, step=step)
-        for units, each, shares in zip(found, media[name], assigned, strict=True):
+        of_each = zip(found, media[name], assigned, replicas, strict=True)
+        for units, each, shares, replica in of_each:
             parts = [(share, each.part(share.media)) for share in shares]
             units[name] = PlannedUnit(
                 media=each,
@@ -161,5 +142,6 @@ def planned_units(
                     )
                     for share, part in parts
                 ),
+                replica=replica,
             )
     return found

@@ -51,12 +51,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
-        only: range | None = None,
         parts: RowParts | None = None,
     ) -> None:
         """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
-
-        ``only``: microbatches are made of the samples at these places alone.
 
         ``parts``: which part of each row this rank holds, if it does not hold whole ones.
 
@@ -74,10 +71,10 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made
-        self._only = only
         self._parts = parts
         self._step: Iterator[PlannedMicrobatch] = iter(())
-        self._step_length = seq_length  # of the step's rows, where they have one length
+        # Of the step's rows, by its replica, where they have one length.
+        self._step_lengths: Mapping[int, int] = {}
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
     def __next__(self) -> Microbatch:
@@ -114,11 +111,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             for name, unit in planned.units.items()
         }
         made = collate(
-            [
-                sample
-                for place, sample in enumerate(planned.samples)
-                if self._only is None or place in self._only
-            ],
+            planned.samples,
             pad_token_id=self._processor.pad_token_id,
             seq_length=self._row_length(planned),
             token_ids=self._token_ids,
@@ -140,15 +133,21 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if self._row_lengths is None or not self._row_lengths.by_step:
             return step
         together = list(step)  # the extents of all of them, to know the longest
-        self._step_length = self._row_lengths.of(
-            (each.extents for each in together), longest=self._seq_length
-        )
+        self._step_lengths = {
+            replica: self._row_lengths.of(
+                (each.extents for each in together if each.replica == replica),
+                longest=self._seq_length,
+            )
+            for replica in {each.replica for each in together}
+        }
         return iter(together)
 
     def _row_length(self, planned: PlannedMicrobatch) -> int:
         """By all samples, also where a microbatch is made of some: ranks have to agree."""
-        if self._row_lengths is None or self._row_lengths.by_step:
-            return self._step_length
+        if self._row_lengths is None:
+            return self._seq_length
+        if self._row_lengths.by_step:
+            return self._step_lengths[planned.replica]
         return self._row_lengths.of((planned.extents,), longest=self._seq_length)
 
 

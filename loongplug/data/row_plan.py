@@ -1,6 +1,6 @@
 """Which rows each microbatch has: padded ones, packs, and those of an evaluation. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count, cycle, islice
 from typing import Any, NamedTuple, Self
@@ -34,7 +34,7 @@ START = ResumePoint(0, PackingState(read=0, held=()))
 
 
 class Slot(NamedTuple):
-    """A microbatch of one data parallel rank before anything of it is read."""
+    """A microbatch of a data parallel rank before anything of it is read."""
 
     rows: tuple[int, ...]
     begins: ResumePoint | None = None  # where a stream of packs goes on that begins with it
@@ -49,14 +49,19 @@ class Packing:
 
 
 def padded_slots(
-    order: SampleOrder, *, micro_batch_size: int, dp_rank: int, dp_size: int, consumed: int
+    order: SampleOrder,
+    *,
+    micro_batch_size: int,
+    dp_ranks: Collection[int],
+    dp_size: int,
+    consumed: int,
 ) -> Iterator[Slot]:
-    """Rows of their own, from so many ``consumed`` samples on. Endless."""
+    """Rows of their own, from so many ``consumed`` samples on, of each of these ranks in turn."""
+    sizes = {"micro_batch_size": micro_batch_size, "dp_size": dp_size}
     for start in count(consumed, micro_batch_size * dp_size):
-        positions = microbatch_positions(
-            start, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size
-        )
-        yield Slot(tuple(order.indices(positions)))
+        for rank in dp_ranks:
+            positions = microbatch_positions(start, dp_rank=rank, **sizes)
+            yield Slot(tuple(order.indices(positions)))
 
 
 class PackStream:
@@ -91,24 +96,24 @@ class PackStream:
         self,
         order: SampleOrder,
         *,
-        dp_rank: int,
+        dp_ranks: Collection[int],
         dp_size: int,
         consumed: int,
         taken: Callable[[Pack, bool], None] = lambda pack, own: None,
     ) -> Iterator[Slot]:
-        """The packs of one rank from so many ``consumed`` on: ranks take one each at a time.
+        """The packs of these ranks, from so many ``consumed`` on: ranks take one each at a time.
 
-        ``taken`` is called with each pack, and whether it is the rank's own.
+        ``taken`` is called with each pack, and whether it is one of theirs.
         """
         for first in count(consumed, dp_size):
             while self.given < first:
                 taken(self.next(), False)
             begins = ResumePoint(self.given, self._planner.state)
-            for _ in range(dp_rank):
-                taken(self.next(), False)
-            pack = self.next()
-            taken(pack, True)
-            yield Slot(tuple(order.indices(pack)), begins)
+            for rank in range(max(dp_ranks) + 1):
+                pack = self.next()
+                taken(pack, rank in dp_ranks)
+                if rank in dp_ranks:
+                    yield Slot(tuple(order.indices(pack)), begins)
 
 
 def packs_of_epochs(lengths: NDArray[np.int32], *, seed: int, packing: Packing, epochs: int) -> int:
@@ -169,12 +174,15 @@ class Evaluation:
             return tuple(place for place in places if place < self.rows)
         return tuple(row for pack in self.packs[places.start : places.stop] for row in pack)
 
-    def slots(self, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[Slot]:
-        """One rank's microbatches of one evaluation after the other."""
+    def slots(
+        self, *, micro_batch_size: int, dp_ranks: Collection[int], dp_size: int
+    ) -> Iterator[Slot]:
+        """These ranks' microbatches of one evaluation after the other, in turn."""
         # As of training: neighbours are made at one time, by all ranks together.
-        first, each = dp_rank * micro_batch_size, dp_size * micro_batch_size
-        for start in cycle(range(first, self.steps * self.batch, each)):
-            yield Slot(self.rows_at(range(start, start + micro_batch_size)))
+        sizes = {"micro_batch_size": micro_batch_size, "dp_size": dp_size}
+        for start in cycle(range(0, self.steps * self.batch, dp_size * micro_batch_size)):
+            for rank in dp_ranks:
+                yield Slot(self.rows_at(microbatch_positions(start, dp_rank=rank, **sizes)))
 
     def __str__(self) -> str:
         packed = "" if self.packs is None else f" in {len(self.packs)} packs"

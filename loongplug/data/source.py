@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from itertools import chain, count, islice, repeat, tee
 from typing import Any, NamedTuple
 
-from loongplug.data.assignment import EncoderUnits, PlannedUnit, media_of, planned_units
+from loongplug.data.assignment import EncoderUnits, PlannedUnit, planned_units
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.extents import UNUSABLE, RowExtent
@@ -35,24 +35,30 @@ _CHUNK = 16  # samples that are measured at a time
 class PlannedMicrobatch:
     """What is known of a microbatch before its text and its media are there."""
 
-    number: int  # in its step
-    extents: tuple[RowExtent, ...]  # of its samples
+    number: int  # in its replica's step
+    extents: tuple[RowExtent, ...]  # of all its samples
     units: Mapping[str, PlannedUnit]  # by the encoder's name
     text: Callable[[], tuple[Sample, ...]]
+    replica: int = 0  # by its data parallel rank
+    taken: range | None = None  # which of its samples; None: all
     begins: ResumePoint | None = None  # where a source of packs goes on that begins with it
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """Waits for them; to be asked for in the order of the microbatches.
+        """Those that are taken; waits for them. To be asked for in the microbatches' order.
 
         Raises:
             ValueError: one cannot be used; with file and line.
         """
-        return self.text()
+        found = self.text()
+        return found if self.taken is None else found[self.taken.start : self.taken.stop]
 
 
 class LocalSource:
-    """Steps of one data parallel rank, read here, from any number of consumed samples on. Endless.
+    """Steps of data parallel ranks, read here, from any number of consumed samples on. Endless.
+
+    ``parts`` are, by rank in ascending order, which samples of its microbatches are taken, None for
+    all: a rank that decodes takes its own; one that encodes alone, parts of several in turn.
 
     Which rows a microbatch has follows from their number or from their extents. These are those of
     the dataset's index; without one, of the samples, which are made first. Text and media are made
@@ -77,7 +83,7 @@ class LocalSource:
         *,
         sizes: StepSizes,
         micro_batch_size: int,
-        dp_rank: int,
+        parts: Mapping[int, range | None],
         dp_size: int,
         seed: int | None,
         encoders: Mapping[str, EncoderUnits],
@@ -86,12 +92,13 @@ class LocalSource:
         look_ahead: int | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
-        same: Callable[[int, Sequence[Sample], ResumePoint | None], None] = lambda *read: None,
+        same: Callable[[int, int, Sequence[Sample], ResumePoint | None], None] = lambda *read: None,
         text: bool = True,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
         """``consumed_samples`` ends a step; ``same`` compares each microbatch with other ranks'."""
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
+        self._parts = tuple(parts.items())  # of each round, in which all ranks make a microbatch
         self._dataset = dataset
         self._extents = dataset.extents
         self._micro_batch_size = micro_batch_size
@@ -106,7 +113,7 @@ class LocalSource:
         self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
         # Planning runs ahead of what is taken.
         self._steps_to_plan = sizes.microbatches(each=self._each, consumed=consumed_samples)
-        self._step = self._number = 0  # microbatches of the step that is planned, and the next
+        self._step = self._number = 0  # parts of the step that is planned, and the next
         self._index = 0  # of the next text
         self._drafts: deque[_Draft] = deque()
         self._planned: deque[PlannedMicrobatch] = deque()
@@ -120,7 +127,7 @@ class LocalSource:
         self._bytes_of = making.load.bytes_of
         self._pool: Pool[Any, Any] = Pool(making, settings=workers)
         order = SampleOrder(len(dataset), seed=seed)
-        own: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp_size}
+        own: dict[str, Any] = {"dp_ranks": tuple(parts), "dp_size": dp_size}
         samples: Callable[[], Sequence[Sample]] | None = None
         if evaluation is not None:
             slots = evaluation.slots(micro_batch_size=micro_batch_size, **own)
@@ -156,7 +163,8 @@ class LocalSource:
         Raises:
             ValueError: a row cannot be used; with file and line.
         """
-        return map(self._take, range(next(self._steps)))  # unlike a generator, outlives an error
+        step = next(self._steps) * len(self._parts)
+        return map(self._take, range(step))  # unlike a generator, outlives an error
 
     def resume_point(self) -> ResumePoint | None:
         """Where a source of packs goes on after what was taken from this one; None without."""
@@ -168,11 +176,13 @@ class LocalSource:
         """End the background processes."""
         self._pool.close()
 
-    def _take(self, number: int) -> PlannedMicrobatch:
+    def _take(self, place: int) -> PlannedMicrobatch:
         self._require_planned()
         planned = self._planned.popleft()
+        number, part = divmod(place, len(self._parts))
         assert planned.number == number, (planned.number, number)
-        self.consumed_samples += self._each
+        if part == len(self._parts) - 1:
+            self.consumed_samples += self._each
         self._work_ahead()
         return planned
 
@@ -193,16 +203,19 @@ class LocalSource:
             draft.numbers,
             draft.media,
             step=draft.step,
+            replicas=[each.replica for each in draft.texts],
             encoders=self._encoders,
             load=self._to_be_loaded,
         )
-        for number, text, each in zip(draft.numbers, draft.texts, units, strict=True):
+        for place, text, each in zip(draft.numbers, draft.texts, units, strict=True):
             self._planned.append(
                 PlannedMicrobatch(
-                    number=number,
+                    number=place // len(self._parts),
                     extents=text.extents,
                     units=each,
                     text=partial(self._text, text),
+                    replica=text.replica,
+                    taken=text.taken,
                     begins=text.begins,
                 )
             )
@@ -210,15 +223,27 @@ class LocalSource:
     def _drafted(self) -> "_Draft":
         """What is known of the next microbatches that are assigned together."""
         if self._number == self._step:
-            self._number, self._step = 0, next(self._steps_to_plan)
+            self._number, self._step = 0, next(self._steps_to_plan) * len(self._parts)
         number = self._number
         # What one encoder's units are assigned together with is planned with them.
         assignments = {name: each.assignment for name, each in self._encoders.items()}
         last = any(number in each.together(self._step) for each in assignments.values())
         numbers = range(number, self._step if last else number + 1)
         texts = [self._next_text() for _ in numbers]
-        rows, extents = [each.rows for each in texts], [each.extents for each in texts]
-        media = media_of(rows, extents, self._encoders, first=texts[0].number)
+        media = {
+            name: [
+                MediaBatch.of(
+                    each.number,
+                    each.rows,
+                    each.extents,
+                    encoder=name,
+                    kinds=encoder.kinds,
+                    only=each.taken,
+                )
+                for each in texts
+            ]
+            for name, encoder in self._encoders.items()
+        }
         plans: dict[str, tuple[Any, Future[Any]]] = {}
         for name, assignment in assignments.items():
             if assignment.by_plan is not None and self._settings.processes:
@@ -231,7 +256,10 @@ class LocalSource:
         slot = next(self._slots)
         blank = max(0, self._micro_batch_size - len(slot.rows))
         rows = (*slot.rows, *(-1,) * blank)
-        index, self._index = self._index, self._index + 1
+        number, part = divmod(self._index, len(self._parts))
+        self._index += 1
+        replica, taken = self._parts[part]
+        made = partial(_Text, replica, taken, number, rows)
         if self._extents is None:
             samples = self._samples_of(rows)
             if self._packed and sum(map(len, samples)) > (most := self._dataset.seq_length):
@@ -240,12 +268,11 @@ class LocalSource:
                     f" {most}: rows or media have changed since they were measured. Start again."
                 )
             # Ranks agree on them before anything is planned by them.
-            self._same(index, samples, slot.begins)
-            extents = tuple(each.extent for each in samples)
-            return _Text(index, rows, extents, slot.begins, samples)
+            self._same(replica, number, samples, slot.begins)
+            return made(tuple(each.extent for each in samples), slot.begins, samples)
         known = map(self._extents.row, slot.rows)
         fitting = (x if x.tokens <= self._dataset.seq_length else UNUSABLE for x in known)
-        return _Text(index, rows, (*fitting, *(UNUSABLE,) * blank), slot.begins, None)
+        return made((*fitting, *(UNUSABLE,) * blank), slot.begins, None)
 
     def _samples_of(self, rows: Sequence[int]) -> tuple[Sample, ...]:
         """Of the next slot, whose rows these are."""
@@ -258,7 +285,7 @@ class LocalSource:
             return tuple(map(Sample.outline, text.extents))
         if samples is None:
             samples = tuple(map(_as_planned, self._samples_of(text.rows), text.extents))
-            self._same(text.number, samples, text.begins)
+            self._same(text.replica, text.number, samples, text.begins)
         for sample in samples:
             if self._bad_samples.speaks:  # else another rank of the replica counts the row
                 self._bad_samples.remarks.add(sample.remarks, where=sample.where)
@@ -365,7 +392,9 @@ class _Load:
 class _Text(NamedTuple):
     """A microbatch's text: which rows, and the samples where they were made to know extents."""
 
-    number: int  # of all
+    replica: int
+    taken: range | None  # of its samples; None: all
+    number: int  # of all of the replica's
     rows: tuple[int, ...]  # of the dataset; -1: a blank one
     extents: tuple[RowExtent, ...]
     begins: ResumePoint | None
@@ -373,9 +402,9 @@ class _Text(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    """Microbatches of a step that are assigned together; plans are being made."""
+    """Parts of a step's microbatches that are assigned together; plans are being made."""
 
-    numbers: range
+    numbers: range  # of the parts, of so many in the step
     step: int
     texts: Sequence[_Text]
     media: Mapping[str, Sequence[MediaBatch]]

@@ -21,7 +21,7 @@ from loongplug.hetero.recorded_schedule import events, shortened, turns
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.decoder_data import assignment_of
+from loongplug.training.rank_data import assignment_of
 from loongplug.training.rules.communicators import communicators_of
 
 ROLES = ("decoder", "encoder + decoder")

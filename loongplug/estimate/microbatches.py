@@ -44,7 +44,7 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
             dataset,
             sizes=StepSizes.constant(args.global_batch_size),
             micro_batch_size=args.micro_batch_size,
-            dp_rank=replica,
+            parts={replica: None},
             dp_size=args.data_parallel_size,
             seed=args.seed,
             encoders={each.name: EncoderUnits(kinds=each.media, loads=()) for each in entries},

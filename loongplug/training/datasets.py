@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import Source, parse_blend
@@ -21,6 +20,7 @@ from loongplug.data.fingerprint import fingerprint
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import LOG, said_by
 from loongplug.data.kinds import TOKEN_IDS
+from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor, require_fit
@@ -28,7 +28,6 @@ from loongplug.data.remarks import Remarks
 from loongplug.data.row_plan import Evaluation, Packing
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
-from loongplug.data.workers import IN_PROCESS
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
@@ -37,12 +36,10 @@ from loongplug.models.registry import family_of
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.answers import Asked
-from loongplug.training.decoder_data import DecoderData, speaks_for_replica
 from loongplug.training.delivery import store_of_news
-from loongplug.training.encoder_data import EncoderData
-from loongplug.training.packing_place import note_packing_place, packing_place
+from loongplug.training.packing_place import packing_place
 from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
-from loongplug.training.rank_data import Microbatches, RankData, StreamSettings, local_source
+from loongplug.training.rank_data import RankData, speaks_for_replica
 from loongplug.training.rows import (
     TRAINING,
     survey_settings,
@@ -53,16 +50,18 @@ from loongplug.training.rows import (
 from loongplug.training.same_start import SameRows
 from loongplug.training.step_sizes import step_sizes
 
+# Flags that decide on the stream of samples.
+_NOTED = (
+    "seed",
+    "seq_length",
+    "training_phase",
+    "video_fps",
+    "special_tokens_in_text",
+    "valid_share",
+)
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
-
-
-def noted_thoughts(args: Namespace, *, template: str) -> dict[str, bool]:
-    """What a note of data says of thoughts: nothing where all is as before there was the flag."""
-    trained, before = args.train_template_thought, "think" in template
-    noted = args.training_phase == "sft" and trained != before
-    return {"train_template_thought": trained} if noted else {}
 
 
 def _evaluation(dataset: ChatDataset, args: Namespace) -> Evaluation:
@@ -113,22 +112,16 @@ class DatasetProvider:
             evaluated = validation_rows(args)
         self._valid = None if evaluated is None else dataset(evaluated)
         blend = parse_blend(training_files(args), flag=TRAINING)
-        habits = habits_of(processor.tokenizer)
         settings = {
-            "seed": args.seed,
-            "seq_length": args.seq_length,
-            "training_phase": args.training_phase,
-            "video_fps": args.video_fps,
+            **{name: getattr(args, name) for name in _NOTED},
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
-            # Absent without them, as in the notes of runs before there were such flags.
-            **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
-            **({"ignore_keys": train.rows.access.ignored} if args.ignore_keys else {}),
-            **({"columns": train.rows.access.names} if args.columns else {}),
-            **({} if args.valid_share is None else {"valid_share": args.valid_share}),
-            **({"multi_turn": "last"} if args.packing and args.multi_turn == "last" else {}),
-            **noted_thoughts(args, template=processor.tokenizer.get_chat_template()),
+            "multi_turn": args.multi_turn if args.packing else None,
+            "train_template_thought": args.training_phase == "sft" and args.train_template_thought,
+            "ignore_keys": train.rows.access.ignored,
+            "columns": train.rows.access.names,
+            # Absent where it is dropped: by that, a run that goes on knows what was.
             **({} if args.transparency == "drop" else {"transparency": args.transparency}),
-            **PixelLimits.of(vars(args)).given(),
+            **vars(PixelLimits.of(vars(args))),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
         self.questions = (
@@ -153,27 +146,9 @@ class DatasetProvider:
         if self._valid is not None:
             self.evaluation = _evaluation(self._valid, args)
             args.eval_iters = self.evaluation.steps
-        indexed = None if train.extents is None else train.extents.tables
-        self._turns = ""  # what becomes of earlier ones, if the template renders them differently
-        if habits.renders_again and args.training_phase == "sft":
-            self._turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
-            if train.extents is not None:
-                usable = train.extents.lengths(seq_length=args.seq_length) > 0
-                answers = train.extents.by_row("answers")[usable].sum()
-                self._turns += f", {answers} answers are trained on"
         self._end_index: Callable[[], None] = lambda: None
-        self._streams: list[Microbatches] = []  # of training and, where there is one, validation
-        self._remarks = Remarks(literal_markers=args.literal_markers)  # by the indexes
-        # By them, too: rows of the files, and those that cannot be used.
-        self._rows = self._unusable = 0
-        for source, table in zip(train.sources, indexed or (), strict=False):
-            for remark, (count, row) in table.remarks.found.items():
-                self._remarks.add([remark], where=source.where(int(row)), rows=count)
-            self._rows += len(table.tokens)
-            self._unusable += table.unusable(args.seq_length)
-        # By the indexes; None without.
-        self.media = None if indexed is None else sum(len(each.kinds) for each in indexed)
-        met = Remarks(literal_markers=args.literal_markers, indexed=indexed is not None)
+        self._streams: list[MicrobatchLoader] = []  # of training and, if any, of validation
+        met = Remarks(literal_markers=args.literal_markers, indexed=train.extents is not None)
         self.bad_samples = BadSamples(args.bad_sample, met)  # met in training
         self._same_rows = SameRows(args)
 
@@ -204,21 +179,38 @@ class DatasetProvider:
         tokens = int(extents.lengths(seq_length=args.seq_length).sum(dtype=np.int64))
         return -(-tokens // args.seq_length)
 
+    @property
+    def media(self) -> int | None:
+        """How many the training data have; None without an index."""
+        extents = self.train.extents
+        return None if extents is None else sum(len(each.kinds) for each in extents.tables)
+
     def told(self) -> Iterator[str]:
         """What a person should know of the data at a run's start, a line each."""
-        if self._unusable and self.bad_samples.skips:
-            share = f"{self._unusable} of {self._rows} rows of the training data"
-            share += f" ({self._unusable / self._rows:.1%})"
+        args, train, extents = self._args, self.train, self.train.extents
+        tables = () if extents is None else extents.tables
+        rows = sum(len(each.tokens) for each in tables)
+        unusable = sum(each.unusable(args.seq_length) for each in tables)
+        if unusable and self.bad_samples.skips:
+            share = f"{unusable} of {rows} rows of the training data ({unusable / rows:.1%})"
             yield f"{share} are left out, by their index of lengths."
         if files := ", ".join(str(path_of(each)) for each in self._unindexed):
             yield f"An index of the extents of rows is made beside this run: {files}."
-        for line in self._remarks.totals():
+        remarks = Remarks(literal_markers=args.literal_markers)
+        for source, table in zip(train.sources, tables, strict=extents is not None):
+            for remark, (count, row) in table.remarks.found.items():
+                remarks.add([remark], where=source.where(int(row)), rows=count)
+        for line in remarks.totals():
             yield f"Training data have {line}."
-        if self._turns:
-            yield f"{self._turns}."
-        if (share := self._args.valid_share) is not None and self._valid is not None:
-            rows = f"{len(self._valid)} of {sum(map(len, self.train.sources))} rows"
-            yield f"{rows} of the training data are for validation alone: --valid-share {share:g}."
+        if habits_of(train.processor.tokenizer).renders_again and args.training_phase == "sft":
+            turns = f"Earlier turns are rendered differently: --multi-turn {args.multi_turn}"
+            if extents is not None:
+                usable = extents.lengths(seq_length=args.seq_length) > 0
+                turns += f", {extents.by_row('answers')[usable].sum()} answers are trained on"
+            yield f"{turns}."
+        if (share := args.valid_share) is not None and self._valid is not None:
+            kept = f"{len(self._valid)} of {sum(map(len, train.sources))} rows"
+            yield f"{kept} of the training data are for validation alone: --valid-share {share:g}."
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on.
@@ -246,31 +238,25 @@ class DatasetProvider:
             # The interleaved schedule runs them in groups.
             multiple = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
         plan = asking(self.questions, each=rows * decoder.dp, multiple=multiple)
-        questions = partial(
-            local_source,
-            args,
-            AskedRows(self._valid, self.questions, room=MAX_NEW_TOKENS),
+        asked = AskedRows(self._valid, self.questions, room=MAX_NEW_TOKENS, seq_length=length)
+        stream = self._data.stream(
+            asked,
+            name="questions",
+            again=True,
             micro_batch_size=rows,
             sizes=StepSizes.constant(plan.batch),
             seed=None,
             evaluation=plan,
-            look_ahead=None,
-            workers=IN_PROCESS,
             bad_samples=BadSamples(args.bad_sample),
-            same=partial(self._same_rows, "questions"),
         )
-        data, microbatches = self._data, plan.batch // (rows * decoder.dp)
-        settings = StreamSettings(
-            source_of=questions, name="questions", again=True, seq_length=length, packed=False
-        )
+        microbatches, taken = plan.batch // (rows * decoder.dp), self._data.parts(training=False)
         own: tuple[int, ...] = ()
         if decodes:
-            rank = parallel_state.get_data_parallel_rank()
-            slots = plan.slots(micro_batch_size=rows, dp_rank=rank, dp_size=decoder.dp)
+            slots = plan.slots(micro_batch_size=rows, dp_ranks=taken, dp_size=decoder.dp)
             own = tuple(row for slot in islice(slots, microbatches) for row in slot.rows)
         return Asked(
-            chunk=data.stream(settings).chunk,
-            pieces=data.pieces(training=False),
+            chunk=stream.chunk,
+            pieces=len(taken),
             questions=[each for each in self.questions if each.row in own],
             microbatches=microbatches,
             rows=rows,
@@ -300,45 +286,38 @@ class DatasetProvider:
             for _ in range((args.virtual_stages_of_decoder or 1) - 1):
                 todo = torch.empty(3, dtype=torch.long, device=current_platform().device)
                 dist.broadcast(todo, 0)
-        train = partial(
-            local_source,
-            args,
+        train = data.stream(
             self.train,
+            name="training",
+            training=True,
             micro_batch_size=args.micro_batch_size,
             sizes=sizes,
             seed=args.seed,
             consumed_samples=args.consumed_train_samples,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
-            same=partial(self._same_rows, "training"),
         )
-        note = partial(note_packing_place, args=args) if args.packing else None
-        settings = StreamSettings(source_of=train, name="training", training=True, on_made=note)
-        self._streams.append(data.stream(settings))
+        self._streams.append(train)
         if self._valid is not None and self.evaluation is not None:
-            valid = partial(
-                local_source,
-                args,
+            valid = data.stream(
                 self._valid,
+                name="validation",
                 micro_batch_size=args.eval_micro_batch_size,
                 sizes=StepSizes.constant(self.evaluation.batch),
                 seed=None,
                 evaluation=self.evaluation,
                 bad_samples=valid_bad_samples,
-                same=partial(self._same_rows, "validation"),
             )
-            self._streams.append(data.stream(StreamSettings(source_of=valid, name="validation")))
+            self._streams.append(valid)
 
     @cached_property
     def _data(self) -> RankData:
         """How this rank's streams are made."""
-        made = DecoderData if self._engine.decodes else EncoderData
-        return made(
+        return RankData(
             args=self._args,
             model=self._model,
             engine=self._engine,
-            processor=self.train.processor,
-            videos=self.train.videos,
+            same=self._same_rows,
             news=store_of_news() if self.bad_samples.skips else None,
         )
 

@@ -1,8 +1,8 @@
 """How a microbatch's media come from the rank that loads them to those that encode them."""
 
 import json
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from math import inf
@@ -31,44 +31,46 @@ class News:
     """Word of which samples have bad media, from the rank that loads these to all who ask.
 
     It lies in the ``store`` of the default group, under the encoder's name, the decoder's replica,
-    the microbatch's index there, and who loads the share. What is older than ``recent`` shares is
-    taken out by who wrote it: all have heard of it by then.
+    the microbatch's index there, and who loads the share. What is older than ``recent`` shares of
+    the replica's is taken out by who wrote it: all have heard of it by then.
     """
 
     store: Store
     encoder: str
-    replica: int
     recent: int
     seconds: float
-    _told: deque[str] = field(default_factory=deque)
+    _told: dict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
-    def tell(self, index: int, bad: Collection[int]) -> None:
+    def tell(self, replica: int, index: int, bad: Collection[int]) -> None:
         """Of a microbatch's share that this rank has loaded."""
-        self._told.append(self._key(index, dist.get_rank()))
-        self.store.set(self._told[-1], json.dumps(sorted(bad)))
-        if len(self._told) > self.recent:
-            self.store.delete_key(self._told.popleft())
+        told, key = self._told[replica], self._key(replica, index, dist.get_rank())
+        told.append(key)
+        self.store.set(key, json.dumps(sorted(bad)))
+        if len(told) > self.recent:
+            self.store.delete_key(told.popleft())
 
-    def heard(self, index: int, loader: int) -> set[int]:
+    def heard(self, replica: int, index: int, loader: int) -> set[int]:
         """Of the share that ``loader`` loads. Waits until it has."""
-        key = self._key(index, loader)
+        key = self._key(replica, index, loader)
         if not comes(self.store, key, seconds=self.seconds, first=0.0005, longest=0.05):
             raise RuntimeError(f"timed out waiting for what rank {loader} says of its media")
         return set(json.loads(self.store.get(key)))
 
-    def _key(self, index: int, loader: int) -> str:
-        return f"{self.encoder}/{self.replica}/{index}/{loader}"
+    def _key(self, replica: int, index: int, loader: int) -> str:
+        return f"{self.encoder}/{replica}/{index}/{loader}"
 
 
 class LoadedShare:
     """A share on the rank that loads it, from the first question on until all media are taken."""
 
-    def __init__(self, planned: PlannedShare, *, news: News | None, keeps: bool) -> None:
-        """``news`` are told of bad samples; with ``keeps`` media are taken again and again."""
+    def __init__(
+        self, planned: PlannedShare, *, tell: Callable[[set[int]], None] | None, keeps: bool
+    ) -> None:
+        """``tell`` is told of bad samples; with ``keeps`` media are taken again and again."""
         assert planned.load is not None, "another rank loads it"
         self._load = planned.load
         self._media = planned.media
-        self._news = news
+        self._tell = tell
         self._left = inf if keeps else len(planned.media.media)
         self._rows: Tensor | None = None
         self._bad: set[int] | None = None
@@ -78,8 +80,8 @@ class LoadedShare:
         if self._bad is None:
             loaded = self._load()
             self._rows, self._bad = loaded.rows, set(loaded.bad)
-            if self._news is not None:
-                self._news.tell(self._media.index, self._bad)
+            if self._tell is not None:
+                self._tell(self._bad)
         return self._bad
 
     def rows(self, numbers: range) -> Tensor:
@@ -98,17 +100,12 @@ class LoadedShare:
 class ReplicaDelivery:
     """A :data:`Delivery`: the first rank of an encoder's replica loads for it, all get the rows.
 
-    An encoder that is sharded over the replica, or encodes the same on all of it, needs the rows
-    on each rank. Decoding them once and sending them costs a share of the processor time and
-    memory of decoding them everywhere, and what is sent (768 bytes for 16 x 16 pixels of an image,
-    which become values on each rank's device) is little for what connects such a replica. No other
-    rank ever has them.
-
-    All this is done at the pass that encodes them, for its media alone: passes are in one order on
-    a replica's ranks.
+    It does so at the pass that encodes them, for its media alone: passes are in one order on a
+    replica's ranks. What is sent is little (768 bytes for 16 x 16 pixels of an image, which become
+    values on each rank's device), and decoding everywhere is much. No other rank ever has the rows.
 
     Which samples have bad media is known to the loading rank alone, once it has loaded them. Where
-    they may be left out, those who train on the samples read it in the ``news``, and do so when the
+    they may be left out, those who train on the samples read it in the ``news`` when the
     microbatch's features are due: who loads its media waits for nothing of theirs.
     """
 
@@ -124,17 +121,19 @@ class ReplicaDelivery:
 
     def __call__(self, planned: PlannedUnit) -> tuple[MediaToCome | None, list[Heard]]:
         mine, heard = None, list[Heard]()
+        named = planned.replica, planned.media.index
         for each in planned.shares:
             ranks, media, loaded = self.replicas[each.share.encoder_replica], each.media, None
             if each.load is not None:
-                loaded = LoadedShare(each, news=self.news, keeps=self.keeps)
+                tell = None if self.news is None else partial(self.news.tell, *named)
+                loaded = LoadedShare(each, tell=tell, keeps=self.keeps)
             if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
                 mine = media.to_come(partial(self._rows, media, loaded))
             if media.media and loaded is not None:
                 heard.append(loaded.bad)
             elif media.media and self.news is not None:
-                heard.append(partial(self.news.heard, media.index, ranks[0]))
+                heard.append(partial(self.news.heard, *named, ranks[0]))
         return mine, heard
 
     def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
@@ -163,11 +162,11 @@ def loaded_elsewhere(
 
     ``pieces`` are the loading rank and the samples of each, None for all.
     """
-    index, having = planned.media.index, planned.media.samples
+    media = planned.media
     return None, [
-        partial(news.heard, index, loader)
+        partial(news.heard, planned.replica, media.index, loader)
         for loader, samples in pieces
-        if any(samples is None or each in samples for each in having)
+        if any(samples is None or each in samples for each in media.samples)
     ]
 
 

@@ -48,8 +48,11 @@ def end_tokens(processor: Processor) -> frozenset[int]:
 class AskedRows(ChatDataset):
     """Rows as ``questions``, each with ``room`` tokens behind it for an answer."""
 
-    def __init__(self, dataset: ChatDataset, questions: Sequence[Question], *, room: int) -> None:
+    def __init__(
+        self, dataset: ChatDataset, questions: Sequence[Question], *, room: int, seq_length: int
+    ) -> None:
         vars(self).update(vars(dataset))
+        self.seq_length = seq_length
         self.extents = None  # those of the rows
         self._asked = {each.row: _asking(each, dataset, room=room) for each in questions}
 

@@ -1,72 +1,48 @@
-"""What the data of a rank are made of, whether it decodes or encodes alone."""
+"""The data of a rank: the text that its stages consume, and the media that it encodes."""
 
-from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.distributed import PrefixStore, Store
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.assignment import EncoderUnits
+from loongplug.data.assignment import ONE_REPLICA, Assignment, EncoderUnits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import Delivery, MicrobatchLoader
-from loongplug.data.media import coded_media
-from loongplug.data.microbatch import Microbatch, TextNeeds
-from loongplug.data.processor import Processor
+from loongplug.data.media import CodedMedia, coded_media
+from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import LocalSource
-from loongplug.data.video import VideoProcessor
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
-from loongplug.models.architecture import MultimodalArchitecture
-from loongplug.models.entries import encoders
+from loongplug.hetero.modes import balance_of, mode_of
+from loongplug.hetero.placement import ApartPiece
+from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
+from loongplug.models.entries import Entry, encoders
+from loongplug.models.layers.router import balances_by
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.delivery import News, ReplicaDelivery
+from loongplug.training.delivery import News, ReplicaDelivery, loaded_elsewhere, loaded_replicas
+from loongplug.training.packing_place import note_packing_place
+from loongplug.training.same_start import SameRows
 from loongplug.training.step_rows import row_lengths_of
 
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
 _RECENT_STEPS = 3
 
-# Makes the steps of a decoder replica: of its ``dp_rank``, with units made as ``encoders`` say.
-SourceOf = Callable[..., LocalSource]
-
-
-class Microbatches(Protocol):
-    """An endless stream of microbatches, or of pieces of them."""
-
-    def chunk(self, index: int) -> Iterator[Microbatch]:
-        """As this virtual chunk of the rank consumes them."""
-
-    def close(self) -> None:
-        """End what works in the background."""
+_NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """What a stream is of, and how it differs from the run's others.
-
-    ``source_of`` makes the steps of which a rank takes its part. Streams of one run differ in their
-    ``name``. ``again``: a microbatch's media are taken again and again, and nobody trains on it.
-    ``seq_length`` and ``packed``: the run's, unless others are given. ``on_made`` is called with
-    each microbatch of a stream of whole ones.
-    """
-
-    source_of: SourceOf
-    name: str
-    training: bool = False
-    again: bool = False
-    seq_length: int | None = None
-    packed: bool | None = None
-    on_made: Callable[[LocalSource], None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankData(ABC):
+class RankData:
     """How this rank's streams of microbatches are made.
+
+    One that decodes takes its replica's, whole. One that encodes alone takes no text: of each
+    microbatch number, of each decoder replica's in turn, the part that is its encoder replica's.
 
     ``news`` is where bad samples are told; None where none may be left out.
     """
@@ -74,106 +50,175 @@ class RankData(ABC):
     args: Namespace
     model: MultimodalArchitecture
     engine: Engine
-    processor: Processor
-    videos: VideoProcessor
+    same: SameRows
     news: Store | None
 
-    @abstractmethod
-    def pieces(self, *, training: bool) -> int:
-        """How many a stream gives for one microbatch, in training or in evaluation."""
+    def parts(self, *, training: bool) -> dict[int, range | None]:
+        """By decoder replica, which samples of a microbatch a stream is of; None for all."""
+        own = self.engine.own
+        if own is None:
+            return {parallel_state.get_data_parallel_rank(): None}
+        made = self.engine.encoders[own].place.made_by(dist.get_rank(), training=training)
+        return {each.decoder: self._samples(each) for each in made}
 
-    @abstractmethod
-    def stream(self, settings: StreamSettings) -> Microbatches:
-        """What this rank takes of the steps that a source makes, of training or evaluation."""
-
-    def _loader(
+    def stream(
         self,
-        source: LocalSource,
-        settings: StreamSettings,
+        dataset: ChatDataset,
         *,
-        deliveries: Mapping[str, Delivery],
-        needs: Sequence[TextNeeds],
-        on_made: Callable[[], None] | None = None,
-        only: range | None = None,
-        parts: RowParts | None = None,
+        name: str,
+        training: bool = False,
+        again: bool = False,
+        **options: Any,
     ) -> MicrobatchLoader:
+        """An endless one of a ``name`` of its own; ``options`` are the source's.
+
+        ``again``: rows of the dataset's length whose media are taken again and again, and nobody
+        trains on them.
+        """
+        args, own = self.args, self.engine.own
+        parts = self.parts(training=training)
+        pins = current_platform().name == "cuda"
+        workers = WorkerSettings(processes=0 if again else args.num_workers, pin_memory=pins)
+        packed = args.packing and not again
+        coded = coded_media(dataset.processor, dataset.videos)
+        made = {
+            entry.name: self._of_encoder(entry, name, training=training, again=again, coded=coded)
+            for entry in encoders(self.model.entries())
+            if own in (None, entry.name)
+        }
+        source = LocalSource(
+            dataset,
+            parts=parts,
+            dp_size=decoder_layout().dp,
+            encoders={name: units for name, (units, _) in made.items()},
+            look_ahead=args.packing_look_ahead if packed else None,
+            same=partial(self.same, name),
+            text=own is None,
+            workers=workers,
+            **options,
+        )
+        notes = training and packed and own is None
         return MicrobatchLoader(
             source,
-            processor=self.processor,
-            seq_length=settings.seq_length or self.args.seq_length,
+            processor=dataset.processor,
+            seq_length=dataset.seq_length,
             token_ids={
-                entry.name: self.processor.places(*entry.media)
+                entry.name: dataset.processor.places(*entry.media)
                 for entry in encoders(self.model.entries())
             },
-            packed=self.args.packing if settings.packed is None else settings.packed,
-            row_lengths=None if settings.seq_length else row_lengths_of(self.args),
-            deliveries=deliveries,
-            needs=needs,
-            pins=current_platform().name == "cuda",
-            on_made=on_made,
-            only=only,
-            parts=parts,
+            packed=packed,
+            row_lengths=None if again else row_lengths_of(args),
+            deliveries={name: each for name, (_, each) in made.items() if each is not None},
+            needs=_text_needs(args) if own is None else (_NO_TEXT,),
+            pins=pins,
+            on_made=partial(note_packing_place, source, args) if notes else None,
+            parts=_row_parts(args, decodes=own is None),
         )
 
-    def _delivery(
-        self,
-        encoder: str,
-        replicas: Sequence[Sequence[int]],
-        settings: StreamSettings,
-        *,
-        replica: int,
-    ) -> ReplicaDelivery:
-        """Of an encoder, whose replicas have these ranks, for a decoder replica."""
-        return ReplicaDelivery(
-            replicas,
-            self.engine.encoders[encoder].place.replica_group,
-            rank=dist.get_rank(),
-            row_values=self.model.encoder(encoder).row_values,
-            coded=coded_media(self.processor, self.videos),
-            device=current_platform().device,
-            news=self._news(encoder, settings, replica=replica),
-            keeps=settings.again,
+    def _of_encoder(
+        self, entry: Entry, stream: str, *, training: bool, again: bool, coded: CodedMedia | None
+    ) -> tuple[EncoderUnits, Delivery | None]:
+        """How this rank makes an encoder's units. Collective like the engine's places."""
+        engine, encoder = self.engine.encoders[entry.name], self.model.encoder(entry.name)
+        place, rank = engine.place, dist.get_rank()
+        news = None if again else self._news(entry.name, stream)
+        assignment, replicas = ONE_REPLICA, tuple[Sequence[int], ...]()
+        if place.edge is not None:
+            replicas = place.edge.replicas
+            assignment = assignment_of(self.args, encoder, replicas=len(replicas))
+            if training and engine.step_planner is not None:
+                assignment = replace(assignment, by_plan=engine.step_planner)
+        elif engine.here:
+            replicas = (place.given_media(rank),)  # the first stage alone needs media
+        units = EncoderUnits(
+            kinds=entry.media, assignment=assignment, loads=loaded_replicas(replicas, rank=rank)
         )
+        if replicas:
+            return units, ReplicaDelivery(
+                replicas,
+                place.replica_group,
+                rank=rank,
+                row_values=encoder.row_values,
+                coded=coded,
+                device=current_platform().device,
+                news=news,
+                keeps=again,
+            )
+        assert place.pieces is not None, "the encoder has ranks of its own"
+        replica = parallel_state.get_data_parallel_rank()
+        pieces = [
+            (place.given_media(each.ranks[0])[0], self._samples(each))
+            for each in place.pieces[training]
+            if each.decoder == replica
+        ]
+        return units, None if news is None else partial(loaded_elsewhere, news, pieces)
 
-    def _news(self, encoder: str, settings: StreamSettings, *, replica: int) -> News | None:
-        """Of an encoder's media for a decoder replica; None where nobody is to be told."""
-        if self.news is None or settings.again:
+    def _samples(self, piece: ApartPiece) -> range | None:
+        """Those of a microbatch that are the piece's; None for all of a pack, which is whole."""
+        return None if self.args.packing else piece.samples
+
+    def _news(self, encoder: str, stream: str) -> News | None:
+        """Of an encoder's media; None where nobody is to be told."""
+        if self.news is None:
             return None
         args, dp = self.args, decoder_layout().dp
         # Microbatches of a step or an evaluation, as many as there can be.
         training = args.global_batch_size // (args.micro_batch_size * dp)
         evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
         return News(
-            store=PrefixStore(settings.name, self.news),
+            store=PrefixStore(stream, self.news),
             encoder=encoder,
-            replica=replica,
             recent=_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)),
             seconds=60.0 * args.distributed_timeout_minutes,
         )
 
 
-def local_source(
-    args: Namespace,
-    dataset: ChatDataset,
-    *,
-    dp_rank: int,
-    encoders: Mapping[str, EncoderUnits],
-    same: Callable[..., None],
-    **options: Any,
-) -> LocalSource:
-    """The steps of a decoder replica; ``same`` and ``options`` are training's or validation's."""
-    options = {
-        "look_ahead": args.packing_look_ahead if args.packing else None,
-        "workers": WorkerSettings(
-            processes=args.num_workers, pin_memory=current_platform().name == "cuda"
-        ),
-        **options,
-    }
-    return LocalSource(
-        dataset,
-        dp_rank=dp_rank,
-        dp_size=decoder_layout().dp,
-        encoders=encoders,
-        same=partial(same, dp_rank),
-        **options,
+def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
+    """Which of an encoder's replicas encodes what in steps that do not stream, as the flags say."""
+    return Assignment(
+        replicas=replicas,
+        by_cost=balance_of(args, encoder).assign,
+        whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).on_every_stage,
     )
+
+
+def speaks_for_replica() -> bool:
+    """One rank per data parallel replica: its first stage's first rank."""
+    return parallel_state.is_pipeline_first_stage(ignore_virtual=True) and first_of_stage()
+
+
+def first_of_stage() -> bool:
+    """Whether this is the first of the ranks that share a stage and its rows."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+def _row_parts(args: Namespace, *, decodes: bool) -> RowParts | None:
+    """How the decoder's ranks share each row, and which part this one holds; None for all of it.
+
+    A rank that encodes alone holds none, and tells lengths by the first.
+    """
+    cp = decoder_layout().cp
+    rank = parallel_state.get_context_parallel_rank() if decodes else 0
+    return None if cp == 1 else RowParts(cp=cp, rank=rank, balance=args.cp_balance)
+
+
+def _text_needs(args: Namespace) -> list[TextNeeds]:
+    """What each of this rank's virtual chunks consumes of a microbatch's text, by chunk."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [
+        TextNeeds.of_stage(
+            first=first and chunk == 0,
+            last=last and chunk == chunks - 1,
+            balances=balances_by(
+                experts=args.num_experts,
+                auxiliary=args.moe_aux_loss_coeff,
+                z_loss=args.moe_z_loss_coeff,
+            ),
+        )
+        for chunk in range(chunks)
+    ]

@@ -56,7 +56,6 @@ from loongplug.training.checkpoints import (
     use_whole_checkpoints,
 )
 from loongplug.training.datasets import DatasetProvider
-from loongplug.training.decoder_data import first_of_stage, speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of, trained_modules
@@ -75,6 +74,7 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
+from loongplug.training.rank_data import first_of_stage, speaks_for_replica
 from loongplug.training.same_start import (
     require_same_data,
     require_same_start,

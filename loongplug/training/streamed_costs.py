@@ -19,9 +19,9 @@ from loongplug.models.amounts import ModelAmounts
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry
 from loongplug.models.registry import family_of
-from loongplug.training.decoder_data import assignment_of
 from loongplug.training.freezing import freezing_of
 from loongplug.training.layer_costs import decoder_costs
+from loongplug.training.rank_data import assignment_of
 from loongplug.training.rules.hetero import encoder_tp
 
 # What a layer of the encoder takes in a forward however few its rows are, in operations that the

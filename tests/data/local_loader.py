@@ -29,7 +29,7 @@ def local_loader(
         dataset,
         **{"sizes": StepSizes.constant(micro_batch_size * dp_size), **options},
         micro_batch_size=micro_batch_size,
-        dp_rank=dp_rank,
+        parts={dp_rank: None},
         dp_size=dp_size,
         seed=seed,
         encoders=image_units(loads=(0,) if with_images else ()),

@@ -30,7 +30,7 @@ def microbatches(
     """Of so many evaluations, the rows of all ranks."""
     count = evaluations * plan.steps * plan.batch // (dp * micro)
     sizes = {"micro_batch_size": micro, "dp_size": dp}
-    ranks = [plan.slots(dp_rank=rank, **sizes) for rank in range(dp)]
+    ranks = [plan.slots(dp_ranks=(rank,), **sizes) for rank in range(dp)]
     return [next(rank).rows for _ in range(count) for rank in ranks]
 
 

@@ -49,7 +49,7 @@ def loader_of(dataset: ChatDataset, *, by_step: bool, only: range | None = None)
         dataset,
         sizes=StepSizes.constant(4),
         micro_batch_size=2,
-        dp_rank=0,
+        parts={0: only},
         dp_size=1,
         seed=None,
         encoders=image_units(),
@@ -60,7 +60,6 @@ def loader_of(dataset: ChatDataset, *, by_step: bool, only: range | None = None)
         seq_length=dataset.seq_length,
         row_lengths=RowLengths(by_step=by_step),
         token_ids={ENCODER: dataset.processor.places("image", "video")},
-        only=only,
     )
 
 

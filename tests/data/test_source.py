@@ -53,7 +53,12 @@ def loaded_by(unit: PlannedUnit) -> Any:
 
 
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
-    defaults: dict[str, Any] = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2}
+    defaults: dict[str, Any] = {
+        "sizes": GROWS,
+        "micro_batch_size": 1,
+        "parts": {1: None},
+        "dp_size": 2,
+    }
     return LocalSource(dataset, **defaults | {"seed": 5, "encoders": image_units()} | options)
 
 
@@ -155,7 +160,8 @@ def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
     """Also of what is read ahead, in the order of the replica's microbatches; here in the end."""
     compared: list[tuple[int, tuple[Sample, ...]]] = []
 
-    def same(index: int, samples: tuple[Sample, ...], begins: None) -> None:
+    def same(replica: int, index: int, samples: tuple[Sample, ...], begins: None) -> None:
+        assert replica == 1
         compared.append((index, samples))
         if index == 11:
             raise ValueError("rows differ")

@@ -42,7 +42,7 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[tuple[Share, ...], ...]]:
         slots = padded_slots(
             SampleOrder(len(data), seed=parsed.args.seed),
             micro_batch_size=1,
-            dp_rank=replica,
+            dp_ranks=(replica,),
             dp_size=cell.dp,
             consumed=0,
         )

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +14,6 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import load_processor
 from loongplug.data.rows import RowAccess
-from loongplug.training.datasets import noted_thoughts
 from loongplug.training.run import run
 
 PADDING = 0
@@ -96,7 +94,7 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
         run_ranks(seen, 4, flags=again, timeout=120.0)
     assert len(raised.value.errors) == 4
     data.write_text("".join(lines))
-    changed = "settings seed was 1234, is 7; settings valid_share was absent, is 0.2"
+    changed = "settings seed was 1234, is 7; settings valid_share was None, is 0.2"
     with pytest.raises(RankError, match=changed):
         run_ranks(seen, 4, flags=[*again, "--seed", "7", "--valid-share", "0.2"], timeout=120.0)
     again = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "again")]
@@ -148,7 +146,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     assert said.count(met) == 1  # as rows are met
     noted = json.loads((tmp_path / "run" / "loongplug_data.json").read_text())
     assert noted["settings"]["train_template_thought"] is False
-    assert "multi_turn" not in noted["settings"]
+    assert noted["settings"]["multi_turn"] == "split"
     index([str(data)], settings_of(processor, access=RowAccess(media_root=demo)), processes=1)
     at = flags.index("--train-iters")
     flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
@@ -171,22 +169,6 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     data.write_text(data.read_text() + "\n")
     with pytest.raises(RankError, match=r"is of other rows or settings .*make it again"):
         train()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("template", ["{{ '<think>' }}", "{{ messages }}"])
-def test_a_note_tells_whether_thoughts_are_trained(template):
-    """In each template; that of a run from before there was the flag, which trained them, fits."""
-    made = [
-        noted_thoughts(
-            Namespace(training_phase=phase, train_template_thought=trained), template=template
-        )
-        for phase in ("sft", "pretrain")
-        for trained in (False, True)
-    ]
-    assert made[0] != made[1]
-    assert made[2] == made[3] == {}
-    assert made["think" in template] == {}
 
 
 @pytest.mark.slow

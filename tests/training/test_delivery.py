@@ -86,7 +86,7 @@ def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
             row_values=VALUES[name],
             coded=None,
             device=torch.device("cpu"),
-            news=News(store=store_of_news(), encoder=name, replica=0, recent=9, seconds=20.0),
+            news=News(store=store_of_news(), encoder=name, recent=9, seconds=20.0),
         )
         for name, replicas in REPLICAS.items()
     }
@@ -116,13 +116,13 @@ def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples() ->
 
 def told(rank: int) -> list[set[int]]:
     """Rank 0 tells of five microbatches, of which the last three's word stays."""
-    news = News(store=store_of_news(), encoder="eyes", replica=0, recent=3, seconds=20.0)
+    news = News(store=store_of_news(), encoder="eyes", recent=3, seconds=20.0)
     for index in range(5) if rank == 0 else ():
-        news.tell(index, {index})
+        news.tell(0, index, {index})
     dist.barrier()
     with pytest.raises(RuntimeError, match="timed out waiting for what rank 0"):
-        replace(news, seconds=0.05).heard(1, 0)
-    return [news.heard(index, 0) for index in (2, 3, 4)]
+        replace(news, seconds=0.05).heard(0, 1, 0)
+    return [news.heard(0, index, 0) for index in (2, 3, 4)]
 
 
 def test_word_stays_until_all_have_heard_it() -> None:

@@ -12,7 +12,7 @@ from image_units import unit_of
 from PIL import Image
 from ranks import run_ranks
 
-from loongplug.data import media
+from loongplug.data import kinds
 from loongplug.data.units import UnitLoader
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.executor import Executor
@@ -124,7 +124,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """
     seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
     begun, step = 0, []
-    decode, load, payload = media.decode_image, UnitLoader.__call__, EncoderOfStep.payload
+    decode, load, payload = kinds.decode_image, UnitLoader.__call__, EncoderOfStep.payload
     begin = Executor.begin
 
     def decoding(*args: Any, **kwargs: Any) -> Image.Image:
@@ -152,7 +152,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
                 seen["encoded"].append(begun - 8 + number)
         return payload(self, units, **states)
 
-    media.decode_image, UnitLoader.__call__ = decoding, loading
+    kinds.decode_image, UnitLoader.__call__ = decoding, loading
     Executor.begin, EncoderOfStep.payload = beginning, encoding
     run(flags)
     return seen

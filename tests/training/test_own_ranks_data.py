@@ -1,6 +1,8 @@
 """Runs with the encoder on ranks of its own: bad samples, evaluation and answers as on one rank."""
 
 import json
+import shutil
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,15 @@ import pytest
 from compared_runs import first_weights, same, train
 from compared_runs import steps as steps_of
 from cut_images import cut
+from ranks import run_ranks
+from surveyed import settings_of
 from sweeps import sweep
 
+from loongplug.data import survey
+from loongplug.data.check import index
+from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.order import epoch_permutation
+from loongplug.data.rows import RowAccess
 from loongplug.training.delivery import News
 
 pytestmark = pytest.mark.slow
@@ -112,6 +120,47 @@ def test_damaged_images_in_packs(evaluated, tmp_path):
     assert metrics["bad_samples"]["pixels"] > 1
 
 
+def test_who_encodes_alone_has_one_pool_a_stream_whatever_the_decoder_s_replicas(evaluated):
+    """Of training and of validation."""
+    for decoders in (1, 2):
+        layout = (*lies(decoders), "--num-workers", "1")
+        found = run_ranks(processes, decoders + 1, flags=[*evaluated, *layout], timeout=180.0)
+        assert found[-1] == 2
+
+
+def processes(rank: int, *, flags: list[str]) -> int:
+    """How many a rank has at most, when a run ends."""
+    found, close = [], MicrobatchLoader.close
+
+    def closing(self: MicrobatchLoader) -> None:
+        found.append(len(active_children()))
+        close(self)
+
+    MicrobatchLoader.close = closing
+    steps_of(rank, flags=flags)
+    return max(found)
+
+
+def test_who_encodes_alone_tokenizes_nothing_with_an_index(evaluated, alone, demo, tmp_path):
+    settings, flags = (
+        settings_of(demo / "processor", access=RowAccess(media_root=demo)),
+        [*evaluated],
+    )
+    for number, flag in enumerate(evaluated):
+        if flag in ("--train-data-path", "--valid-data-path"):
+            path = shutil.copy(evaluated[number + 1], tmp_path / f"{number}.jsonl")
+            flags[number + 1] = str(path)
+            index([str(path)], settings, processes=1)
+    assert same(train(flags, *lies(2), ranks=3, function=tokenless_steps), alone[0])
+
+
+def tokenless_steps(rank: int, *, flags: list[str]):
+    """What a run's steps are where the last rank cannot tokenize."""
+    if rank == 2:
+        survey.tokenize_conversation = None
+    return steps_of(rank, flags=flags)
+
+
 def test_a_decoder_that_does_not_hear_trains_on_damaged_images(evaluated, alone):
     steps = train(evaluated, *lies(1), ranks=2, function=deaf_steps)
     assert not same(steps, alone[0])
@@ -119,5 +168,5 @@ def test_a_decoder_that_does_not_hear_trains_on_damaged_images(evaluated, alone)
 
 def deaf_steps(rank: int, *, flags: list[str]):
     """What a run's steps are where the decoder hears nothing."""
-    News.heard = lambda self, index, loader: set()
+    News.heard = lambda self, replica, index, loader: set()
     return steps_of(rank, flags=flags)

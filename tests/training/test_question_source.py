@@ -29,10 +29,10 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
     asked = []
     for dp_rank in (0, 1):
         source = LocalSource(
-            AskedRows(dataset, questions, room=ROOM),
+            AskedRows(dataset, questions, room=ROOM, seq_length=80),
             sizes=StepSizes.constant(plan.batch),
             micro_batch_size=2,
-            dp_rank=dp_rank,
+            parts={dp_rank: None},
             dp_size=2,
             seed=None,
             encoders=image_units(),
@@ -43,7 +43,7 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
         for one, other in zip(first, second, strict=True):
             ids = [[each.input_ids.tolist() for each in x.samples] for x in (one, other)]
             assert ids[0] == ids[1]
-        slots = plan.slots(micro_batch_size=2, dp_rank=dp_rank, dp_size=2)
+        slots = plan.slots(micro_batch_size=2, dp_ranks=(dp_rank,), dp_size=2)
         own = [by_row[row] for _ in first for row in next(slots).rows]
         samples = [sample for each in first for sample in each.samples]
         assert [len(sample) for sample in samples[len(own) :]] == [0] * (6 - len(own))

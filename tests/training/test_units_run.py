@@ -14,7 +14,7 @@ from cut_images import cut
 from PIL import Image
 from ranks import RankError, run_ranks
 
-from loongplug.data import loader, media
+from loongplug.data import kinds, loader
 from loongplug.data.dataset import Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
@@ -42,7 +42,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     loaders: list[MicrobatchLoader] = []
     calls = passes = 0
     untrained: list[int] = []
-    decode, original, collated = media.decode_image, MicrobatchLoader.__next__, loader.collate
+    decode, original, collated = kinds.decode_image, MicrobatchLoader.__next__, loader.collate
     payload, heard = EncoderOfStep.payload, Microbatch.heard
 
     def counting(*args: Any, **kwargs: Any) -> Image.Image:
@@ -68,7 +68,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         passes += 1
         return payload(self, *args, **options)
 
-    media.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
+    kinds.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
     loader.collate, EncoderOfStep.payload, Microbatch.heard = collate, one_pass, hearing
     losses = [step.loss for step in run(flags)]
     counted = sum(each.source.decoded for each in loaders)
