@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,7 @@ from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import Remark, Remarks
 from loongplug.data.survey import Survey, Surveyor, SurveySettings
-from loongplug.data.workers import garbage_stays_here, map_rows
-from loongplug.platform.forks import signals_wait
+from loongplug.data.workers import Pool, WorkerSettings, map_rows
 
 _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
@@ -136,20 +134,20 @@ def keep_survey(
 
 def index_beside(
     sources: Sequence[Source], surveyor: Surveyor, settings: SurveySettings
-) -> Callable[[], None]:
-    """Index files in a process of the lowest priority; gives what ends it before it is done."""
+) -> Pool[int, None]:
+    """Index files in a process of the lowest priority, which ends with what is given."""
 
-    def work() -> None:
+    def work(number: int) -> None:
         os.nice(19)
-        for source in sources:
-            survey, count = survey_rows(source, surveyor)
-            with suppress(ValueError):  # the next run begins again
-                keep_survey(source, map(survey, range(count)), settings, heard=lambda row: None)
+        survey, count = survey_rows(sources[number], surveyor)
+        rows = map(survey, range(count))
+        # Nobody asks what came of it: where it fails, the next run begins again.
+        keep_survey(sources[number], rows, settings, heard=lambda row: None)
 
-    process = get_context("fork").Process(target=work, daemon=True)
-    with garbage_stays_here(), signals_wait():
-        process.start()
-    return process.kill
+    pool = Pool(work, settings=WorkerSettings(processes=1))
+    for number in range(len(sources)):
+        pool.submit(number)
+    return pool
 
 
 class _Found:

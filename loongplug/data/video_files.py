@@ -63,11 +63,15 @@ def decode_frames(
     wanted, taken = frozenset(clip.indices), dict[int, NDArray[np.uint8]]()
     count, start, apart, total = 0, None, 0.0, clip.header.frames
     with opened_stream(_VIDEO, clip.path, where=where) as (container, stream):
+        from av.video.reformatter import VideoReformatter
+
         stream.thread_type = "AUTO"
+        # PyAV keeps one with its threads, for which processes that are forked later would wait.
+        reformatter = VideoReformatter()
         for frame in islice(container.decode(stream), max(wanted) + 1):
             start = frame.time if start is None else start
             if count in wanted:
-                taken[count] = _upright(frame)
+                taken[count] = _upright(frame, reformatter)
                 if frame.time is not None and container.format.name != "avi":  # it has none
                     apart = max(apart, abs((frame.time - start) * clip.header.fps - count))
             count += 1
@@ -75,7 +79,7 @@ def decode_frames(
             raise ValueError(f"{count} frames can be decoded: the header says {total}")
     told = f"{where}: video {clip.path}: "
     if ends_early:
-        taken[count - 1] = _upright(frame)
+        taken[count - 1] = _upright(frame, reformatter)
         said = f"its header counts {total} frames, but {count} can be decoded"
         odd("fewer frames than its header counts", f"{told}{said}: the last stands for the rest.")
     if apart > _MOST_APART:
@@ -84,6 +88,6 @@ def decode_frames(
     return [taken[min(index, count - 1)] for index in clip.indices]
 
 
-def _upright(frame: Any) -> NDArray[np.uint8]:
-    pixels = frame.to_ndarray(format="rgb24")
+def _upright(frame: Any, reformatter: Any) -> NDArray[np.uint8]:
+    pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
     return np.ascontiguousarray(np.rot90(pixels, k=round(frame.rotation / 90) % 4))

@@ -274,7 +274,8 @@ class DatasetProvider:
     def _start(self) -> None:
         args, sizes = self._args, step_sizes(self._args)
         if args.rank == 0 and self._unindexed:
-            self._end_index = index_beside(self._unindexed, self.train.surveyor, self._settings)
+            beside = index_beside(self._unindexed, self.train.surveyor, self._settings)
+            self._end_index = beside.close
         assert sizes is not None, "Megatron's checks set what was not given"
         decodes, data = self._engine.decodes, self._data
         valid_bad_samples = BadSamples(args.bad_sample)

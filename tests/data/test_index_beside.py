@@ -1,0 +1,174 @@
+"""Indexes as by-products: of ``data check``, and made beside a run."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from surveyed import settings_of
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.data import check, extents
+from loongplug.data.blend import open_rows, sources_of
+from loongplug.data.check import index, index_beside
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.extent_index import IndexedExtents, kept_table
+from loongplug.data.extents import ExtentTable
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.processor import Processor
+from loongplug.data.survey import SurveySettings
+from loongplug.data.workers import Pool
+
+pytestmark = pytest.mark.quick
+
+SEQ_LENGTH = 40
+
+
+@pytest.fixture
+def settings(processor_folder: Path) -> SurveySettings:
+    return settings_of(processor_folder)
+
+
+@pytest.fixture
+def path(write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any) -> Path:
+    """Rows with images, without, with one that is gone, with a fault, and above SEQ_LENGTH."""
+    names = [write_image(f"{w}.png", height=32, width=w, seed=w) for w in (32, 64)]
+    return write_rows(
+        row("Read", "1", images=tuple(names)),
+        row("Read", "2", images=("gone.png",)),
+        row("Read", "3"),
+        row("Read", ""),
+        row("Read", "5" * 60, images=tuple(names[:1])),
+    )
+
+
+def run_check(path: Path, settings: SurveySettings) -> Any:
+    words = ("check", path, "--tokenizer-model", settings.folder, "--seq-length", SEQ_LENGTH)
+    return CliRunner().invoke(app, ["data", *map(str, words), "--processes", "1"])
+
+
+def beside(path: Path, settings: SurveySettings) -> None:
+    """As a run has it made, to the end."""
+    sources = sources_of(open_rows([str(path)], flag="", seed=1))
+    surveyor = settings.surveyor(seq_length=SEQ_LENGTH)  # a run's knows its --seq-length
+    works: list[Future[None]] = []
+    submit = Pool.submit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "submit", lambda *job: works.append(submit(*job)))
+        pool = index_beside(sources, surveyor, settings)
+    wait(works)
+    pool.close()
+
+
+def content(place: Path) -> Any:
+    """Note and arrays of an index."""
+    note, table = ExtentTable.read(place)
+    arrays = {name: getattr(table, name) for name in extents._ARRAYS}
+    return note, {name: each.tolist() for name, each in arrays.items()}, table.remarks.found
+
+
+def test_the_check_leaves_an_index_that_training_takes(
+    path: Path, settings: SurveySettings, processor: Processor
+) -> None:
+    checked = run_check(path, settings)
+    assert checked.exit_code == 1
+    assert "3 cannot be used (1 length, 1 media, 1 row)" in checked.stderr
+    of_check = content(Path(f"{path}.lengths"))
+    rows = JsonlIndex(path)
+    found = IndexedExtents.of(rows, settings)
+    assert found is not None
+    lengths = found.lengths(seq_length=SEQ_LENGTH)
+    data = ChatDataset(rows, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    assert lengths.tolist() == [len(sample) for sample in data.text_parts(range(5))]
+    assert (lengths > 0).tolist() == [True, False, True, False, False]
+    data.extents = found
+    assert [len(sample) for sample in data.text_parts(range(5))] == lengths.tolist()
+    Path(f"{path}.lengths").unlink()
+    index([str(path)], settings, processes=1)
+    assert content(Path(f"{path}.lengths")) == of_check
+
+
+def test_a_check_does_without_an_index_where_none_can_be_kept(
+    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_check(path, settings)
+    Path(f"{path}.lengths").unlink()
+
+    def refuse(place: Path) -> Any:
+        raise PermissionError(13, "read-only")
+
+    monkeypatch.setattr(extents, "put_whole", refuse)
+    found = run_check(path, settings)
+    assert (found.exit_code, found.stdout) == (1, expected.stdout)
+    assert kept_table(JsonlIndex(path), settings) is None
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_is_made_beside_a_run_is_what_the_command_makes(
+    path: Path,
+    processor_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: bool,
+) -> None:
+    """In a process of the lowest priority."""
+    folder = tmp_path / "indexes" if elsewhere else None
+    settings = settings_of(processor_folder, index_dir=folder)
+    if folder is not None:
+        folder.mkdir()
+    place = (folder or path.parent) / "rows.jsonl.lengths"
+    index([str(path)], settings, processes=1)
+    expected = content(place)
+    place.unlink()
+    noted, keep = tmp_path / "noted.json", check.keep_survey
+
+    def kept(*values: Any, **options: Any) -> Path:
+        noted.write_text(json.dumps([os.getpid(), os.nice(0)]))
+        return keep(*values, **options)
+
+    monkeypatch.setattr(check, "keep_survey", kept)
+    beside(path, settings)
+    process, priority = json.loads(noted.read_text())
+    assert (process != os.getpid(), priority) == (True, 19)
+    assert content(place) == expected
+    assert Path(f"{path}.lengths").exists() != elsewhere
+    assert kept_table(JsonlIndex(path), settings) is not None
+
+
+def test_of_a_file_that_changes_nothing_is_kept(
+    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is said: the next run begins again."""
+    made_of, calls = check.made_of, []
+
+    def later(*values: Any) -> Any:
+        calls.append(values)
+        if len(calls) > 1:
+            path.write_text(path.read_text() + "{}\n")
+        return made_of(*values)
+
+    monkeypatch.setattr(check, "made_of", later)
+    beside(path, settings)
+    assert not Path(f"{path}.lengths").exists()
+
+
+def test_it_ends_with_its_pool(
+    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody closes that: a run that is told to end does not wait for the index."""
+    read, write = os.pipe()
+    monkeypatch.setattr(check, "keep_survey", lambda *values, **options: os.read(read, 1))
+    closing: list[Callable[[], None]] = []
+    monkeypatch.setattr("loongplug.data.workers.atexit.register", closing.append)
+    sources = sources_of(open_rows([str(path)], flag="", seed=1))
+    pool = index_beside(sources, settings.surveyor(), settings)
+    assert closing == [pool.close]
+    pool.close()
+    os.close(read)
+    os.close(write)
+    assert not multiprocessing.active_children()
