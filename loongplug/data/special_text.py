@@ -139,7 +139,7 @@ def _as_text(
     if not special.ids.isdisjoint(ids):
         raise ValueError(
             "the tokenizer cannot write a special token that stands in the row's text as text: drop"
-            " the row, or allow it with --special-tokens-in-text"
+            " the row, or allow it with --special-tokens-in-text."
         )
     return ids
 
