@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from loongplug.data.bad_samples import told
 from loongplug.data.conversation import Conversation, Message
 from loongplug.data.kinds import KINDS, Placeholder
+from loongplug.data.positions import among
 from loongplug.data.processor import Processor
 from loongplug.data.special_text import (
     After,
@@ -24,7 +25,6 @@ from loongplug.data.special_text import (
     encode_text,
     hide_special,
 )
-from loongplug.data.token_ids import among
 
 TrainingPhase = Literal["pretrain", "sft"]
 
