@@ -47,7 +47,13 @@ class ArrowRows:
         self, path: Path, *, access: RowAccess = ANY_ROW, copy_of: RemoteFile | None = None
     ) -> None:
         """ValueError where pyarrow is missing, and for what cannot be read."""
-        _require_pyarrow(path)
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"{path} is read by pyarrow, which is not installed: pip install"
+                " 'loongplug[parquet]'."
+            ) from error
         self.path = path
         self.access = access
         self.files, parquet = _files(path)  # those that the rows are of, in their order
@@ -184,7 +190,7 @@ def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
             with pa.OSFile(str(whole), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 # No threads: processes that are forked later would not have them.
                 for batch in file.iter_batches(batch_size=_BATCH, use_threads=False):
-                    columns = [
+                    columns = [  # not by a cast, which mistakes parts of nested columns
                         column.dictionary_decode()
                         if pa.types.is_dictionary(column.type)
                         else column
@@ -237,12 +243,3 @@ def _arrow_errors() -> tuple[type[Exception], ...]:
     import pyarrow as pa
 
     return pa.ArrowException, OSError, UnicodeDecodeError
-
-
-def _require_pyarrow(path: Path) -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"{path} is read by pyarrow, which is not installed: pip install 'loongplug[parquet]'."
-        ) from error

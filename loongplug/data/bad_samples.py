@@ -68,6 +68,17 @@ def bad_as(kind: BadKind) -> Iterator[None]:
         raise BadSampleError(BadSample(kind, str(error))) from error
 
 
+@contextmanager
+def told(before: str, behind: str = "") -> Iterator[None]:
+    """Has a ValueError within say where or of what it is, and perhaps what helps."""
+    try:
+        yield
+    except (StoreError, ChangedFileError):
+        raise
+    except ValueError as error:
+        raise ValueError(f"{before}{error}{behind}") from error
+
+
 class PrintedFaults:
     """Bad samples on standard output: the first of each fault, and how many there are more.
 

@@ -77,8 +77,8 @@ class EnergonRows:
         self.split = split
         self.access = access
         shards, excluded = _shards(folder, split=split)
-        self.shards = tuple(folder / name for name, _ in shards)
-        for shard in self.shards:
+        self.files = tuple(folder / name for name, _ in shards)
+        for shard in self.files:
             if shard.suffix != ".tar":
                 raise ValueError(
                     f"{shard} is compressed: only plain tar shards can be read by place."
@@ -86,7 +86,7 @@ class EnergonRows:
             for path in (shard, _index_of(shard)):
                 if not path.is_file():
                     raise ValueError(f"{path} is missing: prepare the dataset again.")
-        self._versions = {shard: version(shard) for shard in self.shards}
+        self._versions = {shard: version(shard) for shard in self.files}
         counts = [count for _, count in shards]
         self._shard = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [rows]
         numbers = [np.arange(count, dtype=np.uint32) for count in counts]
@@ -108,7 +108,7 @@ class EnergonRows:
 
     def where(self, index: int) -> str:
         """``shard:number`` of a sample, from 1, for messages."""
-        return f"{self.shards[self._shard[index]]}:{int(self._sample[index]) + 1}"
+        return f"{self.files[self._shard[index]]}:{int(self._sample[index]) + 1}"
 
     def media_root(self, index: int) -> TarSample:
         """The sample's parts."""
@@ -118,7 +118,7 @@ class EnergonRows:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row; ValueError with its place when it is none, or for parts that are refused."""
-        shard = self.shards[self._shard[index]]
+        shard = self.files[self._shard[index]]
         require_version(shard, self._versions[shard])
         sample, where = self.media_root(index), self.where(index)
         if pickled := sample.named(_PICKLED):
@@ -145,7 +145,7 @@ class EnergonRows:
         return _with_media_in_order(self.access.by_our_keys(row, where=where), sample)
 
     def _open(self, index: int) -> TarSample:
-        where, path = self.where(index), self.shards[self._shard[index]]
+        where, path = self.where(index), self.files[self._shard[index]]
         start, end = self._span(int(self._shard[index]), int(self._sample[index]))
         extent = TarMember(path, "", start, end - start)
         parts: dict[str, TarMember] = {}
@@ -173,7 +173,7 @@ class EnergonRows:
 
     def _span(self, shard: int, sample: int) -> tuple[int, int]:
         """Where a sample's bytes are in its shard."""
-        path = _index_of(self.shards[shard])
+        path = _index_of(self.files[shard])
         if shard not in self._indices:
             try:
                 self._indices[shard] = np.memmap(path, dtype=np.uint64, mode="r")
@@ -189,7 +189,7 @@ class EnergonRows:
         if not excluded:
             return
         kept = np.ones(len(self), dtype=np.bool_)
-        for shard, path in enumerate(self.shards):
+        for shard, path in enumerate(self.files):
             name = path.relative_to(self.folder).as_posix()
             if any(each.startswith(f"{name}/") for each in excluded):
                 for row in np.flatnonzero(self._shard == shard).tolist():

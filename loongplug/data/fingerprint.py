@@ -12,10 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import Source
+from loongplug.data.energon import EnergonRows
 from loongplug.data.folder_files import separate_template
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor
 
 # Files up to this size are read whole. Of larger ones this much, so that every rank can afford
@@ -104,16 +103,8 @@ def processor_digest(folder: Path) -> dict[str, str]:
 
 def source_digest(source: Source) -> dict[str, Any]:
     """Size and content; of an energon dataset, those of its shards, and its lists of them."""
-    if isinstance(source, ArrowRows):
-        return {
-            "bytes": sum(file.stat().st_size for file in source.files),
-            "digest": content_digest(*source.files),
-        }
-    if isinstance(source, JsonlIndex):
-        return {"bytes": source.path.stat().st_size, "digest": content_digest(source.path)}
-    return {
-        "bytes": sum(shard.stat().st_size for shard in source.shards),
-        "digest": content_digest(*source.shards),
-        "samples": len(source),
-        "lists": content_digest(*source.meta),
-    }
+    size = sum(file.stat().st_size for file in source.files)
+    found = {"bytes": size, "digest": content_digest(*source.files)}
+    if isinstance(source, EnergonRows):
+        found |= {"samples": len(source), "lists": content_digest(*source.meta)}
+    return found

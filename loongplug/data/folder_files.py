@@ -10,21 +10,21 @@ VIDEO_FILE = "video_preprocessor_config.json"
 MODEL_FILE = "config.json"
 
 
-def read_json(path: Path, *, where: str) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The file's content, nothing for a file that is not there."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it again.") from error
+        raise ValueError(f"{path} is not JSON ({error}): copy it again.") from error
     return content if isinstance(content, dict) else {}
 
 
 def separate_template(folder: Path) -> Path | None:
     """The file that older processors have the chat template in, where the tokenizer has none."""
     file, newer = folder / "chat_template.json", folder / "chat_template.jinja"
-    config = read_json(folder / "tokenizer_config.json", where=str(folder))
+    config = read_json(folder / "tokenizer_config.json")
     if newer.is_file() or config.get("chat_template") or not file.is_file():
         return None
     return file

@@ -5,10 +5,11 @@ ms-swift, and plain text; each row says by its keys which one it is in.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from loongplug.data.bad_samples import told
 from loongplug.data.conversation import Conversation, MediaPart, Message, Part
 from loongplug.data.kinds import KINDS
 from loongplug.data.media_files import InlineFile
@@ -49,81 +50,75 @@ def parse_conversation(
 
     ``ignored``: keys that may be anywhere in it without a use.
     """
-    checked, unused = validate_row(row, where=where, ignored=ignored)
-    conversation = _conversation(checked, where=where)
-    texts = (part for said in conversation.messages for part in said.parts if isinstance(part, str))
+    with told(f"{where}: "):
+        checked, unused = validate_row(row, ignored=ignored)
+        messages = _messages(checked)
+        _require_words(messages, plain=isinstance(checked, TextRow))
+        masked = not _is_trained(checked, "assistant")
+    if not isinstance(checked, TextRow):
+        messages[0] = replace(messages[0], tools=checked.tools or ())
+    texts = (part for said in messages for part in said.parts if isinstance(part, str))
     remarks = {("mark", f"<{kind}>") for text in texts for kind in _MARKER.findall(text)}
     remarks |= {("key", key) for key in unused}
-    if not _is_trained(checked, "assistant", where=where):
-        remarks = {MASKED}
-    return replace(conversation, remarks=tuple(sorted(remarks)))
+    return Conversation(
+        messages=tuple(messages),
+        where=where,
+        plain=isinstance(checked, TextRow),
+        remarks=(MASKED,) if masked else tuple(sorted(remarks)),
+    )
 
 
-def _conversation(checked: AnyRow, *, where: str) -> Conversation:
-    messages = _messages(checked, where=where)
-    if isinstance(checked, TextRow):
-        if not _says_something(messages[0]):
-            raise ValueError(f"{where}: the text is empty: drop the row.")
-        return Conversation(messages=tuple(messages), where=where, plain=True)
+def _require_words(messages: Sequence[Message], *, plain: bool) -> None:
+    """ValueError where nobody asks, or where there is no answer, or no plain text."""
     if messages[0].role == "assistant":
-        raise ValueError(
-            f"{where}: the first message is the assistant's: put a user message before it."
-        )
+        raise ValueError("the first message is the assistant's: put a user message before it.")
     for number, message in enumerate(messages, start=1):
-        calls = "tool_calls" in message.fields
-        if message.role == "assistant" and not calls and not _says_something(message):
+        says = any(not isinstance(part, str) or part.strip() for part in message.parts)
+        if plain and not says:
+            raise ValueError("the text is empty: drop the row.")
+        if message.role == "assistant" and not says and "tool_calls" not in message.fields:
             raise ValueError(
-                f"{where}: message {number}, the assistant's, is empty: write the answer, or drop"
-                " the row."
+                f"message {number}, the assistant's, is empty: write the answer, or drop the row."
             )
-    messages[0] = replace(messages[0], tools=checked.tools or ())
-    return Conversation(messages=tuple(messages), where=where)
 
 
-def _says_something(message: Message) -> bool:
-    return any(not isinstance(part, str) or part.strip() for part in message.parts)
-
-
-def _is_trained(said: Spoken, role: str, *, where: str) -> bool:
+def _is_trained(said: Spoken, role: str) -> bool:
     """What ``loss`` and ``weight`` of a turn or a row say; without either, it is trained on."""
     given = {said.loss, None if said.weight is None else bool(said.weight)} - {None}
     if len(given) > 1:
-        raise ValueError(
-            f"{where}: loss is {said.loss} and weight {said.weight}: give one of the two."
-        )
+        raise ValueError(f"loss is {said.loss} and weight {said.weight}: give one of the two.")
     if True in given and role != "assistant":
         raise ValueError(
-            f"{where}: a turn of the {role} asks to be trained on, by loss or weight, but only the"
+            f"a turn of the {role} asks to be trained on, by loss or weight, but only the"
             " assistant's are: drop the key."
         )
     return False not in given
 
 
-def _messages(row: AnyRow, *, where: str) -> list[Message]:
+def _messages(row: AnyRow) -> list[Message]:
     """The messages, with media that stand beside them in the places of their markers.
 
     Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
     """
-    turns = list(_turns(row, where=where))
+    turns = list(_turns(row))
     media = {kind: row.media(kind) for kind in KINDS}
     left = {kind: iter(each) for kind, each in media.items()}
     beside = any(media.values()) or isinstance(row, ConversationsRow)
 
     def take(kind: str, fps: float | None = None) -> Part:
         """The next of this kind; ``fps`` is of this video, else the row's."""
-        fps = row.fps if fps is None else fps
-        return _medium(kind, next(left[kind]), fps=fps, where=where)
+        return _medium(kind, next(left[kind]), fps=row.fps if fps is None else fps)
 
     for kind, each in media.items() if beside else ():
         written = sum(_places(content, kind) for _, content in turns)
         if written != len(each):
             raise ValueError(
-                f"{where}: {written} <{kind}> markers in the text for {len(each)} {kind}s of the"
+                f"{written} <{kind}> markers in the text for {len(each)} {kind}s of the"
                 f" row: write one <{kind}> where each belongs, in a list of parts"
                 f' {{"type": "{kind}"}}.'
             )
     return [
-        replace(message, parts=tuple(_parts(content, take if beside else None, where=where)))
+        replace(message, parts=tuple(_parts(content, take if beside else None)))
         for message, content in turns
     ]
 
@@ -136,9 +131,7 @@ def _places(content: str | list[AnyPart], kind: str) -> int:
     return sum(part.kind == kind and part.source is None for part in media)
 
 
-def _parts(
-    content: str | list[AnyPart], take: Callable[..., Part] | None, *, where: str
-) -> Iterator[Part]:
+def _parts(content: str | list[AnyPart], take: Callable[..., Part] | None) -> Iterator[Part]:
     """The pieces of a message; media of the row, by ``take``, are where they stand for them."""
     if isinstance(content, str):
         pieces = [content] if take is None else _MARKER.split(content)  # text, kind, text, ...
@@ -154,17 +147,17 @@ def _parts(
             continue
         kind, source, fps = part.kind, part.source, getattr(part, "fps", None)
         if source is not None:
-            yield _medium(kind, source, fps=fps, where=where)
+            yield _medium(kind, source, fps=fps)
         elif take is not None:
             yield take(kind, fps)
         else:
             raise ValueError(
-                f"{where}: a part of type {kind} has no path, and the row has no {kind}s beside its"
+                f"a part of type {kind} has no path, and the row has no {kind}s beside its"
                 f' messages: write {{"type": "{kind}", "{kind}": "path"}}.'
             )
 
 
-def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[AnyPart]]]:
+def _turns(row: AnyRow) -> Iterator[tuple[Message, str | list[AnyPart]]]:
     """Each message of a row, still without its parts, and the content that they are of."""
     if isinstance(row, TextRow):
         yield Message(PLAIN_ROLE, ()), row.text
@@ -183,48 +176,45 @@ def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[Message, str | list[Any
         fields = {key: value for key in _FIELDS if (value := getattr(said, key, None))}
         if role != "assistant" and {"reasoning_content", "tool_calls"} & fields.keys():
             raise ValueError(
-                f"{where}: a turn of the {role} has reasoning_content or tool_calls, which only the"
+                f"a turn of the {role} has reasoning_content or tool_calls, which only the"
                 " assistant's have: drop the key, or mend the role."
             )
-        yield Message(role, (), _is_trained(said, role, where=where), fields), said.content
+        yield Message(role, (), _is_trained(said, role), fields), said.content
 
 
-def _medium(kind: str, source: Any, *, fps: float | None, where: str) -> Part:
+def _medium(kind: str, source: Any, *, fps: float | None) -> Part:
     """What a row says of an image, a video or a sound: names of files, or the file itself."""
     if kind == "video":
         if not isinstance(source, list):
-            return MediaPart(kind, _local(source, where=where), fps)
+            return MediaPart(kind, _local(source), fps)
         if fps is None:
             raise ValueError(
-                f'{where}: a video given as frames has no "fps": give how many of its frames make a'
+                'a video given as frames has no "fps": give how many of its frames make a'
                 ' second, a number above 0, as in {"type": "video", "video": ["first.png",'
                 ' "second.png"], "fps": 2.0}.'
             )
-        return MediaPart(kind, tuple(_local(frame, where=where) for frame in source), fps)
+        return MediaPart(kind, tuple(_local(frame) for frame in source), fps)
     if isinstance(source, str) and source.startswith("data:"):
-        try:
-            source = InlineFile.of_url(source)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+        source = InlineFile.of_url(source)
     elif isinstance(source, str):
-        source = _local(source, where=where)
+        source = _local(source)
     return MediaPart(kind, source)
 
 
-def _local(text: str, *, where: str) -> str:
+def _local(text: str) -> str:
     """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
     if len(text) > _LONGEST_PATH or _BASE64.fullmatch(text):
         raise ValueError(
-            f"{where}: {text[:20]}... of {len(text):,} characters is not the path of a file: if it"
+            f"{text[:20]}... of {len(text):,} characters is not the path of a file: if it"
             " is the file itself in base64, write data:image/png;base64, in front of it (or"
             " image/jpeg, audio/wav, as it is)."
         )
     text = text.removeprefix("file://")
     if _REMOTE.match(text):
         raise ValueError(
-            f"{where}: {text[:60]} is not a file here, and nothing is downloaded but s3://: save it"
+            f"{text[:60]} is not a file here, and nothing is downloaded but s3://: save it"
             " and give its path."
         )
     if not text:
-        raise ValueError(f"{where}: the path of an image, a video or a sound is empty.")
+        raise ValueError("the path of an image, a video or a sound is empty.")
     return text

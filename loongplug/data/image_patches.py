@@ -242,13 +242,13 @@ _FIXED: Mapping[str, Any] = {
 }
 
 
-def processor_kind(name: str | None) -> Any:
+def processor_kind(name: Any) -> Any:
     """The class of transformers for an ``image_processor_type``; Qwen's where there is none.
 
     The suffixes of classes for Pillow and torchvision play no part: Pillow's is taken. ValueError
     for one that is not known here.
     """
-    plain = (name or "Qwen").removesuffix("Fast").removesuffix("Pil")
+    plain = str(name or "Qwen").removesuffix("Fast").removesuffix("Pil")
     if plain.startswith("Qwen"):
         return Qwen2VLImageProcessorPil
     if plain not in _FIXED:

@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from loongplug.data.blend import open_rows
 from loongplug.data.kinds import KINDS, kind_of
+from loongplug.data.positions import among
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import Remarks
 from loongplug.data.survey import Survey, SurveySettings
-from loongplug.data.token_ids import among
 from loongplug.data.workers import map_rows
 from loongplug.output_files import MADE_BY, check_pictures
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.json_array import is_array
 from loongplug.data.kept_files import require_version, version
-from loongplug.data.line_index import line_index
+from loongplug.data.line_index import is_array, line_index
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
@@ -34,6 +33,7 @@ class JsonlIndex:
         self, path: str | Path, *, access: RowAccess = ANY_ROW, copy_of: RemoteFile | None = None
     ) -> None:
         self.path = Path(path)
+        self.files = (self.path,)
         self.access = access
         self._shown = copy_of or self.path
         self._media_root = access.media_of(self._shown)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.audio_sizes import SAMPLE_RATE
-from loongplug.data.bad_samples import OddVideos
+from loongplug.data.bad_samples import OddVideos, told
 from loongplug.data.conversation import (
     AnyVideo,
     AudioClip,
@@ -151,10 +151,8 @@ class _Images(Kind[MediaFile]):
 
     def grid(self, medium: MediaFile, context: Context) -> Grid:
         size = image_size(medium, where=context.where)
-        try:
+        with told(f"{context.where}: image {medium} cannot be used: ", "."):
             return context.processor.vision.grid(*size)
-        except ValueError as error:
-            raise ValueError(f"{context.where}: image {medium} cannot be used: {error}.") from error
 
     def placeholder(self, medium: MediaFile, grid: Grid, context: Context) -> Placeholder:
         found = super().placeholder(medium, grid, context)
@@ -276,13 +274,9 @@ class _Sounds(Kind[AudioClip]):
         return (medium.samples,)
 
     def grid(self, medium: AudioClip, context: Context) -> Grid:
-        try:
+        before = f"{context.where}: audio {medium.path} cannot be used: "
+        with told(before, ": drop the row, or cut the sound."):
             return context.processor.hearing.grid(medium.samples)
-        except ValueError as error:
-            raise ValueError(
-                f"{context.where}: audio {medium.path} cannot be used: {error}: drop the row, or"
-                " cut the sound."
-            ) from error
 
     def tokens(self, grid: Grid, processor: Processor) -> int:
         return processor.hearing.tokens(grid)

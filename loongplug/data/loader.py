@@ -15,10 +15,10 @@ from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import PlannedUnit
 from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
+from loongplug.data.positions import among
 from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource, PlannedMicrobatch
-from loongplug.data.token_ids import among
 
 Heard = Callable[[], Collection[int]]  # which samples have bad media: the call waits for it
 # What this rank encodes of an encoder's unit, None where that is nothing; and of parts of it.

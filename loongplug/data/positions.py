@@ -1,13 +1,11 @@
 """The three position ids (time, height, width) of every token, as model families count."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-
-from loongplug.data.token_ids import among
 
 Grid = tuple[int, int, int]  # time, height, width in patches
 
@@ -83,6 +81,14 @@ def mrope_position_ids(
 def plain_position_ids(tokens: int) -> NDArray[np.int64]:
     """Position ids [3, n] of a family that counts tokens alone: 0 to n - 1 in all three."""
     return np.broadcast_to(np.arange(tokens), (3, tokens)).copy()
+
+
+def among(ids: NDArray[np.int64], few: Iterable[int]) -> NDArray[np.bool_]:
+    """Where ``ids`` [n] are one of a ``few``, [n]; for a few in less time than np.isin."""
+    found = np.zeros(len(ids), dtype=np.bool_)
+    for token in few:
+        found |= ids == token
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transformers import (
 
 from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.audio_sizes import AudioSizes
+from loongplug.data.bad_samples import told
 from loongplug.data.folder_files import (
     COMBINED_FILE,
     IMAGE_FILE,
@@ -36,12 +37,15 @@ from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
+_CLASS = "processor_class"
+_LEAST, _LARGEST = sys.float_info.min, sys.float_info.max  # of numbers above 0
 QWEN_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+_HEARING = "WhisperFeatureExtractor"
 MultiTurn = Literal["split", "last"]
 
 
@@ -109,22 +113,18 @@ def load_processor(
 
     ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
     folder does not say its own, and ``audio_sizes`` the model's, which count in any case; without
-    them, all is as the folder says. A folder with a feature extractor alone is for sounds and text.
-    Images or sounds that the model's family has no token for are left out. With
-    ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
-    else they are text. ``pixel_limits`` stand above the folder's; the rest is as of the flags.
+    them, all is as the folder says. Images or sounds that the family has no token for are left out.
+    ``pixel_limits`` stand above the folder's; the rest is as of the flags.
 
-    Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
-    has no vision tokens, no chat template or no end token, when the image processor is of a kind
-    that is not known or does not fit the patches, when the feature extractor does not fit the
-    model, when pixels would be scaled to what is not finite, and when the limits leave no size.
+    Raises ValueError for what is missing, damaged, not known or does not fit the model, and for
+    limits that leave no size.
     """
     folder = Path(folder)
     _require_files(folder)
     read = AutoTokenizer.from_pretrained
     tokenizer = _loaded(read, folder, names=TOKENIZER_FILES, trust_remote_code=False)
     if (file := separate_template(folder)) is not None:
-        tokenizer.chat_template = read_json(file, where=str(folder)).get("chat_template")
+        tokenizer.chat_template = read_json(file).get("chat_template")
     images = _load_images(folder, patch_sizes) if _has_images(folder) else None
     if images is not None:
         limited(images, pixel_limits)
@@ -133,7 +133,7 @@ def load_processor(
             f"No image processor in {folder}, which is for sounds: name the folder that belongs to"
             " this model."
         )
-    hears = _hears(folder) if tokens is None else "audio_token_id" in tokens
+    hears = _hearing_kind(folder) == _HEARING if tokens is None else "audio_token_id" in tokens
     audio = _load_audio(folder, audio_sizes) if hears else None
     if tokens is None:
         tokens = _folders_tokens(folder, tokenizer, images, audio)
@@ -160,71 +160,53 @@ def load_processor(
     )
 
 
-def _extractor_settings(folder: Path) -> Mapping[str, Any]:
-    """What the folder says of its feature extractor, as transformers finds it; empty without."""
-    combined, own = _combined(folder), read_json(folder / IMAGE_FILE, where=str(folder))
+def _hearing_kind(folder: Path) -> Any:
+    """What the folder calls its feature extractor, as transformers finds it; None without."""
+    combined = _combined(folder)
     found = combined.get("feature_extractor", combined.get("audio_processor"))
-    if isinstance(found, Mapping):
-        return found
-    return own if "feature_extractor_type" in own else {}
-
-
-def _hears(folder: Path) -> bool:
-    """Whether the folder's feature extractor is one that is known."""
-    return _extractor_settings(folder).get("feature_extractor_type") == "WhisperFeatureExtractor"
+    settings = found if isinstance(found, Mapping) else read_json(folder / IMAGE_FILE)
+    return settings.get("feature_extractor_type")
 
 
 def _has_images(folder: Path) -> bool:
     """Whether there is an image processor; one of the oldest folders does not say its kind."""
-    own = read_json(folder / IMAGE_FILE, where=str(folder))
-    told = "image_processor" in _combined(folder) or "image_processor_type" in own
-    return told or not _hears(folder)
+    own = read_json(folder / IMAGE_FILE)
+    named = "image_processor" in _combined(folder) or "image_processor_type" in own
+    return named or _hearing_kind(folder) != _HEARING
 
 
 def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
-    """The folder's feature extractor, for a model of the ``given`` sizes, else those of its own.
-
-    None, where there is no such file.
-    """
-    if not _extractor_settings(folder):
+    """The folder's feature extractor, if any, for a model of the ``given`` or its own sizes."""
+    kind = _hearing_kind(folder)
+    if kind is None:
         return None
-    if not _hears(folder):
-        kind = _extractor_settings(folder).get("feature_extractor_type")
+    if kind != _HEARING:
         raise ValueError(
             f"The feature extractor in {folder} is a {kind!r:.80}, where a WhisperFeatureExtractor"
             " was expected: copy the file from the model that the folder belongs to."
         )
     read = WhisperFeatureExtractor.from_pretrained
     extractor = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
-    try:
-        sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE, where=str(folder)))
-    except ValueError as error:
-        raise ValueError(f"{folder / MODEL_FILE} cannot be used: {error}.") from error
+    with told(f"{folder / MODEL_FILE} cannot be used: ", "."):
+        sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE))
     if sizes is None:
         raise ValueError(
             f"{folder} does not say how many tokens a sound has: put the model's {MODEL_FILE}"
             " there."
         )
-    try:
+    with told(f"The feature extractor in {folder} cannot be used: ", "."):
         return AudioFrames(extractor, sizes)
-    except ValueError as error:
-        raise ValueError(f"The feature extractor in {folder} cannot be used: {error}.") from error
 
 
 def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
     """The folder's image processor; ``given`` sizes count where the folder has none."""
     read = Qwen2VLImageProcessorPil.get_image_processor_dict  # whatever the kind
     config, _ = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
-    name = config.get("image_processor_type")
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f"The image processor in {folder} has image_processor_type {name!r:.80}.")
-    try:
-        kind = processor_kind(name)
-    except ValueError as error:
-        raise ValueError(f"The image processor in {folder} has {error}.") from error
+    with told(f"The image processor in {folder} has ", "."):
+        kind = processor_kind(config.get("image_processor_type"))
     transform = _loaded(kind.from_pretrained, folder, names=IMAGE_PROCESSOR_FILES)
-    if problem := scaling_problem(transform):
-        raise ValueError(f"The image processor in {folder} has {problem}.")
+    with told(f"The image processor in {folder} has ", "."):
+        require_scaling(transform)
     if kind is Qwen2VLImageProcessorPil:
         return QwenPatches(transform)
     if kind is GotOcr2ImageProcessorPil and _combined(folder)[_CLASS] == "InternVLProcessor":
@@ -236,22 +218,15 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
             f" put the model's {MODEL_FILE} there."
         )
     size = next((sizes.image_size for sizes in reversed(said) if sizes.image_size), None)
-    try:
+    with told(f"The image processor in {folder} cannot be used: ", "."):
         # The folder's own sizes of patches: whether they are the model's is asked with all else.
         return FixedPatches(transform, replace(said[0], image_size=size))
-    except ValueError as error:
-        raise ValueError(f"The image processor in {folder} cannot be used: {error}.") from error
-
-
-_CLASS = "processor_class"
 
 
 def _combined(folder: Path) -> Mapping[str, Any]:
     """What the folder says of the whole: of tokenizer, template and image processor."""
-    where = str(folder)
-    said = read_json(folder / COMBINED_FILE, where=where)
-    own = read_json(folder / IMAGE_FILE, where=where)
-    return {_CLASS: own.get(_CLASS), **said}
+    own = read_json(folder / IMAGE_FILE)
+    return {_CLASS: own.get(_CLASS), **read_json(folder / COMBINED_FILE)}
 
 
 def _folders_patches(folder: Path) -> PatchSizes | None:
@@ -265,15 +240,10 @@ def _folders_patches(folder: Path) -> PatchSizes | None:
             f" vision_feature_select_strategy {strategy!r:.40}, so that images have another number"
             " of tokens than patches: expected 1 with 'default', or 0 with 'full'."
         )
-    config = read_json(folder / MODEL_FILE, where=str(folder))
-    try:
-        sizes = PatchSizes.of_config(config)
-        patch = combined.get("patch_size")
-        if sizes is None and patch is not None:
-            sizes = PatchSizes.of_config({"vision_config": {"patch_size": patch}})
-    except ValueError as error:
-        raise ValueError(f"{folder / MODEL_FILE} cannot be used: {error}.") from error
-    return sizes
+    config = read_json(folder / MODEL_FILE)
+    with told(f"{folder / MODEL_FILE} cannot be used: ", "."):
+        by_processor = {"vision_config": {"patch_size": combined.get("patch_size")}}
+        return PatchSizes.of_config(config) or PatchSizes.of_config(by_processor)
 
 
 def _around_images(tokenizer: Any, images: ImagePatches | None) -> dict[str, str]:
@@ -318,28 +288,22 @@ _NAMES = {
 }
 
 
-def scaling_problem(transform: Any) -> str | None:
-    """Why an image or video processor cannot make pixels finite numbers, if so."""
-    for name in ("image_mean", "image_std"):
-        values = getattr(transform, name)
-        numbers = isinstance(values, Sequence) and all(_is_number(value) for value in values)
-        if not numbers or len(values) != 3 or (name == "image_std" and min(values) <= 0):
-            above = " above 0" if name == "image_std" else ""
-            return (
-                f"{name} {values!r:.80}: expected three finite numbers{above}, for red, green and "
-                "blue. Copy the file from the model that it belongs to"
+def require_scaling(transform: Any) -> None:
+    """ValueError for an image or video processor that cannot make pixels finite numbers."""
+    colours = "three finite numbers{}, for red, green and blue"
+    for name, count, least, expected in (
+        ("image_mean", 3, -_LARGEST, colours.format("")),
+        ("image_std", 3, _LEAST, colours.format(" above 0")),
+        ("rescale_factor", 1, _LEAST, "a finite number above 0, such as 1 / 255"),
+    ):
+        value = getattr(transform, name)
+        values = [value] if count == 1 else value if isinstance(value, Sequence) else []
+        numbers = (type(each) in (int, float) and least <= each <= _LARGEST for each in values)
+        if len(values) != count or not all(numbers):
+            raise ValueError(
+                f"{name} {value!r:.80}: expected {expected}. Copy the file from the model that it"
+                " belongs to"
             )
-    factor = transform.rescale_factor
-    if not _is_number(factor) or factor <= 0:
-        return (
-            f"rescale_factor {factor!r:.80}: expected a finite number above 0, such as 1 / 255. "
-            "Copy the file from the model that it belongs to"
-        )
-    return None
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def _loaded(read: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:

@@ -340,19 +340,17 @@ ROW_KEYS = frozenset(
 )
 
 
-def validate_row(
-    row: dict[str, Any], *, where: str, ignored: Collection[str] = ()
-) -> tuple[AnyRow, set[str]]:
+def validate_row(row: dict[str, Any], *, ignored: Collection[str]) -> tuple[AnyRow, set[str]]:
     """The row in the format whose key it has, and its unused keys.
 
-    Those that are ``ignored`` may be anywhere. Raises ValueError with ``where``, the place in the
-    row, what is there and what was expected.
+    Those that are ``ignored`` may be anywhere. Raises ValueError with the place in the row, what is
+    there and what was expected.
     """
     # Tables that hold several formats write null for those that a row is not in.
     keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None and key not in ignored]
     if len(keys) > 1:
         raise ValueError(
-            f"{where}: the row has the keys of {len(keys)} formats, {' and '.join(keys)}: keep the"
+            f"the row has the keys of {len(keys)} formats, {' and '.join(keys)}: keep the"
             " one that is meant, and drop the others or name them in --ignore-keys."
         )
     for key, schema, example in _BY_KEY:
@@ -365,10 +363,10 @@ def validate_row(
             details = error.errors(include_url=False)
             found = "; ".join(_describe(detail, row) for detail in details[:_MOST_ERRORS])
             more = f"; and {len(details) - _MOST_ERRORS} more" * (len(details) > _MOST_ERRORS)
-            raise ValueError(f"{where}: {found}{more}. A row looks like {example}.") from error
+            raise ValueError(f"{found}{more}. A row looks like {example}.") from error
     known = " or ".join(f'"{key}" as in {example}' for key, _, example in _BY_KEY)
     raise ValueError(
-        f"{where}: unknown schema with keys {sorted(row)}: expected {known}; or say by --columns"
+        f"unknown schema with keys {sorted(row)}: expected {known}; or say by --columns"
         " OURS=THEIRS which keys are meant."
     )
 

@@ -5,10 +5,11 @@ a message would otherwise end it, and could forge turns, trained ones among them
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -58,41 +59,23 @@ def hide_special(
     spans = [found.span() for found in special.pattern.finditer(whole)]
     if not spans:
         return messages, {}
-    marks = _Marks(whole)
+    taken = set(_MARK.findall(whole))
+    written = ("1" + format(number, "016o").translate(_DIGITS) for number in count(_FIRST_MARK))
+    free = (mark for mark in written if mark not in taken)
+    marks: dict[str, str] = defaultdict(lambda: next(free))  # of what stands there
     starts = iter(accumulate(map(len, texts), initial=0))
 
     def mark(text: str) -> str:
-        start = next(starts)
-        return marks.replace(text, [(a - start, b - start) for a, b in spans])
-
-    return map_texts(messages, mark), {mark: text for text, mark in marks.by_text.items()}
-
-
-class _Marks:
-    """Gives each piece of text a mark that stands nowhere in ``whole``."""
-
-    def __init__(self, whole: str) -> None:
-        self._taken = set(_MARK.findall(whole))
-        self._next = _FIRST_MARK
-        self.by_text: dict[str, str] = {}
-
-    def replace(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
-        """The text with a mark for what of each span is in it."""
-        pieces, done = [], 0
-        for start, end in spans:
-            start, end = max(start, done), min(end, len(text))
-            if start < end:
-                pieces += [text[done:start], self._of(text[start:end])]
+        start, done = next(starts), 0
+        pieces = []
+        for first, last in spans:
+            begin, end = max(first - start, done), min(last - start, len(text))
+            if begin < end:
+                pieces += [text[done:begin], marks[text[begin:end]]]
                 done = end
         return "".join([*pieces, text[done:]])
 
-    def _of(self, text: str) -> str:
-        while text not in self.by_text:
-            mark = "1" + format(self._next, "016o").translate(_DIGITS)
-            self._next += 1
-            if mark not in self._taken:
-                self.by_text[text] = mark
-        return self.by_text[text]
+    return map_texts(messages, mark), {mark: text for text, mark in marks.items()}
 
 
 def encode_hidden(
@@ -139,7 +122,7 @@ def _as_text(
     if not special.ids.isdisjoint(ids):
         raise ValueError(
             "the tokenizer cannot write a special token that stands in the row's text as text: drop"
-            " the row, or allow it with --special-tokens-in-text"
+            " the row, or allow it with --special-tokens-in-text."
         )
     return ids
 

@@ -12,8 +12,10 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from loongplug.data.bad_samples import told
 from loongplug.data.conversation import Conversation, Message
 from loongplug.data.kinds import KINDS, Placeholder
+from loongplug.data.positions import among
 from loongplug.data.processor import Processor
 from loongplug.data.special_text import (
     After,
@@ -23,7 +25,6 @@ from loongplug.data.special_text import (
     encode_text,
     hide_special,
 )
-from loongplug.data.token_ids import among
 
 TrainingPhase = Literal["pretrain", "sft"]
 
@@ -96,37 +97,35 @@ def tokenize_conversation(
     Raises ValueError, with the row's place, for a conversation without anything to train on,
     a token of media in a text that may have some, and a template that this cannot be done with.
     """
-    special = processor.special_texts
-    hidden: dict[str, str] = {}  # what marks in the text stand for
-    if special is not None:
-        messages, hidden = hide_special(conversation.messages, special)
-        conversation = dataclasses.replace(conversation, messages=messages)
-    renderings = _renderings(conversation, processor, phase=phase)
-    where, media = conversation.where, tuple(each.media for each in renderings)
-    made = [
-        _tokenized(
-            each.segments, processor, placeholders=placeholders[:shown], hidden=hidden, where=where
-        )
-        for each, shown in zip(renderings, media, strict=True)
-    ]
+    with told(f"{conversation.where}: "):
+        messages, hidden = conversation.messages, dict[str, str]()  # what marks in the text are
+        if processor.special_texts is not None:
+            messages, hidden = hide_special(messages, processor.special_texts)
+        renderings = _renderings(messages, processor, phase=phase, plain=conversation.plain)
+        made = [
+            _tokenized(each.segments, processor, placeholders[: each.media], hidden)
+            for each in renderings
+        ]
     ids, trained = map(np.concatenate, zip(*made, strict=True))
-    lengths = tuple(len(each) for each, _ in made)
-    differ = not all(each.alone for each in renderings)
-    return Tokens(ids, trained, lengths, media, sum(x.answers for x in renderings), differ)
+    return Tokens(
+        ids=ids,
+        trained=trained,
+        lengths=tuple(len(each) for each, _ in made),
+        media=tuple(each.media for each in renderings),
+        answers=sum(each.answers for each in renderings),
+        turns_differ=not all(each.alone for each in renderings),
+    )
 
 
 def _tokenized(
     segments: Sequence[_Segment],
     processor: Processor,
-    *,
     placeholders: Sequence[Placeholder],
     hidden: Mapping[str, str],
-    where: str,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The ids of one rendering, and which are trained on."""
+    """The ids of one rendering, and which are trained on: none that mark or stand for media."""
     tokenizer, special = processor.tokenizer, processor.special_texts
-    said = [segment.text for segment in segments]
-    texts = _write_placeholders(said, placeholders, processor, where=where)
+    texts = _write_placeholders([each.text for each in segments], placeholders, processor)
     parts: list[tuple[list[int], bool]] = []
     leading = leading_ids(tokenizer)
     if leading and not texts[0].startswith(tokenizer.bos_token):
@@ -137,10 +136,7 @@ def _tokenized(
     for text, segment in zip(texts, segments, strict=True):
         if hidden:
             assert special is not None
-            try:
-                ids = encode_hidden(text, hidden, special, tokenizer, after=after)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}.") from error
+            ids = encode_hidden(text, hidden, special, tokenizer, after=after)
         else:
             ids = encode_text(text, tokenizer, special=True, after=after)
         if segment.ends:
@@ -148,31 +144,17 @@ def _tokenized(
         parts.append((ids, segment.trained))
         if ids:
             after = "special" if ids[-1] in added_ids(tokenizer) else "text"
-    return _joined(parts, processor, placeholders=placeholders)
-
-
-def _joined(
-    parts: Sequence[tuple[list[int], bool]],
-    processor: Processor,
-    *,
-    placeholders: Sequence[Placeholder],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Pieces with whether they are trained on as one, each placeholder's token as often as it is.
-
-    Those that mark or stand for media are not trained on.
-    """
-    ids = np.array([token for part, _ in parts for token in part], dtype=np.int64)
+    whole = np.array([token for part, _ in parts for token in part], dtype=np.int64)
     trained = np.repeat([trained for _, trained in parts], [len(part) for part, _ in parts])
-    trained &= ~among(ids, processor.token_ids.values())
-    if not placeholders:
-        return ids, trained
-    repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
-    repeats[among(ids, processor.places(*KINDS))] = [
-        placeholder.run
-        for placeholder in placeholders
-        for _ in range(placeholder.text.count(placeholder.token))
-    ]
-    return ids.repeat(repeats), trained.repeat(repeats)
+    trained &= ~among(whole, processor.token_ids.values())
+    repeats = np.ones(len(whole), dtype=np.int64)  # how many tokens each of the tokens stands for
+    if placeholders:
+        repeats[among(whole, processor.places(*KINDS))] = [
+            placeholder.run
+            for placeholder in placeholders
+            for _ in range(placeholder.text.count(placeholder.token))
+        ]
+    return whole.repeat(repeats), trained.repeat(repeats)
 
 
 def tokenize_prompt(
@@ -185,44 +167,44 @@ def tokenize_prompt(
 def shortest_sample(processor: Processor) -> int:
     """How many tokens the template alone takes for an exchange in which nothing is said."""
     messages = (Message("user", ()), Message("assistant", ()))
-    text = _render(messages, processor, where=str(processor.folder))
+    with told(f"{processor.folder}: "):
+        text = _render(messages, processor)
     tokenizer = processor.tokenizer
     added = len(leading_ids(tokenizer)) + habits_of(tokenizer).leaves_answers_open
     return len(tokenizer.encode(text, add_special_tokens=False)) + added
 
 
 def _renderings(
-    conversation: Conversation, processor: Processor, *, phase: TrainingPhase | None
+    messages: Sequence[Message], processor: Processor, *, phase: TrainingPhase | None, plain: bool
 ) -> list[_Rendering]:
-    messages, where = conversation.messages, conversation.where
-    if phase == "sft" and not conversation.plain:
-        return _of_answers(messages, processor, where=where)
-    if phase is None or not conversation.plain:
+    if phase == "sft" and not plain:
+        return _of_answers(messages, processor)
+    if phase is None or not plain:
         left_out = {message.role for message in messages if not message.trained and phase}
         if left_out - {"assistant"}:
             raise ValueError(
-                f"{where}: with --training-phase pretrain, loss and weight can leave out answers"
+                "with --training-phase pretrain, loss and weight can leave out answers"
                 " alone: drop them from the other turns."
             )
-        text = _render(messages, processor, where=where, prompt=phase is None)
+        text = _render(messages, processor, prompt=phase is None)
         habits = habits_of(processor.tokenizer)
         ends = [at for at, each in enumerate(messages, start=1) if each.role == "assistant"]
-        shown = (_render(messages[:end], processor, where=where) for end in ends)
+        shown = (_render(messages[:end], processor) for end in ends)
         if phase and habits.renders_again and any(_end_of(each, text) < 0 for each in shown):
-            raise _differs(where, splits=not habits.leaves_answers_open)
+            raise _differs(splits=not habits.leaves_answers_open)
         # Where the template does not end an answer, it is looked for, so that it can be ended.
         looks = left_out or habits.leaves_answers_open
         looks = looks or any(
             each.fields and each.role == "assistant" and phase for each in messages
         )
-        found = _answers(messages, processor, where=where) if looks else []
+        found = _answers(messages, processor) if looks else []
         trained = [answer for answer in found if answer.message.trained and phase]
-        _require_read(messages, trained, processor, where=where)
-        cut = _cut(text, found, trained, processor, others=phase is not None, where=where)
+        _require_read(messages, trained, processor)
+        cut = _cut(text, found, trained, processor, others=phase is not None)
         return [_Rendering(cut, messages)]
     if phase == "sft":
         raise ValueError(
-            f"{where}: plain text has no answers to train on: give messages, or train with"
+            "plain text has no answers to train on: give messages, or train with"
             " --training-phase pretrain."
         )
     parts = (part for message in messages for part in message.parts)
@@ -244,17 +226,17 @@ class _Answer:
     ends: bool  # as of :class:`_Segment`
 
 
-def _answers(messages: Sequence[Message], processor: Processor, *, where: str) -> list[_Answer]:
+def _answers(messages: Sequence[Message], processor: Processor) -> list[_Answer]:
     found = []
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        asked = _render(messages[:number], processor, where=where, prompt=True)
-        whole = _render(messages[: number + 1], processor, where=where)
+        asked = _render(messages[:number], processor, prompt=True)
+        whole = _render(messages[: number + 1], processor)
         if not whole.startswith(asked):
-            raise _differs(where, splits=False)
+            raise _differs(splits=False)
         start = said = len(asked)
-        spoken, ends = _ended(whole[start:], message, processor, where=where)
+        spoken, ends = _ended(whole[start:], message, processor)
         served = asked + spoken
         opened = _OPENED.search(asked)
         begin = opened.start() if opened else start
@@ -265,14 +247,12 @@ def _answers(messages: Sequence[Message], processor: Processor, *, where: str) -
     return found
 
 
-def _of_answers(
-    messages: Sequence[Message], processor: Processor, *, where: str
-) -> list[_Rendering]:
+def _of_answers(messages: Sequence[Message], processor: Processor) -> list[_Rendering]:
     """The renderings that train each answer as it is served, or those behind the last question."""
-    answers = _answers(messages, processor, where=where)
+    answers = _answers(messages, processor)
     if not answers:
         raise ValueError(
-            f"{where}: no assistant message, so nothing to train on: add the answer, or train with"
+            "no assistant message, so nothing to train on: add the answer, or train with"
             " --training-phase pretrain."
         )
     groups: list[list[_Answer]] = []  # each is shown by its first one's rendering; the last first
@@ -282,9 +262,7 @@ def _of_answers(
             groups.append(group)
         group.append(answer)
     if not groups:
-        raise ValueError(
-            f"{where}: no answer is trained on: each has loss false or weight 0. Drop the row."
-        )
+        raise ValueError("no answer is trained on: each has loss false or weight 0. Drop the row.")
     alone = len(groups) == 1
     if processor.multi_turn == "last" and not alone:
         last = groups[0][0].number
@@ -292,14 +270,14 @@ def _of_answers(
         question = max((at for at, turn in enumerate(turns) if turn == ("user", False)), default=-1)
         groups = [[each for group in groups for each in group if each.number > question]]
     made = []
-    _require_read(messages, [each for group in groups for each in group], processor, where=where)
+    _require_read(messages, [each for group in groups for each in group], processor)
     for group in groups:
         shown, text = messages[: group[0].number + 1], group[0].rendering
         if group is groups[0] and len(shown) < len(messages):
-            whole = _render(messages, processor, where=where)
+            whole = _render(messages, processor)
             if whole.startswith(group[0].served):
                 shown, text = messages, whole
-        cut = _cut(text, answers, group, processor, others=False, where=where)
+        cut = _cut(text, answers, group, processor, others=False)
         made.append(_Rendering(cut, shown, len(group), alone))
     return made[::-1]
 
@@ -311,7 +289,6 @@ def _cut(
     processor: Processor,
     *,
     others: bool,
-    where: str,
 ) -> list[_Segment]:
     """A rendering, cut before and after each answer that it shows; ``others`` train as well."""
     segments, done = [], 0
@@ -323,7 +300,7 @@ def _cut(
             start = said = _end_of(answer.served[: answer.begin], text)
             end = _end_of(answer.served, text)
             if end < 0:
-                raise _differs(where, splits=not answer.ends)
+                raise _differs(splits=not answer.ends)
         counts = answer in trained
         segments += [
             _Segment(text[done:start], others),
@@ -348,22 +325,22 @@ def _end_of(part: str, text: str) -> int:
     return end
 
 
-def _differs(where: str, *, splits: bool) -> ValueError:
+def _differs(*, splits: bool) -> ValueError:
     more = " train by sft with --packing and --multi-turn split," if splits else ""
     return ValueError(
-        f"{where}: the chat template renders earlier messages differently once later ones follow,"
+        f"the chat template renders earlier messages differently once later ones follow,"
         f" so what they say is lost or not found: use a template that only appends,{more} or drop"
         " what it leaves out, such as earlier thoughts."
     )
 
 
-def _ended(answer: str, message: Message, processor: Processor, *, where: str) -> tuple[str, bool]:
+def _ended(answer: str, message: Message, processor: Processor) -> tuple[str, bool]:
     """What is rendered of an answer up to its end, and whether the end is missing."""
     if not habits_of(processor.tokenizer).leaves_answers_open:
         spoken, end, _ = answer.rpartition(processor.end_token)
         if not end:
             raise ValueError(
-                f"{where}: the chat template of {processor.folder} does not end an answer with the"
+                f"the chat template of {processor.folder} does not end an answer with the"
                 f" tokenizer's eos_token {processor.end_token!r}: correct one of the two."
             )
         return spoken + end, False
@@ -373,7 +350,7 @@ def _ended(answer: str, message: Message, processor: Processor, *, where: str) -
         if (start := answer.rfind(text)) >= 0:
             return answer[: start + len(text)], True
     raise ValueError(
-        f"{where}: the chat template of {processor.folder} neither ends an answer with the"
+        f"the chat template of {processor.folder} neither ends an answer with the"
         f" tokenizer's eos_token {processor.end_token!r} nor writes its text as it is, so that"
         " nothing says where it ends: let the template write the token."
     )
@@ -399,7 +376,7 @@ def _without(message: Message) -> Iterator[tuple[str, Message]]:
 
 
 def _require_read(
-    messages: Sequence[Message], answers: Sequence[_Answer], processor: Processor, *, where: str
+    messages: Sequence[Message], answers: Sequence[_Answer], processor: Processor
 ) -> None:
     """Refuse a row whose tools, results or fields of ``answers`` the template leaves out."""
     served, whole = {answer.number: answer.served for answer in answers}, ""
@@ -410,21 +387,19 @@ def _require_read(
             end = number + 1 if number in served else len(messages)
             row = [*messages[:number], changed, *messages[number + 1 : end]]
             if number not in served:
-                whole = whole or _render(messages, processor, where=where)
+                whole = whole or _render(messages, processor)
             try:
-                same = _render(row, processor, where=where).startswith(served.get(number, whole))
+                same = _render(row, processor).startswith(served.get(number, whole))
             except ValueError:  # the template asks for it
                 same = False
             if same:
                 raise ValueError(
-                    f"{where}: the chat template leaves out the {key} of the row: take the template"
+                    f"the chat template leaves out the {key} of the row: take the template"
                     " of a model that reads them, write them into the text, or drop the row."
                 )
 
 
-def _render(
-    messages: Sequence[Message], processor: Processor, *, where: str, prompt: bool = False
-) -> str:
+def _render(messages: Sequence[Message], processor: Processor, *, prompt: bool = False) -> str:
     as_parts = habits_of(processor.tokenizer).takes_parts_alone
     inputs = [_as_template_input(message, as_parts=as_parts) for message in messages]
     tools = list(messages[0].tools) if messages else []
@@ -432,10 +407,10 @@ def _render(
         return render_chat(inputs, processor.tokenizer, prompt=prompt, tools=tools or None)
     except TemplateError as error:
         reason = str(error)[:_MOST_REASON].rstrip(".")
-        raise ValueError(f"{where}: the chat template refuses this row: {reason}.") from error
+        raise ValueError(f"the chat template refuses this row: {reason}.") from error
     except Exception as error:  # whatever Python raises for what the template does
         reason = f"{type(error).__name__}: {error}"[:_MOST_REASON].rstrip(".")
-        raise ValueError(f"{where}: the chat template fails on this row ({reason}).") from error
+        raise ValueError(f"the chat template fails on this row ({reason}).") from error
 
 
 def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
@@ -453,7 +428,7 @@ def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
 
 
 def _write_placeholders(
-    texts: Sequence[str], placeholders: Sequence[Placeholder], processor: Processor, *, where: str
+    texts: Sequence[str], placeholders: Sequence[Placeholder], processor: Processor
 ) -> list[str]:
     """The texts with each of the chat template's tokens of media replaced by its placeholder."""
     kinds = {kind: processor.tokens.get(f"{kind}_token_id") for kind in KINDS}
@@ -463,14 +438,14 @@ def _write_placeholders(
     for kind, token in kinds.items():
         if token is not None and written.count(token) != expected.count(token):
             raise ValueError(
-                f"{where}: {written.count(token)} {kind} tokens in the text for"
+                f"{written.count(token)} {kind} tokens in the text for"
                 f" {expected.count(token)} {kind}s. The chat template writes one for each {kind}:"
                 f" remove {token} from the text of the messages and list the {kind}s as parts of"
                 " the content."
             )
     if written != expected:
         raise ValueError(
-            f"{where}: the chat template writes media in another order than the row"
+            "the chat template writes media in another order than the row"
             " lists them: use a template that keeps their order."
         )
     waiting = iter(placeholders)

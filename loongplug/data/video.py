@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.bad_samples import OddVideos
+from loongplug.data.bad_samples import OddVideos, told
 from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import MediaFile
 from loongplug.data.pixel_limits import Transparency
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, scaling_problem
+from loongplug.data.processor import Processor, require_scaling
 from loongplug.data.video_files import decode_frames, video_header
 
 if TYPE_CHECKING:
@@ -64,14 +64,18 @@ def video_style_of(folder: Path) -> VideoStyle:
 
     Good for counting tokens; how fast a block's time axis counts stands in the model's config.
     """
-    where = str(folder)
-    config = read_json(folder / COMBINED_FILE, where=where).get("video_processor")
-    if config := config or read_json(folder / VIDEO_FILE, where=where):
+    if config := _own_config(folder):
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
     else:  # a folder of Qwen2.5-VL may have the file for images alone, which serves both
-        images = read_json(folder / IMAGE_FILE, where=where)
+        images = read_json(folder / IMAGE_FILE)
         blocks = images.get("processor_class") in ("Qwen2_5_VLProcessor", "Qwen2_5OmniProcessor")
     return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
+
+
+def _own_config(folder: Path) -> dict[str, Any]:
+    """What is said of videos alone, if anything is; in the order of transformers."""
+    found: dict[str, Any] = read_json(folder / COMBINED_FILE).get("video_processor", {})
+    return found or read_json(folder / VIDEO_FILE)
 
 
 def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[float]:
@@ -120,27 +124,20 @@ class VideoProcessor:
         ``fps``: None where the row does not say. Raises ValueError with ``where`` for a file that
         is missing or no video.
         """
-        header = header or video_header(path, where=where)
-        if header.frames < self._processor.vision.temporal_patch_size:
-            indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
-        else:
-            indices = self._sampled(path, header, fps=fps or self._fps, where=where)
-        return VideoClip(path, tuple(map(int, indices)), header)
-
-    def _sampled(
-        self, path: MediaFile, header: VideoHeader, *, fps: float | None, where: str
-    ) -> Iterable[int]:
         from transformers.video_utils import VideoMetadata
 
-        transform = self._loaded(where=where)
-        metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
+        header = header or video_header(path, where=where)
+        if header.frames < self._processor.vision.temporal_patch_size:
+            return VideoClip(path, tuple(range(header.frames)), header)  # too few to sample
+        transform, fps = self._loaded(where=where), fps or self._fps
         if fps is None and transform.fps is None and transform.num_frames is None:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
+        metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
         try:
-            indices: Iterable[int] = transform.sample_frames(metadata, fps=fps)
+            indices = transform.sample_frames(metadata, fps=fps)
         except (ValueError, OverflowError) as error:  # of rates that no video has
             raise ValueError(f"{where}: {path} cannot be sampled: {error}.") from error
-        return indices
+        return VideoClip(path, tuple(map(int, indices)), header)
 
     def grid(self, video: AnyVideo, *, where: str) -> Grid:
         """The patch grid of :meth:`coded` rows; reads the frames' headers only.
@@ -194,10 +191,8 @@ class VideoProcessor:
             "do_rescale": False,
             "do_normalize": False,
         }
-        try:
+        with told(f"{where}: {_name(video)} cannot be used: ", "."):
             features = transform([frames], return_tensors="pt", **options)
-        except ValueError as error:
-            raise ValueError(f"{where}: {_name(video)} cannot be used: {error}.") from error
         time, height, width = features["video_grid_thw"][0].tolist()
         return features["pixel_values_videos"], (time, height, width)
 
@@ -210,7 +205,12 @@ class VideoProcessor:
 
     def _loaded(self, *, where: str) -> Any:
         if self._transform is None:
-            self._transform = _load(self._processor, self.style, where=where)
+            with told(f"{where}: "):
+                transform = _load(self._processor, self.style)
+            vision = self._processor.vision
+            token = (vision.patch_size * vision.spatial_merge_size) ** 2
+            self._processor.pixel_limits.limit(transform, "video_", patch=token)
+            self._transform = transform
         return self._transform
 
 
@@ -245,17 +245,24 @@ def video_size(video: AnyVideo, *, where: str) -> tuple[int, int]:
     return height, width
 
 
-def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
+def _load(processor: Processor, style: VideoStyle) -> Any:
     # Importing them imports torchvision, which takes long and which images do without.
     from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
     kind, other = Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
     if style.timestamps:
         kind, other = other, kind
-    config = _read_config(processor.folder, style, where=where)
+    # A file for images serves videos as well in folders of Qwen2.5-VL, whose limits are per frame.
+    others = {} if style.timestamps else read_json(processor.folder / IMAGE_FILE)
+    config = _own_config(processor.folder) or others
+    if not config:
+        raise ValueError(
+            f"the row has a video, but there is no video processor in {processor.folder}: copy"
+            f" {VIDEO_FILE} from the model that this folder belongs to."
+        )
     if config.get("video_processor_type") == other.__name__:
         raise ValueError(
-            f"{where}: the video processor in {processor.folder} is a {other.__name__}, but this"
+            f"the video processor in {processor.folder} is a {other.__name__}, but this"
             f" model takes a {kind.__name__}: name the folder that belongs to this model."
         )
     transform = kind(**config)
@@ -266,31 +273,11 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
     ):
         if getattr(transform, name) != value:
             raise ValueError(
-                f"{where}: in {processor.folder}, {name} is {getattr(transform, name)} for videos"
+                f"in {processor.folder}, {name} is {getattr(transform, name)} for videos"
                 f" but {value} for images: one encoder takes both, so make them equal."
             )
-    if problem := scaling_problem(transform):
-        raise ValueError(f"{where}: the video processor in {processor.folder} has {problem}.")
-    token = (processor.vision.patch_size * processor.vision.spatial_merge_size) ** 2
-    processor.pixel_limits.limit(transform, "video_", patch=token)
+    with told(f"the video processor in {processor.folder} has ", "."):
+        require_scaling(transform)
     # Unset means False, with a warning for each process.
     transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
     return transform
-
-
-def _read_config(folder: Path, style: VideoStyle, *, where: str) -> dict[str, Any]:
-    """The first that there is, in the order of transformers.
-
-    A file for images serves videos as well in folders of Qwen2.5-VL, whose limits are per frame.
-    """
-    combined = read_json(folder / COMBINED_FILE, where=where)
-    if "video_processor" in combined:
-        config: dict[str, Any] = combined["video_processor"]
-        return config
-    for name in (VIDEO_FILE,) if style.timestamps else (VIDEO_FILE, IMAGE_FILE):
-        if found := read_json(folder / name, where=where):
-            return found
-    raise ValueError(
-        f"{where}: the row has a video, but there is no video processor in {folder}: copy"
-        f" {VIDEO_FILE} from the model that this folder belongs to."
-    )

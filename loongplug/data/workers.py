@@ -169,19 +169,6 @@ class Ordered[Job, Made](Iterator[Made]):
         raise self._pool.over or self._end
 
 
-class Background[Item, Result](Ordered[Item, Result]):
-    """``function(item)`` for each of ``items``, from a pool of its own."""
-
-    def __init__(
-        self, function: Callable[[Item], Result], items: Iterator[Item], *, settings: WorkerSettings
-    ) -> None:
-        super().__init__(Pool(function, settings=settings), items)
-
-    def close(self) -> None:
-        """End the processes; nothing more can be asked for."""
-        self._pool.close()
-
-
 @contextmanager
 def garbage_stays_here() -> Iterator[None]:
     """Processes that are forked meanwhile never collect what this one has made before.
@@ -215,7 +202,8 @@ def map_rows[T](
     chunks = [range(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS)]
     several = min(processes, len(chunks)) if len(chunks) > 1 else 0  # else in this process
     settings = WorkerSettings(processes=several)
-    work = Background(lambda rows: [task(row) for row in rows], iter(chunks), settings=settings)
+    pool = Pool[range, list[T]](lambda rows: [task(row) for row in rows], settings=settings)
+    work = pool.ordered(iter(chunks))
     try:
         first = list(islice(work, 1))  # forks before the progress bar starts its thread
         with Progress(console=console, transient=True) as progress:
@@ -229,7 +217,7 @@ def map_rows[T](
             " with --processes."
         ) from error
     finally:
-        work.close()
+        pool.close()
 
 
 class _Late[Made](Future[Made]):

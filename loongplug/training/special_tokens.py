@@ -53,8 +53,8 @@ def folder_differences(own: Path, given: Path) -> Iterator[str]:
         if moved := sorted(text for text, number in theirs.items() if ours.get(text) != number):
             differences.append(f"{len(moved)} tokens have other ids, such as {moved[0]!r}")
     images = [
-        {**read_json(each / COMBINED_FILE, where=str(each)).get("image_processor", {})}
-        | read_json(each / IMAGE_FILE, where=str(each))
+        {**read_json(each / COMBINED_FILE).get("image_processor", {})}
+        | read_json(each / IMAGE_FILE)
         for each in (own, given)
     ]
     for name in ("image_mean", "image_std"):

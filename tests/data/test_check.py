@@ -23,7 +23,7 @@ from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
-from loongplug.data.workers import Background, WorkerSettings, map_rows
+from loongplug.data.workers import Pool, WorkerSettings, map_rows
 
 Row = Callable[..., dict[str, Any]]
 
@@ -177,10 +177,10 @@ def test_a_file_that_changes_is_one_sentence(
     for index in (0, 1):
         with pytest.raises(ChangedFileError) as raised:
             data.text_parts([index])
-        work = Background(data.text_parts, iter([[index]]), settings=WorkerSettings(processes=1))
+        pool = Pool(data.text_parts, settings=WorkerSettings(processes=1))
         with pytest.raises(ValueError, match="has changed") as behind:
-            next(work)
-        work.close()
+            pool.submit([index]).result()
+        pool.close()
         with pytest.raises(ChangedFileError) as checked:
             checker(data.rows, index)
         said |= {str(each.value) for each in (raised, behind, checked)}

@@ -346,7 +346,7 @@ def test_a_shard_that_changes_is_no_bad_sample(
     rows = EnergonRows(of_demo(demo, tmp_path, shards=2), split="train")
     if read_before:
         rows.read(0)
-    change(rows.shards[0])
+    change(rows.files[0])
     with pytest.raises(ChangedFileError, match=r"shard_0\.tar has changed since the start"):
         rows.read(0)
     assert rows.read(len(rows) - 1), "the other shard has not changed"
@@ -354,7 +354,7 @@ def test_a_shard_that_changes_is_no_bad_sample(
 
 def test_a_damaged_header_within_a_sample_is_no_end_of_it(tmp_path: Path) -> None:
     rows = of_samples(tmp_path / "d", {"json": {"text": "a"}, "jpg": png()}, {"json": {"text": ""}})
-    shard = rows.shards[0]
+    shard = rows.files[0]
     content = bytearray(shard.read_bytes())
     assert rows.read(0) == {"text": "a", "images": ["jpg"]}
     content[1024 + 3] ^= 1  # of the second member's header
@@ -367,7 +367,7 @@ def test_a_damaged_header_within_a_sample_is_no_end_of_it(tmp_path: Path) -> Non
 
 def test_an_index_that_lacks_an_entry_merges_no_samples(tmp_path: Path) -> None:
     rows = of_samples(tmp_path / "d", *({"json": {"text": text}} for text in "abc"))
-    index = rows.shards[0].with_suffix(".tar.idx")
+    index = rows.files[0].with_suffix(".tar.idx")
     np.delete(np.fromfile(index, dtype=np.uint64), 1).tofile(index)
     rows = EnergonRows(rows.folder, split="train")
     with pytest.raises(ValueError, match=r"a\.tar:1: .*two samples, 'k0' and 'k1'"):
@@ -387,7 +387,7 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_of_noise_is_an_error_of_its_samples(tmp_path: Path) -> None:
     rows = of_samples(tmp_path / "d", {"json": {"text": "a"}}, {"json": {"text": "b"}})
-    index = rows.shards[0].with_suffix(".tar.idx")
+    index = rows.files[0].with_suffix(".tar.idx")
     index.write_bytes(b"\xff" * index.stat().st_size)
     with pytest.raises(ValueError, match=r"a\.tar:2: the shard cannot be read there"):
         EnergonRows(rows.folder, split="train").read(1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pace import times_slower
 
 from loongplug.data.bad_samples import bad_as
-from loongplug.data.json_array import scan_array
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
+from loongplug.data.line_index import scan_array
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick

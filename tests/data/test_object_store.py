@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,7 +39,7 @@ from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.units import UnitLoader
 from loongplug.data.video_files import decode_frames, video_header
-from loongplug.data.workers import Background, WorkerSettings
+from loongplug.data.workers import Pool, WorkerSettings
 
 WHERE = "rows.jsonl:4"
 
@@ -382,10 +382,10 @@ def test_forked_processes_have_connections_of_their_own(
     data = dataset(s3.put("rows.jsonl", jsonl(*rows)), processor=processor)
     expected = [data[index].input_ids for index in range(3)]  # this process has used the store
     data = dataset("s3://bucket/rows.jsonl", processor=processor)
-    items: Iterator[list[int]] = iter([[0, 1], [2], [2, 0]])
-    work = Background(data.text_parts, items, settings=WorkerSettings(processes=2))
+    pool = Pool(data.text_parts, settings=WorkerSettings(processes=2))
+    work = pool.ordered(iter([[0, 1], [2], [2, 0]]))
     found = [sample.input_ids for part in work for sample in part]
-    work.close()
+    pool.close()
     for ids, index in zip(found, (0, 1, 2, 2, 0), strict=True):
         np.testing.assert_array_equal(ids, expected[index])
 

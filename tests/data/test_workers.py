@@ -23,19 +23,19 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import Processor
-from loongplug.data.workers import IN_PROCESS, Background, Pool, WorkerSettings
+from loongplug.data.workers import IN_PROCESS, Ordered, Pool, WorkerSettings
 
 TWO = WorkerSettings(processes=2, depth=2)
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[..., Background[Any, Any]]]:
-    """Makes a Background that ends with the test."""
-    made: list[Background[Any, Any]] = []
+def background() -> Iterator[Callable[..., Ordered[Any, Any]]]:
+    """What a function makes of items, from a pool that ends with the test."""
+    made: list[Pool[Any, Any]] = []
 
-    def make(function: Callable[[Any], Any], items: Iterator[Any]) -> Background[Any, Any]:
-        made.append(Background(function, items, settings=TWO))
-        return made[-1]
+    def make(function: Callable[[Any], Any], items: Iterator[Any]) -> Ordered[Any, Any]:
+        made.append(Pool(function, settings=TWO))
+        return made[-1].ordered(items)
 
     yield make
     for each in made:
@@ -221,10 +221,11 @@ def test_ctrl_c_comes_when_all_processes_are_there(
     assert next(results) == [signal.SIG_IGN, usual[1]], "Ctrl-C is for the process that asked"
 
 
-def test_closing_ends_the_processes(background: Any) -> None:
-    results = background(uneven, count())
+def test_closing_ends_the_processes() -> None:
+    pool = Pool(uneven, settings=TWO)
+    results = pool.ordered(count())
     pids = {next(results)[1] for _ in range(6)}
-    results.close()
+    pool.close()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
