@@ -142,12 +142,9 @@ def _shards(folder: Path) -> list[Path]:
 def _listed(folder: Path) -> list[Path]:
     """The files that a saved dataset says it has, all in its own folder."""
     try:
-        names = [each["filename"] for each in parse_row_json((folder / _STATE).read_bytes())[
-            "_data_files"
-        ]]  # fmt: skip
-        if not names or not all(
-            isinstance(name, str) and Path(name).name == name for name in names
-        ):
+        listed = parse_row_json((folder / _STATE).read_bytes())["_data_files"]
+        names = [each["filename"] for each in listed]
+        if not names or any(Path(name).name != name for name in names):
             raise ValueError(f"_data_files names {names}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -186,7 +183,13 @@ def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file, put_whole(place) as whole:
             LOG.warning("%s is converted to Arrow once, into %s.", path, place)
-            schema = _undivided(file.schema_arrow).with_metadata({_MADE_OF: _words(before)})
+            # Values in the place of numbers of a dictionary, which differs by batch.
+            schema = pa.schema(
+                field.with_type(field.type.value_type)
+                if pa.types.is_dictionary(field.type)
+                else field
+                for field in file.schema_arrow
+            ).with_metadata({_MADE_OF: _words(before)})
             with pa.OSFile(str(whole), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 # No threads: processes that are forked later would not have them.
                 for batch in file.iter_batches(batch_size=_BATCH, use_threads=False):
@@ -203,16 +206,6 @@ def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the system; others are of the file
         raise ValueError(f"{path} is not a Parquet file that can be read: {error}.") from error
-
-
-def _undivided(schema: Any) -> Any:
-    """The schema with values in the place of numbers of a dictionary, which differs by batch."""
-    import pyarrow as pa
-
-    return pa.schema(
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in schema
-    )
 
 
 def _mapped(path: Path, *, made_of: tuple[int, int] | None = None) -> list[Any]:

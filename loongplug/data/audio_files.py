@@ -36,12 +36,10 @@ _AT_ONCE = 2**16  # samples of each channel that are read of a WAV file at a tim
 
 
 def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
-    """How many samples :func:`decode_audio` will give.
+    """How many samples :func:`decode_audio` will give; ValueError with ``where`` for no sound.
 
     Read from the header of a WAV file. Others are decoded, as their headers may be wrong: until
     there are more than ``enough``, for a sound that is too long anyway.
-
-    Raises ValueError with ``where`` for a file that is missing, damaged or no sound.
     """
     with opened_media("audio", path, where=where, header=True) as file:
         wav = _wav(file, path, where=where)

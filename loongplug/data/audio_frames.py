@@ -25,9 +25,8 @@ _SILENCE = (-10.0 + 4.0) / 4.0  # the least value that there is
 class AudioFrames:
     """A feature extractor of Whisper's kind, and how what it makes becomes rows of frames.
 
-    A row is one frame of 10 ms, its values by mel band. A sound's rows are those of the sound with
-    as much silence behind it as the model's processor in transformers puts there, which is no more
-    than the frames that :class:`AudioSizes` names; behind frame ``longest``, rows are zero.
+    A row is one frame of 10 ms, its values by mel band. Behind a sound's rows are those of the
+    silence that :class:`AudioSizes` names, as in transformers; behind frame ``longest``, zeros.
     """
 
     def __init__(self, extractor: WhisperFeatureExtractor, sizes: AudioSizes) -> None:
@@ -76,11 +75,10 @@ class AudioFrames:
     def frames(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
         """Of a sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
 
-        Rows are float32. They are those that the feature extractor makes of the sound filled up to
-        ``nb_max_frames``, within 1e-6: sums are taken in another order. What is silence in any case
-        is not computed. Raises ValueError for a sound that cannot be used.
+        Rows are float32, those of the sound filled up to ``nb_max_frames``, within 1e-6: sums are
+        taken in another order. What is silence in any case is not computed. Raises ValueError for a
+        sound that cannot be used.
         """
-        import torch
 
         grid = self.grid(len(sound))
         count = grid[2]
@@ -92,11 +90,9 @@ class AudioFrames:
             max_length=min(heard * HOP, self._extractor.n_samples),
             return_tensors="pt",
         )["input_features"][0]  # [mel_bins, frames]
-        made = features.shape[1]
-        rows = torch.zeros(count, self.sizes.mel_bins)
-        rows[:made] = features.T[:count]
-        if made < count:  # the last one that was made is of silence alone
-            rows[made:] = features[:, -1]
+        rows = features[:, -1].repeat(count, 1)  # where fewer are made, the last is of silence
+        made = features.T[:count]
+        rows[: len(made)] = made
         rows[self.sizes.longest :] = 0.0
         return rows, grid
 
@@ -104,9 +100,8 @@ class AudioFrames:
         """What the model in transformers is given, of the rows of sounds one after the other.
 
         ``rows`` are [rows, mel_bins], ``grids`` [sounds, 3]. Gives ``input_features`` [sounds,
-        mel_bins, frames] float32 and ``feature_attention_mask`` [sounds, frames] int32. Frames are
-        as many as the longest sound has that the model takes, where it looks behind a sound, else
-        as many as the longest of these sounds has.
+        mel_bins, frames] float32 and ``feature_attention_mask`` [sounds, frames] int32; frames are
+        those of the longest sound here, or that there may be, for a model that looks behind sounds.
         """
         import torch
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.arrow_rows import ArrowRows, is_arrow
+from loongplug.data.bad_samples import told
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
@@ -44,13 +45,13 @@ def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
             f"{flag} {' '.join(values)}: expected files (p1 p2), or a weight before each of them"
             " (w1 p1 w2 p2)."
         )
-    checked = [weight for weight in weights if weight is not None]
+    checked = tuple(weight for weight in weights if weight is not None)
     for weight in checked:
         if not 0 < weight < math.inf:
             raise ValueError(
                 f"{flag}: weight {weight:g} is not above 0: leave its file out, or raise it."
             )
-    return BlendSpec(tuple(map(file_named, names)), tuple(checked))
+    return BlendSpec(tuple(map(file_named, names)), checked)
 
 
 def _number(value: str) -> float | None:
@@ -82,13 +83,11 @@ def open_rows(
     sources = [open_source(path, split=split, access=access) for path in spec.paths]
     if len(sources) == 1 and valid_share is None:
         return sources[0]
-    try:
+    with told(f"{flag} {' '.join(values)}: "):
         rows = None
         if valid_share is not None:
             rows = _divided(sources, valid_share, valid=valid, seed=seed)
         return Blend(sources, weights=None if valid else spec.weights, seed=seed, rows=rows)
-    except ValueError as error:
-        raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
 
 
 def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None = None) -> Source:
@@ -141,9 +140,15 @@ class Blend:
         draws = sizes = [len(of_source) for of_source in rows]
         if weights is not None:
             # Relative to the source that decides the length, whose rows come once.
-            scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-            _check_length(scale, sizes, weights)
-            pairs = zip(sizes, weights, strict=True)
+            pairs = list(zip(sizes, weights, strict=True))
+            most, rarest = max(pairs, key=lambda pair: pair[0] / pair[1])
+            scale = most / rarest
+            if (length := scale * sum(weights)) > _MOST_ROWS:
+                raise ValueError(
+                    f"weight {rarest:g} is too small: with each of its file's {most} rows once, the"
+                    f" mixture would have {length:.3g} rows, and {_MOST_ROWS} are the most. Raise"
+                    " it, or leave its file out."
+                )
             draws = [max(size, round(weight * scale)) for size, weight in pairs]
         # The k-th of n draws belongs at (k + 1/2) / n of the whole; equal places keep the order
         # of the sources.
@@ -167,18 +172,18 @@ class Blend:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row; ValueError with its place when it is not a JSON object."""
-        source, row = self._found(index)
-        return source.read(row)
+        source, row = self.find(index)
+        return self.sources[source].read(row)
 
     def where(self, index: int) -> str:
         """``path:line`` of the row, for messages."""
-        source, row = self._found(index)
-        return source.where(row)
+        source, row = self.find(index)
+        return self.sources[source].where(row)
 
     def media_root(self, index: int) -> MediaRoot:
         """What the names of images and videos in the row start at."""
-        source, row = self._found(index)
-        return source.media_root(row)
+        source, row = self.find(index)
+        return self.sources[source].media_root(row)
 
     def spread(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
         """Of values by row for each source, those of the blend's rows, [rows]."""
@@ -191,10 +196,6 @@ class Blend:
     def find(self, index: int) -> tuple[int, int]:
         """The number of a row's source, and of the row there."""
         return int(self._source[index]), int(self._row[index])
-
-    def _found(self, index: int) -> tuple[Source, int]:
-        source, row = self.find(index)
-        return self.sources[source], row
 
 
 Rows = Source | Blend
@@ -221,19 +222,6 @@ def _divided(
         sizes = " + ".join(str(len(each)) for each in sources)
         raise ValueError(f"--valid-share {share:g} {what} of {sizes}: give another share.")
     return found
-
-
-def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
-    """Refuse weights that make a mixture too long to keep its order."""
-    rows = scale * sum(weights)
-    if rows <= _MOST_ROWS:
-        return
-    rarest = max(range(len(sizes)), key=lambda source: sizes[source] / weights[source])
-    raise ValueError(
-        f"weight {weights[rarest]:g} is too small: with each of its file's {sizes[rarest]} rows "
-        f"once, the mixture would have {rows:.3g} rows, and {_MOST_ROWS} are the most. Raise it, "
-        "or leave its file out."
-    )
 
 
 def _drawn(size: int, draws: int, *, seed: int, source: int) -> NDArray[np.int64]:

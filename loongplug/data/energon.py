@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.bad_samples import told
 from loongplug.data.kept_files import require_version, version
 from loongplug.data.media_files import TarMember, open_media_file
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
@@ -23,10 +24,12 @@ _META = ".nv-meta"
 _META_STEP = re.compile("__.+__", re.DOTALL)  # of a member's path, which is then no sample's
 _CHUNK = 65_536
 _MOST_SAMPLES = 2**32  # of a shard: they are counted in 32 bits
-_IMAGES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
-_VIDEOS = frozenset(("avi", "mkv", "mov", "mp4", "webm"))
-_SOUNDS = frozenset(("aac", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma"))
-_PICKLED = frozenset(("pickle", "pkl", "pt", "pth", "pyd"))
+_MEDIA = {
+    "image": ("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"),
+    "video": ("avi", "mkv", "mov", "mp4", "webm"),
+    "audio": ("aac", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma"),
+}
+_PICKLED = ("pickle", "pkl", "pt", "pth", "pyd")
 
 
 def is_energon(path: Path) -> bool:
@@ -53,7 +56,7 @@ class TarSample:
             " of the JSON to have them taken in their order."
         )
 
-    def named(self, extensions: frozenset[str]) -> list[str]:
+    def named(self, *extensions: str) -> list[str]:
         """The parts with one of these extensions, in the shard's order."""
         return [part for part in self.parts if part.rpartition(".")[2].lower() in extensions]
 
@@ -64,15 +67,10 @@ class EnergonRows:
     A sample's row is its part ``json``: a row of any format that JSONL files have, or only its
     list of turns or messages. Images, videos and sounds are parts of the sample. Of those that the
     row does not name, the sample's parts are taken in their order.
-
-    Opening reads the lists of shards; samples are read with a fresh file handle each.
     """
 
     def __init__(self, folder: Path, *, split: str | None, access: RowAccess = ANY_ROW) -> None:
-        """``split`` is one of the dataset's parts, None for all.
-
-        Raises ValueError where the package is missing, and for a folder that is not prepared.
-        """
+        """``split`` is None for all; ValueError without the package, or a prepared dataset."""
         self.folder = folder
         self.split = split
         self.access = access
@@ -121,19 +119,15 @@ class EnergonRows:
         shard = self.files[self._shard[index]]
         require_version(shard, self._versions[shard])
         sample, where = self.media_root(index), self.where(index)
-        if pickled := sample.named(_PICKLED):
+        if pickled := sample.named(*_PICKLED):
             raise ValueError(
                 f"{where}: the parts {', '.join(pickled)} are pickled, and unpickling runs what"
                 " they say: prepare the dataset again without them."
             )
         part = _row_part(sample)
         self.access.require_size(part.size, where=where)
-        with open_media_file(part) as file:
-            content = file.read()
-        try:
-            row = parse_row_json(content)
-        except ValueError as error:
-            raise ValueError(f"{where}: the part json: {error}.") from error
+        with open_media_file(part) as file, told(f"{where}: the part json: ", "."):
+            row = parse_row_json(file.read())
         if isinstance(row, list):
             turns = bool(row) and isinstance(row[0], dict) and "from" in row[0]
             row = {"conversations" if turns else "messages": row}
@@ -277,7 +271,7 @@ def _split_name(name: str) -> tuple[str, str] | None:
 
 def _row_part(sample: TarSample) -> TarMember:
     """The part that holds the row."""
-    found = sample.named(frozenset(("json",)))
+    found = sample.named("json")
     if "json" not in found and len(found) != 1:
         raise ValueError(
             f"{sample.where}: the sample {sample.key!r} has {len(found)} JSON parts among"
@@ -292,15 +286,11 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
     Places are markers in the text, or parts of a message like ``{"type": "image"}``.
     """
     row = dict(row)
-    for kind, keys, extensions in (
-        ("image", ("image", "images"), _IMAGES),
-        ("video", ("video", "videos"), _VIDEOS),
-        ("audio", ("audio", "audios"), _SOUNDS),
-    ):
-        names = sample.named(extensions)
+    for kind, extensions in _MEDIA.items():
+        names = sample.named(*extensions)
         parts = list(_content_parts(row, kind))
         places = [part for part in parts if part["type"] == kind and kind not in part]
-        if any(row.get(key) for key in keys):
+        if row.get(kind) or row.get(f"{kind}s"):
             continue  # the row names them itself
         if places and len(places) != len(names):
             raise ValueError(
@@ -310,7 +300,7 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
         for part, name in zip(places, names, strict=False):
             part[kind] = name
         if names and not parts and (kind != "image" or not _frames_named(row)):
-            row[keys[1]] = names
+            row[f"{kind}s"] = names
     return row
 
 

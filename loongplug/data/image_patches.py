@@ -165,27 +165,23 @@ class FixedPatches(ImagePatches):
     temporal_patch_size = 1
 
     def __init__(self, transform: Any, sizes: PatchSizes) -> None:
-        """Raises ValueError where the processor does not make all images one size.
-
-        Or where that is not the model's, or not made of whole visual tokens.
-        """
+        """ValueError where images are not of one size: the model's, and of whole visual tokens."""
         self.transform = transform
         self.patch_size = sizes.patch_size
         self.spatial_merge_size = sizes.spatial_merge_size
         self.size = _size_of_frames(transform)  # height, width in pixels
         self._rows, self._columns = (side // self.patch_size for side in self.size)
-        merge = self.spatial_merge_size
-        if sizes.image_size not in (None, *self.size):
+        merge, patch, model = self.spatial_merge_size, self.patch_size, sizes.image_size
+        wrong = ""
+        if model not in (None, *self.size):
+            wrong = f"but the model takes {model} x {model}"
+        elif not self._rows or not self._columns or self._rows % merge or self._columns % merge:
+            wrong = f"which are not whole visual tokens of {merge} x {merge} patches of {patch} x"
+            wrong += f" {patch} pixels"
+        if wrong:
             raise ValueError(
-                f"it makes images of {self.size[0]} x {self.size[1]} pixels, but the model takes"
-                f" {sizes.image_size} x {sizes.image_size}: put in the one that belongs to this"
-                " model"
-            )
-        if not self._rows or not self._columns or self._rows % merge or self._columns % merge:
-            raise ValueError(
-                f"it makes images of {self.size[0]} x {self.size[1]} pixels, which are not whole"
-                f" visual tokens of {merge} x {merge} patches of {self.patch_size} x"
-                f" {self.patch_size} pixels: put in the one that belongs to this model"
+                f"it makes images of {self.size[0]} x {self.size[1]} pixels, {wrong}: put in the"
+                " one that belongs to this model"
             )
 
     def grid(self, height: int, width: int) -> Grid:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.bad_samples import told
 from loongplug.data.kept_files import require_version, version
 from loongplug.data.line_index import is_array, line_index
 from loongplug.data.media_files import MediaRoot
@@ -24,9 +25,8 @@ _OTHER_KINDS = {
 class JsonlIndex:
     """The rows of a JSONL file that are not blank, or of a JSON array, by index.
 
-    Opening reads the file once; of a large file, what was found is kept in an index file and
-    memory-mapped from then on. Rows are read with a fresh file handle each, so that forked
-    processes never share a file position.
+    Opening reads the file once, or the index file that is kept of a large one. Rows are read with a
+    fresh file handle each, so that forked processes never share a file position.
     """
 
     def __init__(
@@ -60,20 +60,16 @@ class JsonlIndex:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is too large or no JSON object."""
-        content = self._row(index)
-        try:
+        content, where = self._row(index), self.where(index)
+        what = "element" if self._array else "line"
+        with told(f"{where}: ", f". Each {what} must be one JSON object."):
             row = parse_row_json(content)
-        except ValueError as error:
-            what = "element" if self._array else "line"
-            raise ValueError(
-                f"{self.where(index)}: {error}. Each {what} must be one JSON object."
-            ) from error
         if not isinstance(row, dict):
             raise ValueError(
-                f"{self.where(index)}: a JSON {type(row).__name__} where an object was expected:"
+                f"{where}: a JSON {type(row).__name__} where an object was expected:"
                 ' {"messages": [...]}.'
             )
-        return self.access.by_our_keys(row, where=self.where(index))
+        return self.access.by_our_keys(row, where=where)
 
     def _row(self, index: int) -> bytes:
         """What the file has of the row."""

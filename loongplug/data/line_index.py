@@ -37,14 +37,10 @@ def line_index(path: Path, *, array: bool = False) -> NDArray[np.int64]:
     """Byte offset and line number, from 1, of each row of the file, [rows, 2].
 
     A row is a line that is not blank; with ``array``, the file is one JSON array, and its elements
-    are the rows. Memory-mapped where an index file of this version of the file exists.
-
-    Without one the file is read, and the index of a large one is kept: beside the file or, where
-    that folder cannot be written, in the user's cache folder. Processes that do so at one time
-    each write a file of their own and put it in place at once; all are equal. An index file that
-    is damaged or of other data is made again, which is logged in one line.
-
-    Raises ValueError for a file that is written to meanwhile.
+    are the rows. Memory-mapped where an index file of this version of the file exists. Without one
+    the file is read, and the index of a large one is kept: beside the file or, where that folder
+    cannot be written, in the user's cache folder. An index file that is damaged or of other data is
+    made again. Raises ValueError for a file that is written to meanwhile.
     """
     before = version(path)
     kept_at = places(path, suffix=".index") if before[0] >= _WORTH_KEEPING else []

@@ -29,10 +29,7 @@ _SAID_LATER = "403"  # what S3 answers where it is asked for no content, and can
 
 
 class StoreError(ValueError):
-    """The store cannot be asked, which says nothing of the file: it is no sample's fault.
-
-    Ranks may differ in it, so it ends a run whatever becomes of bad samples.
-    """
+    """The store cannot be asked: no sample's fault, and ranks may differ, so it ends a run."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,9 @@ def remote_version(file: RemoteFile) -> RemoteVersion:
 def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     """The file's bytes as they are now, to be closed by the caller.
 
-    From the copy that was kept of this version, if there is one. Else with ``keep`` a copy is
-    made, unless the disk has little room left, and without it pieces are read as they are asked
-    for.
-
-    Raises:
-        OSError: there is no such file, it may not be read, or it lies elsewhere.
-        StoreError: the store cannot be asked.
+    From the copy that was kept of this version, or with ``keep`` is, unless the disk has little
+    room left; else pieces are read as they are asked for. Raises OSError for a file that is not
+    there, may not be read or lies elsewhere, StoreError where the store cannot be asked.
     """
     opened, version = _opened(file)
     place = _place(file, version)
@@ -285,14 +278,12 @@ def _as_told(file: RemoteFile, error: Exception, store: Any) -> Exception:
 
 
 # What S3 answers of a file or a bucket that is named, to whoever asks with these credentials.
+# They are said of archived files, of empty ones (the range), and of one that changed since it was
+# opened (the precondition; FileExpired where s3fs sees it).
 _OF_THE_FILE = frozenset(
     (
-        "AccessDenied",
-        "AllAccessDisabled",
-        "InvalidObjectState",  # archived
-        "InvalidRange",  # of an empty file
-        "KeyTooLongError",
-        "PreconditionFailed",  # it changed since it was opened: FileExpired where s3fs sees it
+        *("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidRange"),
+        *("KeyTooLongError", "PreconditionFailed"),
     )
 )
 

@@ -24,18 +24,13 @@ class PackPlanner:
     waits behind more than that for its turn, and at most ``look_ahead`` samples are held back.
 
     The packs follow from the lengths, ``seq_length`` and ``look_ahead`` alone. A planner made
-    from another one's :attr:`state` goes on with the same packs; it may also go on with another
-    ``look_ahead``. No collectives: ranks that give the same lengths get the same packs.
+    from another one's :attr:`state` goes on with the same packs, or with another ``look_ahead``.
     """
 
     def __init__(
         self, *, seq_length: int, look_ahead: int, state: PackingState | None = None
     ) -> None:
-        """Start at the first sample, or where ``state`` was taken.
-
-        Raises:
-            ValueError: for sizes below 1, or a sample in ``state`` that does not fit any more.
-        """
+        """ValueError for sizes below 1, or a sample in ``state`` that does not fit any more."""
         for name, value in (("seq_length", seq_length), ("look_ahead", look_ahead)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1.")
@@ -55,11 +50,7 @@ class PackPlanner:
         return PackingState(read=self.read, held=tuple(self._held.items()))
 
     def add(self, length: int) -> None:
-        """Take the next sample, of ``length`` tokens; one of 0, say one left out, takes no room.
-
-        Raises:
-            ValueError: it is longer than a pack.
-        """
+        """Take the next sample, of ``length`` tokens; ValueError for one longer than a pack."""
         self._hold(self.read, length)
         self.read += 1
 

@@ -21,8 +21,7 @@ class PixelBytes:
 
     A row of bytes has a patch's pixels of one frame, by channel, row and column; a row of values
     has those of all ``frames`` of a temporal patch, in which an image is repeated. ``values``,
-    [channels, 256] float32, has of each byte what the processor makes of it, by rescaling and
-    normalising: so both kinds of rows are bit by bit the same pixels.
+    [channels, 256] float32, has what the processor makes of each byte: its own pixels, bit by bit.
     """
 
     values: Tensor

@@ -35,10 +35,8 @@ class PixelLimits:
     def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
         """Give a processor of transformers those of images or, with ``video_``, of videos.
 
-        ``patch`` is the pixels that become one visual token.
-
-        Raises:
-            ValueError: the limits leave no size, or less than one visual token.
+        ``patch`` is the pixels that become one visual token. ValueError for limits that leave no
+        size, or less than one such token.
         """
         names = tuple(f"{prefix}{side}_pixels" for side in ("min", "max"))
         given, size = self.given(), transform.size

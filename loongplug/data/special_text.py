@@ -50,8 +50,7 @@ def hide_special(
 ) -> tuple[tuple[Message, ...], dict[str, str]]:
     """The messages with a mark for each special token's writing, and what the marks stand for.
 
-    They are left as they are where no text has any. A writing that is spread over neighbouring
-    texts, which a template may put together, is found too.
+    A writing that is spread over neighbouring texts, which a template may put together, is found.
     """
     texts: list[str] = []
     map_texts(messages, texts.append)
@@ -88,10 +87,8 @@ def encode_hidden(
 ) -> list[int]:
     """The ids of a rendered text: special tokens are those that the template wrote.
 
-    What marks stand for is encoded as text, together with the text around it. ``after`` as in
-    :func:`encode_text`.
-
-    Raises ValueError where the tokenizer makes a special token of any such text.
+    What marks stand for is encoded as text, together with the text around it; ValueError where the
+    tokenizer makes a special token of any. ``after`` is as in :func:`encode_text`.
     """
     ids: list[int] = []
     end = 0

@@ -80,19 +80,15 @@ def tokenize_conversation(
     """Apply the chat template and write the media's placeholders, in their order.
 
     ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text;
-    neither on answers that the row leaves out (:attr:`Message.trained`). Where the template ends
-    answers without a token, the tokenizer's eos_token is written behind each answer's text. What
-    the tokenizer puts in front of any text stands in front of the sample and is not trained on.
-    Neither trains on the tokens that mark or stand for media. An assistant's answer
-    is tokenized apart from what comes before it, as it is when the model generates it. None gives
-    the prompt for the assistant's next answer, of which nothing is trained on.
+    neither on answers that the row leaves out (:attr:`Message.trained`), on what the tokenizer puts
+    in front of any text, or on tokens that mark or stand for media. None gives the prompt for the
+    assistant's next answer. Where the template ends answers without a token, the tokenizer's
+    eos_token is written behind each.
 
-    An answer is trained on as it is served: behind the prompt that asks for it. Where one rendering
-    does not show all so, ``processor.multi_turn`` says what is made. A thought without content that
-    the template puts before an answer is trained on with ``processor.trains_thoughts``.
-
-    Special tokens come from the template and the placeholders alone, unless ``processor`` allows
-    them in the row's text.
+    An answer is tokenized, and trained on, as it is served: behind the prompt that asks for it.
+    Where one rendering does not show all so, ``processor.multi_turn`` says what is made. A thought
+    without content that the template puts before it is trained on with ``trains_thoughts``. Special
+    tokens are those of the template and the placeholders, unless ``processor`` allows the row's.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
     a token of media in a text that may have some, and a template that this cannot be done with.
