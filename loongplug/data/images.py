@@ -64,8 +64,8 @@ def file_version(path: MediaFile, *, where: str, kind: str) -> tuple[object, int
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:
         if isinstance(path, RemoteFile):
-            remote = remote_version(path)
-            return path, remote.tag, remote.size
+            size, tag = remote_version(path)
+            return path, tag, size
         state = file_on_disk(path).stat()
     except OSError as error:
         raise unreadable(kind, path, error, where=where) from error

@@ -20,6 +20,7 @@ from loongplug.data.kept_files import LOG, alone, user_cache
 from loongplug.output_files import put_whole
 
 SCHEME = "s3://"
+Version = tuple[int, str]  # size in bytes and tag of a file, as the store says them
 
 _BUFFER = 64 * 2**10  # bytes of one request, where a file is read piece by piece
 _CHUNK = 64 * 2**20  # bytes of one request, where a file is copied
@@ -59,14 +60,6 @@ class RemoteFile:
         return self.url.rpartition("/")[0]
 
 
-@dataclass(frozen=True)
-class RemoteVersion:
-    """What the store says of a file as it is now; another one once the file is written again."""
-
-    size: int  # bytes
-    tag: str
-
-
 def is_remote(name: str | Path) -> bool:
     """Whether this names something on an object store."""
     return isinstance(name, str) and name.startswith(SCHEME)
@@ -77,8 +70,8 @@ def file_named(name: str | Path) -> Path | RemoteFile:
     return RemoteFile.named(str(name)) if is_remote(name) else Path(name)
 
 
-def remote_version(file: RemoteFile) -> RemoteVersion:
-    """The version that the store has now; errors as of open_remote."""
+def remote_version(file: RemoteFile) -> Version:
+    """What the store has now: another one once the file is written again; see open_remote."""
     with _asking(file) as store:
         return _version(store.info(file.url, refresh=True))
 
@@ -92,10 +85,11 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     """
     opened, version = _opened(file)
     place = _place(file, version)
+    size, _ = version
     try:
-        if _is_kept(place, version):
+        if _is_kept(place, size):
             return place.open("rb")
-        if keep and _has_room(place.parent, version.size):
+        if keep and _has_room(place.parent, size):
             _copy(file, opened, place)
             return place.open("rb")
     except OSError as error:  # the next best is to keep nothing
@@ -108,7 +102,7 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
             found: bytes = opened.read(count)
         return found
 
-    return io.BufferedReader(RangeReader(version.size, read_at), _BUFFER)
+    return io.BufferedReader(RangeReader(size, read_at), _BUFFER)
 
 
 def data_copy(file: RemoteFile) -> Path:
@@ -126,37 +120,36 @@ def data_copy(file: RemoteFile) -> Path:
         ) from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
+    size = f"{version[0] / 2**20:.1f} MiB"
     try:
         with alone(place.parent):
-            if not _is_kept(place, version):
-                size = version.size / 2**20
-                LOG.warning("%s is copied once, %.1f MiB, to %s.", file, size, place)
+            if not _is_kept(place, version[0]):
+                LOG.warning("%s is copied once, %s, to %s.", file, size, place)
                 _copy(file, opened, place)
     except OSError as error:
         raise ValueError(
-            f"{file} cannot be copied to {place.parent} ({error}): that takes"
-            f" {version.size / 2**20:.1f} MiB once; XDG_CACHE_HOME sets another folder."
+            f"{file} cannot be copied to {place.parent} ({error}): that takes {size} once;"
+            " XDG_CACHE_HOME sets another folder."
         ) from error
     return place
 
 
-def _opened(file: RemoteFile) -> tuple[Any, RemoteVersion]:
+def _opened(file: RemoteFile) -> tuple[Any, Version]:
     """The file to be read from by ranges of this version alone."""
     with _asking(file) as store:
         opened = store.open(file.url, "rb", cache_type="none")
         return opened, _version(opened.details)
 
 
-def _version(details: dict[str, Any]) -> RemoteVersion:
+def _version(details: dict[str, Any]) -> Version:
     if details["type"] != "file":
         raise FileNotFoundError(f"{details['name']} is a folder")
-    tag = f"{details.get('ETag')} {details.get('LastModified')}"
-    return RemoteVersion(size=int(details["size"]), tag=tag)
+    return int(details["size"]), f"{details.get('ETag')} {details.get('LastModified')}"
 
 
-def _place(file: RemoteFile, version: RemoteVersion) -> Path:
+def _place(file: RemoteFile, version: Version) -> Path:
     """Where this version is kept; makes the folder, for this user alone: buckets are private."""
-    words = "\n".join((file.url, str(version.size), version.tag))
+    words = "\n".join((file.url, *map(str, version)))
     name = sha256(words.encode()).hexdigest()[:32]
     folder = user_cache() / "s3" / name[:2]
     try:
@@ -168,8 +161,8 @@ def _place(file: RemoteFile, version: RemoteVersion) -> Path:
     return folder / f"{name}-{file.url.rpartition('/')[2][-40:]}"
 
 
-def _is_kept(place: Path, version: RemoteVersion) -> bool:
-    return place.is_file() and place.stat().st_size == version.size
+def _is_kept(place: Path, size: int) -> bool:
+    return place.is_file() and place.stat().st_size == size
 
 
 def _has_room(folder: Path, size: int) -> bool:

@@ -1,7 +1,6 @@
 """The three position ids (time, height, width) of every token, as model families count."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -35,15 +34,14 @@ def mrope_position_ids(
 
     Raises ValueError when the tokens and the grids do not match.
     """
-    images = [_Picture.merged(grid, spatial_merge_size) for grid in image_grids]
+    merge = spatial_merge_size
+    images = [_counted(*grid, merge) for grid in image_grids]
     if video_times is None:
-        frames = [(1, height, width) for time, height, width in video_grids for _ in range(time)]
-        videos = [_Picture.merged(grid, spatial_merge_size) for grid in frames]
+        frames = ((high, wide) for time, high, wide in video_grids for _ in range(time))
+        videos = [_counted(1, *sides, merge) for sides in frames]
     else:
-        videos = [
-            _Picture.merged(grid, spatial_merge_size, times=times)
-            for grid, times in zip(video_grids, video_times, strict=True)
-        ]
+        pairs = zip(video_times, video_grids, strict=True)
+        videos = [_at_times(times, high, wide, merge) for times, (_, high, wide) in pairs]
     kinds = ((image_token_id, iter(images)), (video_token_id, iter(videos)))
     pictures = {token: each for token, each in kinds if token is not None}
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
@@ -58,16 +56,15 @@ def mrope_position_ids(
             raise ValueError(
                 f"No grid for the picture at token {start}: give one grid for each picture."
             )
-        token = start + picture.tokens
+        token = start + picture.shape[1]
         found = np.count_nonzero(input_ids[start:token] == kind)
         if found != token - start:
             raise ValueError(
                 f"The picture at token {start} has {found} tokens in the text, but its grid needs"
                 f" {token - start}: write exactly as many."
             )
-        np.add(picture.positions, position, out=positions[:, start:token])
-        last = int(picture.positions[0, -1]) if after_times else 0
-        position += max(last + 1, picture.height, picture.width)
+        np.add(picture, position, out=positions[:, start:token])
+        position += int(picture[0 if after_times else 1 :, -1].max()) + 1  # the last is the largest
     positions[:, token:] = np.arange(position, position + len(input_ids) - token)
     for kind, rest in pictures.items():
         if left := len(list(rest)):
@@ -91,37 +88,15 @@ def among(ids: NDArray[np.int64], few: Iterable[int]) -> NDArray[np.bool_]:
     return found
 
 
-@dataclass(frozen=True)
-class _Picture:
-    """A run of visual tokens: the sides of its grid, and positions [3, tokens] counted from 0."""
-
-    height: int
-    width: int
-    positions: NDArray[np.int64]
-
-    @classmethod
-    def merged(
-        cls, grid: Grid, merge: int, *, times: NDArray[np.int64] | None = None
-    ) -> "_Picture":
-        time, height, width = grid
-        height, width = height // merge, width // merge
-        if times is None:
-            return cls(height, width, _counted(time, height, width))
-        return cls(height, width, _at_times(times, height, width))
-
-    @property
-    def tokens(self) -> int:
-        return self.positions.shape[1]
-
-
 @lru_cache(maxsize=32)  # few sizes come again and again
-def _counted(time: int, height: int, width: int) -> NDArray[np.int64]:
-    return _at_times(np.arange(time), height, width)
+def _counted(time: int, height: int, width: int, merge: int) -> NDArray[np.int64]:
+    return _at_times(np.arange(time), height, width, merge)
 
 
-def _at_times(times: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
-    grid = np.empty((3, len(times), height, width), dtype=np.int64)
+def _at_times(times: NDArray[np.int64], height: int, width: int, merge: int) -> NDArray[np.int64]:
+    """Positions [3, tokens] of a picture, counted from 0, by its sides in patches."""
+    grid = np.empty((3, len(times), height // merge, width // merge), dtype=np.int64)
     grid[0] = times[:, None, None]
-    grid[1] = np.arange(height)[:, None]
-    grid[2] = np.arange(width)
+    grid[1] = np.arange(height // merge)[:, None]
+    grid[2] = np.arange(width // merge)
     return grid.reshape(3, -1)
