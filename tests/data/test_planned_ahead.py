@@ -1,0 +1,162 @@
+"""What is done ahead of a step: plans by background processes, and media up to a bound."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from image_units import ENCODER, image_units, unit_of
+from surveyed import indexed
+
+from loongplug.data.assignment import Assignment
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.microbatch import Share
+from loongplug.data.positions import Grid
+from loongplug.data.processor import Processor
+from loongplug.data.source import LocalSource, PlannedMicrobatch
+from loongplug.data.step_sizes import StepSizes
+from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.workers import Pool, WorkerSettings
+from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
+from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
+
+pytestmark = pytest.mark.quick
+
+STEPS, STEP = 4, 8  # microbatches of a step
+
+
+@pytest.fixture(params=[True, False], ids=["indexed", "unindexed"])
+def dataset(
+    request: pytest.FixtureRequest,
+    processor: Processor,
+    write_rows: Callable[..., Path],
+    write_image: Callable[..., str],
+    row: Any,
+) -> ChatDataset:
+    """A row for each microbatch, with one to four images."""
+    names = [write_image(f"{n}.png", height=32, width=32 * n, seed=n) for n in (1, 2, 3, 4)]
+    draws = Random(7)  # no step is like another
+    counts = [draws.randint(1, 4) for _ in range(STEPS * STEP)]
+    rows = [row("Read", str(n), images=tuple(names[:each])) for n, each in enumerate(counts)]
+    data = ChatDataset(write_rows(*rows), processor=processor, seq_length=64, training_phase="sft")
+    return indexed(data) if request.param else data
+
+
+class Planner(StepPlanner):
+    """Of an encoder on two stages; notes which process makes a plan."""
+
+    def __init__(self, noted: Path) -> None:
+        def of_media(grids: Sequence[Grid]) -> PieceCost:
+            rows = sum(map(prod, grids))
+            return PieceCost(10 * rows, 20 * rows)
+
+        def assigned(units: Units, replicas: int) -> Sequence[tuple[Share, ...]]:
+            return Assignment(replicas=replicas).of_step(units)
+
+        costs = StreamedCosts(
+            of_media=of_media,
+            tokens=lambda grid: prod(grid) // 4,
+            forward=(200, 200),
+            backward=(400, 400),
+            group=2,
+            of_passes=PassCosts(trains=True, each=FREE, joined=1_000_000),
+            assigned=assigned,
+            joined_rows=None,
+        )
+        super().__init__(costs, stages=[0, 1])
+        self._noted = noted
+
+    def plan(self, units: Units) -> StreamedStep | None:
+        known = tuple(map(tuple, units)) in self._plans
+        if not known:
+            with self._noted.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        return super().plan(units)
+
+
+def source(dataset: ChatDataset, *, workers: WorkerSettings, planner: Any = None) -> LocalSource:
+    replicas = 1 if planner is None else 2
+    assignment = Assignment(replicas=replicas, by_plan=planner)
+    return LocalSource(
+        dataset,
+        sizes=StepSizes.constant(STEP),
+        micro_batch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        seed=None,
+        encoders=image_units(assignment=assignment, loads=range(replicas)),
+        workers=workers,
+    )
+
+
+def test_plans_are_made_in_the_background_and_kept(dataset: ChatDataset, tmp_path: Path) -> None:
+    """As they are made here, and none is made again, also when the step is encoded."""
+    noted = tmp_path / "plans"
+    planner, here = Planner(noted), Planner(tmp_path / "here")
+    ahead = source(dataset, workers=WorkerSettings(processes=1), planner=planner)
+    in_process = source(dataset, workers=WorkerSettings(), planner=here)
+    streamed = 0
+    for _ in range(STEPS):
+        steps = [list(each.next_step()) for each in (ahead, in_process)]
+        shares, expected = ([[x.share for x in unit_of(m).shares] for m in step] for step in steps)
+        assert shares == expected
+        units = [unit_of(each).media.grids for each in steps[0]]
+        plan = planner.plan(units)  # who encodes asks, too
+        assert plan == here.plan(units)
+        streamed += plan is not None
+    ahead.close()
+    assert streamed
+    made = noted.read_text().split()
+    assert len(made) >= STEPS
+    assert str(os.getpid()) not in made
+    assert (tmp_path / "here").read_text().split() == [str(os.getpid())] * STEPS
+
+
+def taken(step: Sequence[PlannedMicrobatch]) -> Iterator[LoadedUnit]:
+    return (x.load() for each in step for x in unit_of(each).shares if x.load is not None)
+
+
+def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
+    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what waits for its use; one unit may go beyond, and each is loaded in the end."""
+    begun: list[MediaBatch] = []
+    submit = Pool.submit
+
+    def submitted(self: Any, job: Any) -> Any:
+        if isinstance(job, MediaBatch):
+            begun.append(job)
+        return submit(self, job)
+
+    monkeypatch.setattr(Pool, "submit", submitted)
+    whole = source(dataset, workers=WorkerSettings())
+    expected = [loaded.rows for _ in range(2) for loaded in taken(list(whole.next_step()))]
+    counts = []
+    for most in (0, 6 * 768 * 8, 2**30):
+        begun.clear()
+        workers = WorkerSettings(processes=1, depth=2 * STEP, most_bytes=most)
+        bounded = source(dataset, workers=workers)
+        bytes_of = bounded._bytes_of
+        step = list(bounded.next_step())
+        waiting = list(map(bytes_of, begun))
+        assert sum(waiting[:-1]) <= most
+        counts.append(len(begun))
+        used = 0
+        rows = []
+        for _ in range(2):
+            for loaded in taken(step):
+                rows.append(loaded.rows)
+                used += loaded.rows.nbytes
+                waiting = list(map(bytes_of, begun))
+                assert sum(waiting[:-1]) - used <= most
+            step = list(bounded.next_step())
+        bounded.close()
+        assert all(torch.equal(*each) for each in zip(rows, expected, strict=True))
+        assert len({each.index for each in begun}) == len(begun)
+    assert counts[0] == 1
+    assert counts[0] < counts[1] < counts[2] == 2 * STEP
+    assert ENCODER in {each.encoder for each in begun}
