@@ -17,11 +17,10 @@ from transformers import AutoModelForImageTextToText
 
 from loongplug.data.assignment import EncoderUnits
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.loader import MicrobatchLoader, RowLengths
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
-from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.config import compose_model

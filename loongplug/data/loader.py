@@ -1,8 +1,8 @@
 """The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 from types import MappingProxyType
 
@@ -14,17 +14,38 @@ from torch import Tensor
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import PlannedUnit
 from loongplug.data.dataset import Sample
+from loongplug.data.extents import RowExtent
 from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
 from loongplug.data.positions import among
 from loongplug.data.processor import Processor
-from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource, PlannedMicrobatch
 
 Heard = Callable[[], Collection[int]]  # which samples have bad media: the call waits for it
 # What this rank encodes of an encoder's unit, None where that is nothing; and of parts of it.
 Delivery = Callable[[PlannedUnit], tuple[Media | None, Sequence[Heard]]]
 
+_ALIGNED = 8  # each rank's tokens are a multiple of it: kernels read operands by 16 bytes
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLengths:
+    """As long as the longest sample, rounded up so that ``parts`` ranks get equally much of a row.
+
+    Of the samples of one microbatch, or, with ``by_step``, of all that a replica has in the step:
+    then its microbatches have one length, which pipeline stages need not tell each other.
+
+    A pure function of lengths that every rank of the replica knows on the host.
+    """
+
+    parts: int = 1
+    by_step: bool = False
+
+    def of(self, microbatches: Iterable[Sequence[RowExtent]], *, longest: int) -> int:
+        """Tokens of a row of any of these microbatches; at most ``longest``, which fits a rank."""
+        needed = max((each.tokens for extents in microbatches for each in extents), default=0)
+        multiple = self.parts * _ALIGNED
+        return min(max(1, -(-needed // multiple)) * multiple, longest)
 
 
 class MicrobatchLoader(Iterator[Microbatch]):

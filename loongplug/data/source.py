@@ -12,7 +12,6 @@ from loongplug.data.assignment import EncoderUnits, PlannedUnit, planned_units
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.extents import UNUSABLE, RowExtent
-from loongplug.data.order import SampleOrder
 from loongplug.data.positions import Grid
 from loongplug.data.row_plan import (
     START,
@@ -20,6 +19,7 @@ from loongplug.data.row_plan import (
     Packing,
     PackStream,
     ResumePoint,
+    SampleOrder,
     padded_slots,
 )
 from loongplug.data.step_sizes import StepSizes

@@ -7,8 +7,8 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
+from loongplug.data.loader import RowLengths
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.row_lengths import RowLengths
 from loongplug.observe.recorder import NOTHING, Recorder
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's

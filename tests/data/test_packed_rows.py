@@ -21,10 +21,16 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.order import SampleOrder
 from loongplug.data.packing import Pack, packs_once
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import START, Packing, PackStream, ResumePoint, packs_of_epochs
+from loongplug.data.row_plan import (
+    START,
+    Packing,
+    PackStream,
+    ResumePoint,
+    SampleOrder,
+    packs_of_epochs,
+)
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick

@@ -10,9 +10,8 @@ from image_units import ENCODER, image_units
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extents import RowExtent
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.loader import MicrobatchLoader, RowLengths
 from loongplug.data.processor import Processor
-from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.step_rows import row_lengths_of

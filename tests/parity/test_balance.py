@@ -9,8 +9,7 @@ from ranks import run_ranks
 
 from loongplug.data.assignment import Assignment
 from loongplug.data.microbatch import Share
-from loongplug.data.order import SampleOrder
-from loongplug.data.row_plan import padded_slots
+from loongplug.data.row_plan import SampleOrder, padded_slots
 from loongplug.hetero.modes import balance_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider

@@ -14,7 +14,7 @@ from sweeps import sweep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from loongplug.data.check import index
-from loongplug.data.order import epoch_permutation
+from loongplug.data.row_plan import epoch_permutation
 from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
 

@@ -10,9 +10,8 @@ from surveyed import settings_of
 
 from loongplug.data.check import index
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.order import SampleOrder
 from loongplug.data.processor import load_processor
-from loongplug.data.row_plan import Packing, PackStream
+from loongplug.data.row_plan import Packing, PackStream, SampleOrder
 from loongplug.data.rows import RowAccess
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.rows import training_rows, validation_rows

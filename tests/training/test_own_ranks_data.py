@@ -17,7 +17,7 @@ from sweeps import sweep
 from loongplug.data import survey
 from loongplug.data.check import index
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.order import epoch_permutation
+from loongplug.data.row_plan import epoch_permutation
 from loongplug.data.rows import RowAccess
 from loongplug.training.delivery import News
 
