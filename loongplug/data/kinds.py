@@ -319,25 +319,10 @@ def extent_of(medium: Medium, grid: Grid) -> MediumExtent:
     return MediumExtent(kind.name, grid, kind.detail(medium))
 
 
-def open_medium(
-    medium: Named, processor: Processor, *, videos: VideoProcessor, where: str
-) -> Medium:
-    """See :meth:`Kind.opened`."""
-    return KINDS[medium.kind].opened(medium, Context(processor, videos, where))
-
-
-def medium_grid(
-    medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
-) -> Grid:
-    """See :meth:`Kind.grid`."""
-    return kind_of(medium).grid(medium, Context(processor, videos, where))
-
-
-def placeholder(
-    medium: Medium, grid: Grid, processor: Processor, *, videos: VideoProcessor
-) -> Placeholder:
-    """See :meth:`Kind.placeholder`."""
-    return kind_of(medium).placeholder(medium, grid, Context(processor, videos))
+def opened(named: Named, context: Context) -> tuple[Medium, MediumExtent]:
+    """What a row names, and its extent by its header; ValueError where it cannot be used."""
+    medium = KINDS[named.kind].opened(named, context)
+    return medium, extent_of(medium, kind_of(medium).grid(medium, context))
 
 
 def each_of[Of: Medium | Named, Result](
@@ -350,8 +335,8 @@ def each_of[Of: Medium | Named, Result](
     named = all(isinstance(medium, MediaPart) for medium in media)
     parts: Any = media
     if not named:
-        opened: Any = [(kind_of(each), each) for each in parts]
-        parts = [MediaPart(kind.name, kind.files(each)[0]) for kind, each in opened]
+        pairs: Any = [(kind_of(each), each) for each in parts]
+        parts = [MediaPart(kind.name, kind.files(each)[0]) for kind, each in pairs]
     waits = all(KINDS[part.kind].waits for part in parts)
     if len(media) > 1 and waits and any(isinstance(part.source, RemoteFile) for part in parts):
         with ThreadPoolExecutor(_AT_ONCE) as pool:

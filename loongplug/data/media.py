@@ -85,7 +85,7 @@ class MediaLoader:
 
         rows, grids = self.rows(media, where=where)
         if kind_of(media[0]).coded:
-            assert self.coded is not None, "open_medium refuses images and videos"
+            assert self.coded is not None, "opening refuses images and videos"
             rows = self.coded.decoded(rows, list(map(extent_of, media, grids)))
         return MediaInput(rows=rows, grids=torch.tensor(grids))
 

@@ -78,13 +78,13 @@ class Processor:
     @property
     def vision(self) -> ImagePatches:
         """What cuts images, in a folder that has it."""
-        assert self.images is not None, "open_medium refuses images"
+        assert self.images is not None, "opening refuses images"
         return self.images
 
     @property
     def hearing(self) -> AudioFrames:
         """What cuts sounds, in a folder that has it."""
-        assert self.audio is not None, "open_medium refuses sounds"
+        assert self.audio is not None, "opening refuses sounds"
         return self.audio
 
     def places(self, *kinds: str) -> tuple[int, ...]:

@@ -15,16 +15,7 @@ from loongplug.data.conversation import Conversation, Medium, Named
 from loongplug.data.extents import UNUSABLE, MediumExtent, RowExtent, runs_of
 from loongplug.data.formats import parse_conversation
 from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.kinds import (
-    KINDS,
-    Context,
-    each_of,
-    extent_of,
-    kind_of,
-    medium_grid,
-    open_medium,
-    placeholder,
-)
+from loongplug.data.kinds import KINDS, Context, each_of, kind_of, opened
 from loongplug.data.media_files import InlineFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import MultiTurn, Processor, load_processor
@@ -137,6 +128,7 @@ class Surveyor:
         length, leave the row its tokens.
         """
         where = rows.where(index)
+        context = Context(self.processor, self.videos, where)
         findings: list[BadSample] = []
         remarks: tuple[Remark, ...] = ()
         try:
@@ -152,21 +144,21 @@ class Surveyor:
             else:
                 with bad_as("media"):
                     named = conversation.media(rows.media_root(index))
-                opened = each_of(partial(self._opened, where=where, decodes=decodes), named)
-                for _, _, faults, odd in opened:
+                found = each_of(partial(self._opened, where=where, decodes=decodes), named)
+                for _, _, faults, odd in found:
                     findings += faults
                     remarks += odd
                 if any(each.kind == "media" for each in findings):
                     return Survey(where=where, findings=tuple(findings), remarks=remarks)
-                media = tuple(medium for medium, _, _, _ in opened if medium is not None)
-                extents = tuple(extent for _, extent, _, _ in opened if extent is not None)
+                media = tuple(medium for medium, _, _, _ in found if medium is not None)
+                extents = tuple(extent for _, extent, _, _ in found if extent is not None)
             with bad_as("text"):
                 tokens = tokenize_conversation(
                     conversation,
                     self.processor,
                     phase=self._phase,
                     placeholders=[
-                        placeholder(medium, extent.grid, self.processor, videos=self.videos)
+                        KINDS[extent.kind].placeholder(medium, extent.grid, context)
                         for medium, extent in zip(media, extents, strict=True)
                     ],
                 )
@@ -229,8 +221,7 @@ class Surveyor:
         """The medium and its extent, if its header can be used; faults, and what is odd."""
         try:
             with bad_as("media"):
-                medium = open_medium(named, self.processor, videos=self.videos, where=where)
-                grid = medium_grid(medium, self.processor, videos=self.videos, where=where)
+                medium, extent = opened(named, Context(self.processor, self.videos, where))
         except BadSampleError as error:
             return None, None, [error.sample], ()
         fault: str | None = None
@@ -240,7 +231,7 @@ class Surveyor:
             file = kind_of(medium).files(medium)[0]
             fault, odd = (_fault if isinstance(file, InlineFile) else self._fault)(medium)
         faults = [] if fault is None else [BadSample("pixels", f"{where}: {fault}")]
-        return medium, extent_of(medium, grid), faults, odd
+        return medium, extent, faults, odd
 
 
 def _fault(medium: Medium) -> tuple[str | None, tuple[Remark, ...]]:

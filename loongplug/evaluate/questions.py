@@ -11,7 +11,7 @@ from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.extents import MediumExtent
 from loongplug.data.formats import parse_conversation
-from loongplug.data.kinds import extent_of, medium_grid, open_medium, placeholder
+from loongplug.data.kinds import KINDS, Context, opened
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.remarks import MASKED
@@ -87,22 +87,19 @@ def _question(
             " assistant's right answer in words, which is compared with the model's."
         )
     prompt = Conversation(messages=tuple(asked), where=where)
-    media = tuple(
-        open_medium(medium, processor, videos=videos, where=where)
-        for medium in prompt.media(rows.media_root(index))
-    )
-    grids = [medium_grid(medium, processor, videos=videos, where=where) for medium in media]
+    context = Context(processor, videos, where)
+    found = [opened(medium, context) for medium in prompt.media(rows.media_root(index))]
     placeholders = [
-        placeholder(*each, processor, videos=videos) for each in zip(media, grids, strict=True)
+        KINDS[extent.kind].placeholder(medium, extent.grid, context) for medium, extent in found
     ]
     task = next((row[key] for key in _TASK_KEYS if key in row), None)
     return Question(
         input_ids=tokenize_prompt(prompt, processor, placeholders=placeholders),
-        media=media,
+        media=tuple(medium for medium, _ in found),
         answer=last.text,
         text=asked[-1].text if asked else "",
         task=None if task is None else str(task),
         where=where,
         row=index,
-        extents=tuple(map(extent_of, media, grids)),
+        extents=tuple(extent for _, extent in found),
     )

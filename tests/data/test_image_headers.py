@@ -13,7 +13,7 @@ from PIL import Image, ImageFile, ImageOps
 from loongplug.data.conversation import Medium, Video
 from loongplug.data.image_patches import QwenPatches
 from loongplug.data.images import decode_image, image_size
-from loongplug.data.kinds import medium_grid, placeholder
+from loongplug.data.kinds import KINDS, Context
 from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
@@ -140,9 +140,9 @@ def test_tokens_from_the_header_are_the_processors(
         expected = reference(path, processor)
         with monkeypatch.context() as patch:
             patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
-            grid = medium_grid(path, processor, videos=videos, where=WHERE)
+            grid = KINDS["image"].grid(path, Context(processor, videos, WHERE))
         assert list(grid) == expected, (height, width)
-        tokens = placeholder(path, grid, processor, videos=videos).run
+        tokens = KINDS["image"].placeholder(path, grid, Context(processor, videos)).run
         assert tokens == grid[1] * grid[2] // 4
         features = processor.images.transform(
             images=[decode_image(path, where=WHERE)], return_tensors="pt"
@@ -184,7 +184,7 @@ def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
 ) -> None:
     path = KINDS["png"](tmp_path, height, width)
     with pytest.raises(ValueError, match=r"a\.png cannot be used: .*aspect ratio"):
-        medium_grid(path, processor, videos=VideoProcessor(processor, TIMESTAMPS), where=WHERE)
+        KINDS["image"].grid(path, Context(processor, VideoProcessor(processor, TIMESTAMPS), WHERE))
     with pytest.raises(ValueError, match="aspect ratio"):
         reference(path, processor)
 
@@ -197,7 +197,7 @@ def test_other_patch_sizes_follow_the_processor(
     transform.patch_size = 14
     other = dataclasses.replace(processor, images=QwenPatches(transform))
     videos = VideoProcessor(other, TIMESTAMPS)
-    assert medium_grid(path, other, videos=videos, where=WHERE) == (1, 6, 4)
+    assert KINDS["image"].grid(path, Context(other, videos, WHERE)) == (1, 6, 4)
 
 
 def test_transparency_reaches_images_and_frames_of_videos(

@@ -31,7 +31,7 @@ from transformers import (
 
 from loongplug.data.fingerprint import processor_digest
 from loongplug.data.image_patches import FixedPatches, PatchSizes, QwenPatches
-from loongplug.data.kinds import medium_grid, placeholder
+from loongplug.data.kinds import KINDS, Context
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
@@ -140,8 +140,8 @@ def test_tokens_of_an_image(tmp_path: Path, write_image: Callable[..., str]) -> 
         (internvl(tmp_path / "tiles"), 3 * 256, "<img><IMG_CONTEXT></img>"),
     ):
         videos = VideoProcessor(processor, TIMESTAMPS)
-        grid = medium_grid(path, processor, videos=videos, where="here")
-        stands = placeholder(path, grid, processor, videos=videos)
+        grid = KINDS["image"].grid(path, Context(processor, videos, "here"))
+        stands = KINDS["image"].placeholder(path, grid, Context(processor, videos))
         assert (stands.run, stands.text) == (runs, text)
 
 
@@ -274,7 +274,7 @@ def test_images_that_would_grow_without_bound_are_refused_by_their_header(
         processor = llava(tmp_path / name, config)
         videos = VideoProcessor(processor, TIMESTAMPS)
         with pytest.raises(ValueError, match=r"^here: image .* one side is 201 times the other"):
-            medium_grid(tmp_path / "narrow.png", processor, videos=videos, where="here")
+            KINDS["image"].grid(tmp_path / "narrow.png", Context(processor, videos, "here"))
         with pytest.raises(ValueError, match="one side is 201 times"):
             processor.images.coded([Image.new("RGB", (2, 402))])
     padded = load_processor(tmp_path / "padded").images

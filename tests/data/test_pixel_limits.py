@@ -8,7 +8,7 @@ from PIL import Image
 from video_reference import patches
 
 from loongplug.data.conversation import Video
-from loongplug.data.kinds import medium_grid
+from loongplug.data.kinds import KINDS, Context
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -31,7 +31,7 @@ def test_images(
     Image.new("RGB", (256, 256), (9, 9, 9)).save(tmp_path / "a.png")
     processor = limited(processor_folder, **limits)
     videos = VideoProcessor(processor, TIMESTAMPS)
-    grid = medium_grid(tmp_path / "a.png", processor, videos=videos, where="row")
+    grid = KINDS["image"].grid(tmp_path / "a.png", Context(processor, videos, "row"))
     assert least <= grid[1] * grid[2] / 4 <= most
     made = processor.images.transform(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [list(grid)]
@@ -60,7 +60,11 @@ def test_videos(
     assert free[1] * free[2] > grid[1] * grid[2]
     assert grid[0] * grid[1] * grid[2] / 4 <= tokens * 2
     image = tmp_path / names[0]  # images are as the folder says
-    assert medium_grid(image, processor._processor, videos=processor, where="row") == (1, 16, 16)
+    assert KINDS["image"].grid(image, Context(processor._processor, processor, "row")) == (
+        1,
+        16,
+        16,
+    )
 
 
 @pytest.mark.parametrize(
