@@ -96,7 +96,7 @@ def exif_behind_the_pixels(folder: Path, height: int, width: int) -> Path:
     return path
 
 
-KINDS: dict[str, Make] = {
+FILES: dict[str, Make] = {
     "png": in_mode("a.png", "RGB"),
     **{f"jpeg turned {turn}": turned("a.jpg", turn) for turn in range(1, 9)},
     **{f"tiff turned {turn}": turned("a.tiff", turn) for turn in (1, 3, 6, 8)},
@@ -130,13 +130,13 @@ def reference(path: Path, processor: Processor) -> list[int]:
 
 
 @pytest.mark.not_quick
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 def test_tokens_from_the_header_are_the_processors(
     processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     videos = VideoProcessor(processor, TIMESTAMPS)
     for height, width in SIZES:
-        path: Medium = KINDS[kind](tmp_path, height, width)
+        path: Medium = FILES[kind](tmp_path, height, width)
         expected = reference(path, processor)
         with monkeypatch.context() as patch:
             patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
@@ -150,11 +150,11 @@ def test_tokens_from_the_header_are_the_processors(
         assert len(features["pixel_values"]) == 4 * tokens
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "turned" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in FILES if "turned" in kind])
 def test_turned_images_have_transformers_pixels(
     processor: Processor, tmp_path: Path, kind: str
 ) -> None:
-    path = KINDS[kind](tmp_path, 33, 47)
+    path = FILES[kind](tmp_path, 33, 47)
     with Image.open(path) as image:
         expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     np.testing.assert_array_equal(np.asarray(decode_image(path, where=WHERE)), expected)
@@ -182,7 +182,7 @@ def test_a_frame_of_an_animation_is_its_first(processor: Processor, tmp_path: Pa
 def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
     processor: Processor, tmp_path: Path, height: int, width: int
 ) -> None:
-    path = KINDS["png"](tmp_path, height, width)
+    path = FILES["png"](tmp_path, height, width)
     with pytest.raises(ValueError, match=r"a\.png cannot be used: .*aspect ratio"):
         KINDS["image"].grid(path, Context(processor, VideoProcessor(processor, TIMESTAMPS), WHERE))
     with pytest.raises(ValueError, match="aspect ratio"):
