@@ -247,7 +247,7 @@ class LocalSource:
         plans: dict[str, tuple[Any, Future[Any]]] = {}
         for name, assignment in assignments.items():
             if assignment.by_plan is not None and self._settings.processes:
-                grids = [each.grids for each in media[name]]
+                grids = tuple(each.grids for each in media[name])
                 plans[name] = grids, self._pool.submit(_PlanJob(name, grids))
         self._number = numbers.stop
         return _Draft(numbers, self._step, texts, media, plans)

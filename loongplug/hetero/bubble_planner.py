@@ -22,8 +22,6 @@ Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media f
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.
 _PIECES, _EACH = 4, 2
-# Steps whose plans are kept: who loads media is ahead of who encodes them.
-_KEPT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +101,7 @@ class StepPlanner:
 
     def keep(self, units: Units, plan: StreamedStep | None) -> None:
         """Know this plan of such a step: another process may have made it."""
-        plans = [*self._plans.items(), (tuple(map(tuple, units)), plan)]
-        self._plans = dict(plans[-_KEPT:])
+        self._plans = dict([*self._plans.items(), (units, plan)][-32:])
 
     def step(self, units: Units) -> Step:
         """What a plan is made of."""

@@ -85,7 +85,7 @@ def source(dataset: ChatDataset, *, workers: WorkerSettings, planner: Any = None
         dataset,
         sizes=StepSizes.constant(STEP),
         micro_batch_size=1,
-        dp_rank=0,
+        parts={0: None},
         dp_size=1,
         seed=None,
         encoders=image_units(assignment=assignment, loads=range(replicas)),

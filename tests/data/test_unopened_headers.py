@@ -93,7 +93,7 @@ def made_of(dataset: ChatDataset, *, processes: int = 0) -> tuple[list[Sample], 
         dataset,
         sizes=StepSizes.constant(2),
         micro_batch_size=2,
-        dp_rank=0,
+        parts={0: None},
         dp_size=1,
         seed=None,
         encoders={"encoder": EncoderUnits(kinds=kinds_of)},
@@ -201,7 +201,7 @@ def test_a_rank_without_text_reads_no_row(
     """As one that only encodes: it knows the places of media from the index alone."""
     known = indexed(dataset)
     options: dict[str, Any] = {"sizes": StepSizes.constant(4), "micro_batch_size": 2, "seed": 3}
-    options |= {"dp_rank": 0, "dp_size": 2, "encoders": image_units()}
+    options |= {"parts": {0: None}, "dp_size": 2, "encoders": image_units()}
     whole = LocalSource(dataset, **options)
     silent = LocalSource(known, text=False, **options)
     expected = [each for _ in range(3) for each in whole.next_step()]
@@ -233,7 +233,7 @@ def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(
         known,
         sizes=StepSizes.constant(1),
         micro_batch_size=1,
-        dp_rank=0,
+        parts={0: None},
         dp_size=1,
         seed=None,
         encoders=image_units(),
