@@ -209,10 +209,7 @@ def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
 
 
 def _mapped(path: Path, *, made_of: tuple[int, int] | None = None) -> list[Any]:
-    """The batches of an Arrow file or stream, memory-mapped; ValueError for another.
-
-    With ``made_of``, it has to say that it was made of that version of a Parquet file.
-    """
+    """The batches of an Arrow stream, or of a file of that version of Parquet, memory-mapped."""
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False)

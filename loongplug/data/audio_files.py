@@ -60,9 +60,8 @@ def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
 def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
     """The sound's samples, [samples] float32: the mean of its channels, where 1 is full.
 
-    Of another rate, the sound is resampled by FFmpeg with silence behind it, and cut to
-    :func:`samples_at_16k`. Raises ValueError with ``where`` for a file that is missing, damaged
-    or not as long as it was.
+    Of another rate, it is resampled by FFmpeg with silence behind it, and cut. Raises ValueError
+    with ``where`` for a file that is missing, damaged or not as long as it was.
     """
     path = clip.path
     with opened_media("audio", path, where=where) as file:

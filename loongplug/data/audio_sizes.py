@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loongplug.data.folder_files import whole_number
 from loongplug.data.positions import Grid
 
 SAMPLE_RATE = 16_000  # of a second; what all these encoders hear
@@ -49,18 +50,13 @@ class AudioSizes:
                 f"audio_config has model_type {kind!r:.80}, where {_QWEN2_AUDIO} or {_OMNI} was"
                 " expected"
             )
-        sizes = {
-            name: audio.get(name, usual)
+        bins, positions = (
+            whole_number(audio.get(name, usual), name)
             for name, usual in (("num_mel_bins", 128), ("max_source_positions", 1500))
-        }
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r:.40}: expected a whole number above 0")
-        if kind == _OMNI:
-            return cls(mel_bins=sizes["num_mel_bins"], longest=_LONGEST_OF_PIECES)
-        return cls(
-            mel_bins=sizes["num_mel_bins"], longest=2 * sizes["max_source_positions"], behind=2
         )
+        if kind == _OMNI:
+            return cls(mel_bins=bins, longest=_LONGEST_OF_PIECES)
+        return cls(mel_bins=bins, longest=2 * positions, behind=2)
 
     def frames_of(self, samples: int) -> int:
         """Of a sound of so many samples, those that hold some of it, or all with ``always``."""

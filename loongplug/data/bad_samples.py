@@ -108,8 +108,8 @@ class PrintedFaults:
 class BadSamples:
     """What training does with the bad samples it meets, and how many it met.
 
-    All ranks of a replica meet those with a bad text part, and log them where ``speaks`` is set.
-    Bad pixels are met, and logged, by the one that loads them.
+    All ranks of a replica meet bad text, and log it where ``speaks`` is set; the one that loads bad
+    pixels meets and logs them.
     """
 
     def __init__(self, policy: BadSamplePolicy = "fatal", remarks: Remarks | None = None) -> None:

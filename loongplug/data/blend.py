@@ -32,10 +32,7 @@ class BlendSpec:
 
 
 def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
-    """Read a data flag's values as Megatron writes blends: ``p1 p2`` or ``w1 p1 w2 p2``.
-
-    Raises ValueError, naming ``flag``, for weights beside some files only, or not above 0.
-    """
+    """A data flag's values as Megatron writes them, p1 p2 or w1 p1 w2 p2; ValueError for others."""
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
         return BlendSpec(tuple(map(file_named, values)), None)
@@ -116,15 +113,13 @@ def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None
 
 
 class Blend:
-    """Rows of several sources in one fixed order, evenly mixed.
+    """Rows of several sources in one fixed order, evenly mixed, which takes 10 bytes a row.
 
     Without weights, each row comes once. With weights, each source has its share of the rows,
     and the mixture is as short as it can be with every row of every source in it at least once:
     a source whose share is larger than its rows comes round again, and where it does so for a
     part only, ``seed`` chooses the rows. ValueError where that makes more rows than can be kept.
     ``rows``: the numbers of those that there are of each source, by default all.
-
-    The order takes 10 bytes a row.
     """
 
     def __init__(
@@ -212,7 +207,6 @@ def _divided(
     """The numbers of each source's rows that are held out, if ``valid``, or of the others.
 
     They follow from the seed and a row's number in its source, not from other rows or sources.
-    ValueError where all have none held out, or one has no others.
     """
     # The n-th number is the same however many are drawn, and in any version of numpy.
     drawn = [np.random.RandomState([seed, 0, 1]).random_sample(len(each)) for each in sources]

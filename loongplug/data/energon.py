@@ -243,10 +243,7 @@ def _index_of(shard: Path) -> Path:
 
 
 def _members(extent: TarMember) -> Iterator[tuple[str, int, int]]:
-    """Name, place and size of the plain files in this piece of an archive; reads headers.
-
-    Raises tarfile.ReadError where something else than padding follows the last of them.
-    """
+    """Name, place and size of the plain files in this piece of an archive; reads headers."""
     with open_media_file(extent) as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if member.isreg() and not member.issparse():
@@ -281,10 +278,7 @@ def _row_part(sample: TarSample) -> TarMember:
 
 
 def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, Any]:
-    """The row with the sample's media where it has places for them, but no names.
-
-    Places are markers in the text, or parts of a message like ``{"type": "image"}``.
-    """
+    """The row with the sample's media where it has markers or parts for them, but no names."""
     row = dict(row)
     for kind, extensions in _MEDIA.items():
         names = sample.named(*extensions)

@@ -42,8 +42,7 @@ def content_digest(*paths: Path, most: int | None = None, head: int = 0) -> str:
 
     Several files count as one that has the content of all. Of a file above ``most`` bytes (else
     SAMPLED_BYTES), its ``head`` and blocks at even distances are read, the first and the last among
-    them. What adds, drops or moves rows shows; an edit that keeps the file's size and lies between
-    two blocks does not, and neither does it change which rows there are.
+    them: an edit that keeps the file's size and lies between two does not show.
     """
     ends = list(accumulate(path.stat().st_size for path in paths))
     size = ends[-1]

@@ -21,6 +21,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def whole_number(value: Any, name: str) -> int:
+    """A number above 0; InternVL has one of the height, and the same of the width."""
+    alike = isinstance(value, list) and value and value.count(value[0]) == len(value)
+    number = value[0] if alike else value
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{name} is {value!r:.40}: expected a whole number above 0")
+    return number
+
+
 def separate_template(folder: Path) -> Path | None:
     """The file that older processors have the chat template in, where the tokenizer has none."""
     file, newer = folder / "chat_template.json", folder / "chat_template.jinja"

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.folder_files import whole_number
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.positions import Grid
 
@@ -55,16 +56,7 @@ class PatchSizes:
             raise ValueError(f"downsample_ratio is {ratio!r:.40}: expected above 0, up to 1")
         said = {"spatial_merge_size": round(1 / ratio), **vision}  # Qwen's say it themselves
         names = ("patch_size", "spatial_merge_size", "image_size")
-        return cls(**{name: _side(said[name], name) for name in names if said.get(name)})
-
-
-def _side(value: Any, name: str) -> int:
-    """A side; InternVL has one of the height and one of the width."""
-    sides = value if isinstance(value, Sequence) and value else [value]
-    if any(type(side) is not int or side < 1 or side != sides[0] for side in sides):
-        raise ValueError(f"{name} is {value!r:.40}: expected a whole number above 0")
-    side: int = sides[0]
-    return side
+        return cls(**{name: whole_number(said[name], name) for name in names if said.get(name)})
 
 
 class ImagePatches(ABC):
@@ -90,10 +82,7 @@ class ImagePatches(ABC):
 
     @abstractmethod
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """Of each image in RGB its rows as bytes, for :attr:`pixel_bytes`, and their grid.
-
-        Raises ValueError for an image that cannot be used.
-        """
+        """Of each image in RGB its rows as bytes, for :attr:`pixel_bytes`, and their grid."""
 
     @cached_property
     def pixel_bytes(self) -> PixelBytes:
@@ -239,11 +228,7 @@ _FIXED: Mapping[str, Any] = {
 
 
 def processor_kind(name: Any) -> Any:
-    """The class of transformers for an ``image_processor_type``; Qwen's where there is none.
-
-    The suffixes of classes for Pillow and torchvision play no part: Pillow's is taken. ValueError
-    for one that is not known here.
-    """
+    """The class for an ``image_processor_type``, always Pillow's; Qwen's where there is none."""
     plain = str(name or "Qwen").removesuffix("Fast").removesuffix("Pil")
     if plain.startswith("Qwen"):
         return Qwen2VLImageProcessorPil
@@ -275,18 +260,15 @@ def _size_of_frames(transform: Any) -> tuple[int, int]:
     pads = bool(getattr(transform, "do_pad", False))
     if pads and not isinstance(transform, LlavaImageProcessorPil):
         raise ValueError("do_pad, which this class does behind all else: leave it out")
-    resized = transform.size if transform.do_resize else None
-    if getattr(transform, "do_center_crop", False):
-        size = transform.crop_size
-        sides: tuple[Any, Any] = (size.get("height"), size.get("width"))
-    elif resized and pads and resized.get("shortest_edge"):  # of a square
-        sides = (resized["shortest_edge"],) * 2
-    else:
-        sides = (resized.get("height"), resized.get("width")) if resized else (None, None)
-    if not all(type(side) is int and 0 < side <= 2**14 for side in sides):
+    crops = bool(getattr(transform, "do_center_crop", False))
+    resized = (transform.size if transform.do_resize else None) or {}
+    size = transform.crop_size if crops else resized
+    square = size.get("shortest_edge") if pads and not crops else None
+    height: Any = square or size.get("height")
+    width: Any = square or size.get("width")
+    if not all(type(side) is int and 0 < side <= 2**14 for side in (height, width)):
         raise ValueError(
             f"size {transform.size} and crop_size {getattr(transform, 'crop_size', None)}, which"
             " do not make all images one size: copy the file from the model that it belongs to"
         )
-    height, width = sides
     return height, width

@@ -56,10 +56,7 @@ def decode_image(
 
 
 def file_version(path: MediaFile, *, where: str, kind: str) -> tuple[object, int | str, int]:
-    """The file, or its digest, with its last change and its size: the same while it is not written.
-
-    ValueError when there is no such file of this kind.
-    """
+    """The file, or its digest, its last change and its size; ValueError for no file of a kind."""
     if isinstance(path, InlineFile):
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:

@@ -48,10 +48,9 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholder:
-    """What stands in the text for an image, a video or a sound.
+    """What stands for a medium, where the chat template wrote ``token`` once.
 
-    The chat template writes ``token`` once. ``text`` takes its place, and each ``token`` in
-    that text stands for ``run`` tokens.
+    ``text`` takes its place, and each ``token`` in that text stands for ``run`` tokens.
     """
 
     token: str
@@ -116,9 +115,9 @@ class Kind[Of: Medium](ABC):
         """What its header says beside the grid, see :class:`MediumExtent`."""
         return ()
 
-    @abstractmethod
     def known(self, named: Named, extent: MediumExtent, context: Context) -> Of:
         """What a row names, of a known extent; opens nothing."""
+        return self.opened(named, context)  # so of images alone
 
     def loaded_rows(self, extent: MediumExtent) -> int:
         """How many rows are loaded: of an image's frame or tiles, one for each patch."""
@@ -145,9 +144,6 @@ class _Images(Kind[MediaFile]):
             )
         assert not isinstance(named.source, tuple)
         return named.source
-
-    def known(self, named: Named, extent: MediumExtent, context: Context) -> MediaFile:
-        return self.opened(named, context)
 
     def grid(self, medium: MediaFile, context: Context) -> Grid:
         size = image_size(medium, where=context.where)

@@ -105,10 +105,7 @@ class RemoteFolder:
 
 
 def media_named(name: str, root: MediaRoot) -> MediaFile:
-    """The file that a row names, whose relative names start at ``root``.
-
-    A folder here knows no URLs; other roots say themselves what becomes of them.
-    """
+    """The file that a row names; a plain folder knows no URLs, other roots say themselves."""
     return RemoteFile.named(name) if isinstance(root, Path) and is_remote(name) else root / name
 
 

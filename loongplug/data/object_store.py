@@ -106,10 +106,7 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
 
 
 def data_copy(file: RemoteFile) -> Path:
-    """A copy of a data file as it is now; ValueError where it cannot be read, or not be kept.
-
-    Of the processes of a machine one makes it.
-    """
+    """A copy of a data file, which one process makes; ValueError if it cannot be read or kept."""
     try:
         opened, version = _opened(file)
         place = _place(file, version)

@@ -55,10 +55,7 @@ class PackPlanner:
         self.read += 1
 
     def next_pack(self, *, ended: bool = False) -> Pack | None:
-        """The next pack, or None when it takes more samples to say.
-
-        With ``ended``, no more samples come: then None says that all are in packs.
-        """
+        """The next pack, or None: more samples are to come first or, with ``ended``, none is."""
         first = next(iter(self._held), self.read)
         if not self._held or (self.read - first < self._look_ahead and not ended):
             return None

@@ -13,10 +13,7 @@ class Remarks:
     """On how many rows each remark is, and where the first of them stands."""
 
     def __init__(self, *, literal_markers: bool = False, indexed: bool = False) -> None:
-        """``literal_markers``: marks of media that are text are meant, and no remark.
-
-        ``indexed``: nor are others on rows, which an index has told.
-        """
+        """``literal_markers``: marks as text are meant; ``indexed``: an index has told of rows."""
         self.found: dict[Remark, tuple[int, str]] = {}
         self._silent = ("mark",) * literal_markers + ("key", "mark", "masked") * indexed
         self._told = 0

@@ -109,7 +109,7 @@ Calls = Annotated[list[Annotated[JsonObject, AfterValidator(_call)]], BeforeVali
 
 def _string_or(other: str) -> Discriminator:
     """Chooses by whether there is a string, so that an error speaks of one shape only."""
-    return Discriminator(lambda value: "string" if isinstance(value, str) else other)
+    return Discriminator(lambda value: "<string>" if isinstance(value, str) else other)
 
 
 def _path_or_bytes(value: Any) -> Any:
@@ -121,8 +121,8 @@ def _path_or_bytes(value: Any) -> Any:
 
 # The name of an image or a sound, or itself where rows can hold bytes.
 File = Annotated[
-    Annotated[Name, Tag("string")] | Annotated[InlineFile, Tag("bytes")],
-    Discriminator(lambda value: "bytes" if isinstance(value, InlineFile) else "string"),
+    Annotated[Name, Tag("<string>")] | Annotated[InlineFile, Tag("<bytes>")],
+    Discriminator(lambda value: "<bytes>" if isinstance(value, InlineFile) else "<string>"),
     BeforeValidator(_path_or_bytes),
 ]
 
@@ -167,14 +167,14 @@ class Url(_Schema):
 
 
 UrlOrString = Annotated[
-    Annotated[Name, Tag("string")] | Annotated[Url, Tag("object")], _string_or("object")
+    Annotated[Name, Tag("<string>")] | Annotated[Url, Tag("<object>")], _string_or("<object>")
 ]
 Source = Annotated[
-    Annotated[Name, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
+    Annotated[Name, Tag("<string>")] | Annotated[Frames, Tag("<frames>")], _string_or("<frames>")
 ]
-_ONE_OR_LIST = Discriminator(lambda value: "list" if isinstance(value, list) else "one")
-Files = Annotated[Annotated[File, Tag("one")] | Annotated[list[File], Tag("list")], _ONE_OR_LIST]
-Videos = Annotated[Annotated[Name, Tag("one")] | Annotated[list[Source], Tag("list")], _ONE_OR_LIST]
+_BY_LIST = Discriminator(lambda value: "<list>" if isinstance(value, list) else "<one>")
+Files = Annotated[Annotated[File, Tag("<one>")] | Annotated[list[File], Tag("<list>")], _BY_LIST]
+Videos = Annotated[Annotated[Name, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
 
 
 class MediaPartRow(_Schema):
@@ -249,7 +249,7 @@ class Spoken(_Schema):
 class MessageRow(Spoken):
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[Text, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
+        Annotated[Text, Tag("<string>")] | Annotated[Parts, Tag("<parts>")], _string_or("<parts>")
     ]
     reasoning_content: Text | None = None
     tool_calls: Calls | None = None
@@ -380,37 +380,32 @@ def _is_empty(value: Any) -> bool:
 
 def _describe(detail: Any, row: dict[str, Any]) -> str:
     location = detail["loc"]
-    if detail["type"] == "missing":
-        _, path, _ = _place(location[:-1], row)
+    missing = detail["type"] == "missing"
+    path, value = _place(location[:-1] if missing else location, row)
+    if missing:
         return f"{path}.{location[-1]} is missing".removeprefix(".")
     if detail["type"] == "key":
         key = detail["ctx"]["key"]
-        place = _place((*location, key), row)[1].removesuffix(f".{key}").removeprefix(".")
         return (
-            f"{place or 'the row'} has the key {key!r:.80} ({detail['msg']}): write what is meant"
+            f"{path or 'the row'} has the key {key!r:.80} ({detail['msg']}): write what is meant"
             " as LoongPlug knows it, drop the key, or name it in --ignore-keys"
         )
-    _, path, value = _place(location, row)
     reason = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{path.removeprefix('.')} is {reprlib.repr(value)}, but {reason}"
+    return f"{path} is {reprlib.repr(value)}, but {reason}"
 
 
-def _place(location: Sequence[int | str], value: Any) -> tuple[int, str, Any]:
-    """Steps left out, the path in the row as in Python, and what is there.
+def _place(location: Sequence[int | str], value: Any) -> tuple[str, Any]:
+    """The path in the row as in Python, and what is there; of pydantic's steps, tags are left out.
 
-    Pydantic's location has the tags of unions among its steps. They are no part of the path, but
-    may read like a key; the reading that leaves out least is right, of two the one that takes the
-    earlier step for a tag.
+    Ours are in angle brackets, but a part's is its type, and follows the part's number.
     """
-    if not location:
-        return 0, "", value
-    step, rest = location[0], location[1:]
-    skipped, path, found = _place(rest, value)
-    best = skipped + 1, path, found
-    known = isinstance(value, dict) and step in value
-    if known or (isinstance(value, list) and isinstance(step, int) and step < len(value)):
-        skipped, path, found = _place(rest, value[step])
-        shown = f"[{step}]" if isinstance(step, int) else f".{step}"
-        if skipped < best[0]:
-            best = skipped, f"{shown}{path}", found
-    return best
+    path, number = "", False
+    for step in location:
+        of_part = number and isinstance(value, dict) and step == value.get("type")
+        number = isinstance(step, int)
+        # What is JSON within a text is no place in the row.
+        known = step in value if isinstance(value, dict) else number and isinstance(value, list)
+        if known and not of_part:
+            path += f"[{step}]" if number else f".{step}"
+            value = value[step]
+    return path.removeprefix("."), value

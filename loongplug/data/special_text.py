@@ -48,12 +48,10 @@ class SpecialTexts:
 def hide_special(
     messages: tuple[Message, ...], special: SpecialTexts
 ) -> tuple[tuple[Message, ...], dict[str, str]]:
-    """The messages with a mark for each special token's writing, and what the marks stand for.
-
-    A writing that is spread over neighbouring texts, which a template may put together, is found.
-    """
+    """The messages with a mark for each special token's writing, and what the marks stand for."""
     texts: list[str] = []
     map_texts(messages, texts.append)
+    # As one: a template may put together what is spread over neighbouring texts.
     whole = "".join(texts)
     spans = [found.span() for found in special.pattern.finditer(whole)]
     if not spans:

@@ -27,10 +27,7 @@ class StepSizes:
 
     @classmethod
     def ramp(cls, *, start: int, increment: int, samples: int, end: int) -> Self:
-        """From ``start`` to ``end`` in equal parts of ``samples``, ``increment`` more in each.
-
-        ValueError where the increments do not lead from the one to the other.
-        """
+        """From ``start`` to ``end`` in equal parts of ``samples``, ``increment`` more in each."""
         if start < 1 or increment < 1 or samples < 0:
             raise ValueError("expected a start and an increment of 1 or more and 0 samples or more")
         if end < start or (end - start) % increment:

@@ -410,10 +410,7 @@ def _render(messages: Sequence[Message], processor: Processor, *, prompt: bool =
 
 
 def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
-    """Text alone goes in as a string, which templates of text models understand as well.
-
-    ``as_parts``: not so for this template.
-    """
+    """Text alone goes in as a string, which text models' templates read, unless ``as_parts``."""
     if not as_parts and all(isinstance(part, str) for part in message.parts):
         return {"role": message.role, "content": message.text, **message.fields}
     content = [
@@ -455,9 +452,7 @@ def render_chat(
     prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text of one conversation; ``messages`` and ``tools`` are what JSON can say.
-
-    With ``prompt``, the beginning of an answer follows. Templates run in transformers' own sandbox.
+    """The text of one conversation; with ``prompt``, the beginning of an answer follows.
 
     Raises jinja2.TemplateError where the template refuses the conversation, or is too long.
     """

@@ -60,10 +60,7 @@ TIMESTAMPS = VideoStyle(timestamps=True)
 
 
 def video_style_of(folder: Path) -> VideoStyle:
-    """The style that a model's folder is for, by its video processor; timestamps without one.
-
-    Good for counting tokens; how fast a block's time axis counts stands in the model's config.
-    """
+    """The style that a folder's video processor is for, but for the rate of a block's time axis."""
     if config := _own_config(folder):
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
     else:  # a folder of Qwen2.5-VL may have the file for images alone, which serves both
@@ -119,10 +116,9 @@ class VideoProcessor:
         where: str,
         header: VideoHeader | None = None,
     ) -> VideoClip:
-        """Choose the frames to take of a video file; reads its header, unless it is given.
+        """The frames to take of a video file; reads its header, unless it is given.
 
-        ``fps``: None where the row does not say. Raises ValueError with ``where`` for a file that
-        is missing or no video.
+        ``fps``: None where the row does not say. ValueError for a file that is missing or no video.
         """
         from transformers.video_utils import VideoMetadata
 
@@ -140,11 +136,7 @@ class VideoProcessor:
         return VideoClip(path, tuple(map(int, indices)), header)
 
     def grid(self, video: AnyVideo, *, where: str) -> Grid:
-        """The patch grid of :meth:`coded` rows; reads the frames' headers only.
-
-        Raises ValueError with ``where`` for frames of unequal size or files that are no images,
-        and for a folder without a video processor.
-        """
+        """The grid of :meth:`coded` rows, by headers; ValueError for frames of unequal size."""
         import torch
 
         size = video_size(video, where=where)
@@ -164,8 +156,7 @@ class VideoProcessor:
     def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
         """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
 
-        [frames * height * width, channels * pixels] uint8. Raises ValueError with ``where`` for a
-        video that cannot be used.
+        [frames * height * width, channels * pixels] uint8; ValueError for one that cannot be used.
         """
         import torch
 
@@ -197,10 +188,7 @@ class VideoProcessor:
         return features["pixel_values_videos"], (time, height, width)
 
     def _missing(self, video: AnyVideo) -> int:
-        """How often the last frame is repeated here, to fill a first temporal patch.
-
-        The processor fills the others, but it refuses a video that is shorter than one.
-        """
+        """How often the last frame is repeated for processors, which refuse less than one patch."""
         return max(0, self._processor.vision.temporal_patch_size - len(video.times))
 
     def _loaded(self, *, where: str) -> Any:

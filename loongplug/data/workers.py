@@ -190,10 +190,8 @@ def map_rows[T](
 ) -> Iterator[T]:
     """What ``task`` makes of each row from 0 to ``count``, in their order, with a progress bar.
 
-    Without a number of ``processes``, one for each processor works. What ``task`` returns must be
-    picklable.
-
-    Raises ValueError when a process was killed, and otherwise as a :class:`Pool` does.
+    By so many ``processes``, or one for each processor. Raises ValueError when one was killed, and
+    otherwise as a :class:`Pool` does.
     """
     if processes is None:
         processes = len(os.sched_getaffinity(0))
