@@ -177,7 +177,7 @@ Files = Annotated[Annotated[File, Tag("<one>")] | Annotated[list[File], Tag("<li
 Videos = Annotated[Annotated[Name, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
 
 
-class MediaPart(_Schema):
+class PartRow(_Schema):
     """Without a source it stands for the next of the row's media of its kind."""
 
     type: str
@@ -194,34 +194,34 @@ class MediaPart(_Schema):
         return found.url if isinstance(found, Url) else found
 
 
-class ImagePartRow(MediaPart):
+class ImagePartRow(PartRow):
     type: Literal["image"]
     image: File | None = None
 
 
-class ImageUrlPart(MediaPart):
+class ImageUrlPart(PartRow):
     type: Literal["image_url"]
     image_url: UrlOrString
 
 
-class VideoPartRow(MediaPart):
+class VideoPartRow(PartRow):
     type: Literal["video"]
     video: Source | None = None
     fps: Rate | None = None
 
 
-class VideoUrlPart(MediaPart):
+class VideoUrlPart(PartRow):
     type: Literal["video_url"]
     video_url: UrlOrString
     fps: Rate | None = None
 
 
-class AudioPartRow(MediaPart):
+class AudioPartRow(PartRow):
     type: Literal["audio"]
     audio: File | None = None
 
 
-class AudioUrlPart(MediaPart):
+class AudioUrlPart(PartRow):
     type: Literal["audio_url"]
     audio_url: UrlOrString
 
