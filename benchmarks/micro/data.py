@@ -84,14 +84,16 @@ def run(
             video_style=video_style_of(processor.folder),
             cache_bytes=0,
         )
-        figures = measure(dataset, samples=samples, rounds=rounds)
+        figures = measure(dataset, training_phase=training_phase, samples=samples, rounds=rounds)
     _print(figures)
     if json_path is not None:
         figures.write(json_path)
     return figures
 
 
-def measure(dataset: ChatDataset, *, samples: int, rounds: int) -> DataFigures:
+def measure(
+    dataset: ChatDataset, *, training_phase: TrainingPhase, samples: int, rounds: int
+) -> DataFigures:
     """Make the text parts of the first ``samples`` rows, ``rounds`` times; nothing is kept."""
     count = min(samples, len(dataset))
     chunks = [range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
@@ -111,7 +113,7 @@ def measure(dataset: ChatDataset, *, samples: int, rounds: int) -> DataFigures:
         samples=count,
         media=media,
         tokens=tokens,
-        training_phase=dataset.training_phase,
+        training_phase=training_phase,
         processor_seconds=tuple(busy),
         wall_seconds=tuple(clock),
     )

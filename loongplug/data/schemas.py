@@ -177,11 +177,7 @@ Files = Annotated[Annotated[File, Tag("<one>")] | Annotated[list[File], Tag("<li
 Videos = Annotated[Annotated[Name, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
 
 
-<<<<<<< HEAD
-class MediaPartRow(_Schema):
-=======
 class PartRow(_Schema):
->>>>>>> cuts
     """Without a source it stands for the next of the row's media of its kind."""
 
     type: str
@@ -198,58 +194,34 @@ class PartRow(_Schema):
         return found.url if isinstance(found, Url) else found
 
 
-<<<<<<< HEAD
-class ImagePartRow(MediaPartRow):
-=======
 class ImagePartRow(PartRow):
->>>>>>> cuts
     type: Literal["image"]
     image: File | None = None
 
 
-<<<<<<< HEAD
-class ImageUrlPart(MediaPartRow):
-=======
 class ImageUrlPart(PartRow):
->>>>>>> cuts
     type: Literal["image_url"]
     image_url: UrlOrString
 
 
-<<<<<<< HEAD
-class VideoPartRow(MediaPartRow):
-=======
 class VideoPartRow(PartRow):
->>>>>>> cuts
     type: Literal["video"]
     video: Source | None = None
     fps: Rate | None = None
 
 
-<<<<<<< HEAD
-class VideoUrlPart(MediaPartRow):
-=======
 class VideoUrlPart(PartRow):
->>>>>>> cuts
     type: Literal["video_url"]
     video_url: UrlOrString
     fps: Rate | None = None
 
 
-<<<<<<< HEAD
-class AudioPartRow(MediaPartRow):
-=======
 class AudioPartRow(PartRow):
->>>>>>> cuts
     type: Literal["audio"]
     audio: File | None = None
 
 
-<<<<<<< HEAD
-class AudioUrlPart(MediaPartRow):
-=======
 class AudioUrlPart(PartRow):
->>>>>>> cuts
     type: Literal["audio_url"]
     audio_url: UrlOrString
 
