@@ -283,14 +283,14 @@ others = [Pool(make, settings=WorkerSettings(processes=2)) for _ in range(2)]
 works = [pool.submit(job) for job in (0, 0, 0, 999, 999) for pool in others]
 for work in works[:6]:
     work.result()
-time.sleep(float(sys.argv[1]))
+sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_processes_end_with_the_one_that_asked(killed: bool) -> None:
     """However it ends, with jobs under way, and with no word of theirs."""
-    owner = Popen([sys.executable, "-c", OWNER, str(999 * killed)], stdout=PIPE, stderr=PIPE)
+    owner = Popen([sys.executable, "-c", OWNER], stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert owner.stdout is not None
     pids = {int(owner.stdout.readline()) for _ in range(10)}
     assert len(pids) == 4
