@@ -46,7 +46,7 @@ class WorkerSettings:
     """
 
     processes: int = 0
-    depth: int = 2
+    depth: int = 16  # so that steps of a few microbatches find their media made
     pin_memory: bool = False
     most_bytes: int = 512 * 2**20
 

@@ -127,10 +127,10 @@ def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
     begun: list[MediaBatch] = []
     submit = Pool.submit
 
-    def submitted(self: Any, job: Any) -> Any:
+    def submitted(self: Any, job: Any, **how: Any) -> Any:
         if isinstance(job, MediaBatch):
             begun.append(job)
-        return submit(self, job)
+        return submit(self, job, **how)
 
     monkeypatch.setattr(Pool, "submit", submitted)
     whole = source(dataset, workers=WorkerSettings())
@@ -138,7 +138,7 @@ def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
     counts = []
     for most in (0, 6 * 768 * 8, 2**30):
         begun.clear()
-        workers = WorkerSettings(processes=1, depth=2 * STEP, most_bytes=most)
+        workers = WorkerSettings(processes=1, most_bytes=most)
         bounded = source(dataset, workers=workers)
         bytes_of = bounded._bytes_of
         step = list(bounded.next_step())
@@ -158,5 +158,5 @@ def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
         assert all(torch.equal(*each) for each in zip(rows, expected, strict=True))
         assert len({each.index for each in begun}) == len(begun)
     assert counts[0] == 1
-    assert counts[0] < counts[1] < counts[2] == 2 * STEP
+    assert counts[0] < counts[1] < counts[2] == 2 * STEP  # the next step's, too
     assert ENCODER in {each.encoder for each in begun}
