@@ -43,6 +43,11 @@ class PlannedMicrobatch:
     taken: range | None = None  # which of its samples; None: all
     begins: ResumePoint | None = None  # where a source of packs goes on that begins with it
 
+    @property
+    def trained(self) -> int:
+        """Tokens of all its samples that count, if their media can be used."""
+        return sum(each.trained for each in self.extents)
+
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
         """Those that are taken; waits for them. To be asked for in the microbatches' order.

@@ -105,6 +105,7 @@ def made_of(dataset: ChatDataset, *, processes: int = 0) -> tuple[list[Sample], 
         for _ in range(2):
             for planned in source.next_step():
                 samples += planned.samples
+                assert planned.trained == sum(each.loss_mask.sum() for each in planned.samples) > 0
                 (share,) = planned.units["encoder"].shares
                 assert share.load is not None
                 loaded: LoadedUnit = share.load()
