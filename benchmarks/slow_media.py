@@ -2,8 +2,8 @@
 
 Whoever decodes an image sleeps first, and so does each layer before its forward, so that cores
 decide little. Layouts and samples are those of the levels (``bench.py levels``), every rank has one
-background process, and both sides have an index. Runs follow each other: a background process would
-go on loading in the other side's turn.
+background process, and both sides have an index. Runs follow each other, as background processes
+would load in the other side's turn. Few steps flatter, as the start of a run has loaded ahead.
 """
 
 import argparse
@@ -65,10 +65,9 @@ for number, row in enumerate(rows):  # no image twice: a cache would keep it
         each["image"], shared = f"images/{number}-{place}.png", each["image"]
         os.link(folder / shared, folder / each["image"])
 (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-index = ["data", "index", str(folder / "train.jsonl")]
-index += ["--tokenizer-model", str(folder / "processor"), "--processes", "1"]
 from loongplug.cli import app
-app(index, standalone_mode=False)
+given = (folder / "train.jsonl", "--tokenizer-model", folder / "processor", "--processes", 1)
+app(["data", "index", *map(str, given)], standalone_mode=False)
 preload("cpu")
 run_ranks(train, setting.ranks, folder=folder, timeout=900)
 """
@@ -99,14 +98,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="that count, behind two")
-    parser.add_argument("--load", type=float, default=15, help="milliseconds for each image")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12, help="that count, behind two")
+    parser.add_argument("--load", type=float, default=9, help="milliseconds for each image")
     parser.add_argument("--layer", type=float, default=25, help="milliseconds for each layer")
     parser.add_argument("--layout", default="PP2")
     parser.add_argument("--level", default="streamed full separation")
-    given = parser.parse_args()
-    sides, ratios = [given.old.resolve(), given.new.resolve()], []
+    given, ratios = parser.parse_args(), []
+    sides = [given.old.resolve(), given.new.resolve()]
     words = (given.layout, given.level, given.steps, given.load, given.layer)
     for number in range(given.rounds):
         turned = sides if number % 2 == 0 else sides[::-1]

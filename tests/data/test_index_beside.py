@@ -105,6 +105,7 @@ def test_a_check_does_without_an_index_where_none_can_be_kept(
     monkeypatch.setattr(extents, "put_whole", refuse)
     found = run_check(path, settings)
     assert (found.exit_code, found.stdout) == (1, expected.stdout)
+    assert "3 cannot be used" in found.stderr
     assert kept_table(JsonlIndex(path), settings) is None
 
 
