@@ -22,6 +22,7 @@ from loongplug.commands.options import (
     Phase,
     Processes,
     SpecialTokensInText,
+    TemplateThought,
     TokenizerModel,
     VideoFps,
     VideoMaxPixels,
@@ -62,6 +63,7 @@ def data_check(
     columns: Columns = "",
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
+    train_template_thought: TemplateThought = False,
     index_dir: IndexDir = None,
     processes: Processes = None,
 ) -> None:
@@ -115,6 +117,7 @@ def data_index(
     ignore_keys: IgnoreKeys = "",
     columns: Columns = "",
     multi_turn: MultiTurnRule = "split",
+    train_template_thought: TemplateThought = False,
     index_dir: IndexDir = None,
     processes: Processes = None,
 ) -> None:
@@ -148,7 +151,7 @@ def data_inspect(
     columns: Columns = "",
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
-    train_template_thought: Annotated[bool, typer.Option(help="As in training.")] = False,
+    train_template_thought: TemplateThought = False,
     samples: Annotated[
         int, typer.Option(help="How many to show, spread evenly over the file.")
     ] = 3,

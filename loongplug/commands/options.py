@@ -79,6 +79,7 @@ MultiTurnRule = Annotated[
     Literal["split", "last"],
     typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
 ]
+TemplateThought = Annotated[bool, typer.Option(help="As in training.")]
 IndexDir = Annotated[
     Path | None, typer.Option(help="Where indexes of rows lie. Default: beside the data.")
 ]

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ from rich.table import Table
 from loongplug.consoles import table_console
 from loongplug.data.bad_samples import PrintedFaults
 from loongplug.data.blend import Source, open_source, parse_blend
-from loongplug.data.extent_index import NotKeptError, keep_table, made_of, path_of
+from loongplug.data.extent_index import NotKeptError, keep_table, lacks_index, made_of, path_of
 from loongplug.data.extents import ExtentTable, RowExtent
 from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
@@ -38,7 +38,7 @@ def check(
 
     ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
     standard output, the first rows of each fault in their order; the progress, the sum and remarks
-    on rows to standard error. Each file has an index afterwards.
+    on rows to standard error. A file without an index of its rows has one afterwards.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the files or the options.
@@ -53,8 +53,12 @@ def check(
     for source in sources:
         rows = survey_rows(source, surveyor, decodes=True)
         made = map_rows(*rows, processes=processes, console=console, title="checking rows")
-        with suppress(NotKeptError):
-            keep_survey(source, made, settings, heard=found.add)
+        # Of all splits of an energon folder none is trained on as such.
+        if getattr(source, "split", "") is not None and lacks_index(source, settings):
+            with suppress(NotKeptError):
+                keep_survey(source, made, settings, heard=found.add)
+        else:
+            deque(map(found.add, made), maxlen=0)
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(found.kinds.items()))
     found.tell(
         f"{found.rows} rows",
@@ -140,9 +144,10 @@ def index_beside(
     def work(number: int) -> None:
         os.nice(19)
         survey, count = survey_rows(sources[number], surveyor)
-        rows = map(survey, range(count))
         # Nobody asks what came of it: where it fails, the next run begins again.
-        keep_survey(sources[number], rows, settings, heard=lambda row: None)
+        if lacks_index(sources[number], settings):
+            rows = map(survey, range(count))
+            keep_survey(sources[number], rows, settings, heard=lambda row: None)
 
     pool = Pool(work, settings=WorkerSettings(processes=1))
     for number in range(len(sources)):

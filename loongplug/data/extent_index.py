@@ -7,6 +7,7 @@ is compared with the index.
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -116,6 +117,17 @@ def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     )
 
 
+def lacks_index(source: Source, settings: SurveySettings) -> bool:
+    """Whether no index of these rows lies where theirs would, be it of other settings."""
+    expected = made_of(source, settings)
+    for place in filter(Path.is_file, _places_of(source, settings, "")):
+        with suppress(ValueError):
+            known, _ = ExtentTable.read(place)
+            if all(known[part] == expected[part] for part in ("rows", "processor")):
+                return False
+    return True
+
+
 def keep_table(
     source: Source,
     table: ExtentTable,
@@ -155,7 +167,8 @@ def _places_of(source: Source, settings: SurveySettings, name: str) -> list[Path
     split = f".{source.split or 'all'}" if isinstance(source, EnergonRows) else ""
     beside, cached = kept_files.places(path_of(source).absolute(), suffix=f"{split}{name}.lengths")
     folder = settings.index_dir
-    return [beside, cached] if folder is None else [folder / beside.name]
+    # With a digest of the path: files of one name may lie in several folders.
+    return [beside, cached] if folder is None else [folder / f"{cached.name[:8]}-{beside.name}"]
 
 
 def _change(found: Any, expected: Mapping[str, Mapping[str, Any]]) -> str:

@@ -253,7 +253,7 @@ class LocalSource:
         for name, assignment in assignments.items():
             if assignment.by_plan is not None and self._settings.processes:
                 grids = tuple(each.grids for each in media[name])
-                plans[name] = grids, self._pool.submit(_PlanJob(name, grids))
+                plans[name] = grids, self._pool.submit(_PlanJob(name, grids), soon=True)
         self._number = numbers.stop
         return _Draft(numbers, self._step, texts, media, plans)
 
@@ -310,6 +310,7 @@ class LocalSource:
                 self._to_load.remove(load)
             load.work = self._pool.submit(load.unit)
         loaded: LoadedUnit = load.work.result()
+        load.work = None  # else rows would be held as long as somebody holds the microbatch
         self._loading.discard(load)
         self.decoded += loaded.decoded
         self._bad_samples.used(loaded.odd)
@@ -320,11 +321,16 @@ class LocalSource:
         return loaded
 
     def _work_ahead(self) -> None:
-        """Begin to load what is needed next, and to plan the step behind; waits for no media."""
+        """Begin to load what is needed next, and to plan behind it; waits for no media or plan."""
         most = self._settings.processes * self._settings.depth
         try:
             while self._fault is None and len(self._loading) < most:
-                if not self._to_load and len(self._planned) < most:
+                # Planners keep the plans of some 30 steps.
+                if not self._to_load and len(self._planned) < min(most, 16 * max(1, self._step)):
+                    if not self._drafts:
+                        self._drafts.append(self._drafted())
+                    if not all(work.done() for _, work in self._drafts[0].plans.values()):
+                        break
                     self._plan()
                     continue
                 ahead = sum(self._bytes_of(each.unit) for each in self._loading)

@@ -67,6 +67,7 @@ class SurveySettings:
             "video_fps": self.video_fps,
             "special_tokens_in_text": self.special_tokens_in_text,
             "multi_turn": self.multi_turn,
+            "train_template_thought": self.train_template_thought,
             "max_row_mib": self.access.max_row_mib,
             "confine_media": self.access.confine_media,
             "ignore_keys": self.access.ignore_keys,

@@ -66,6 +66,11 @@ def decode_frames(
         from av.video.reformatter import VideoReformatter
 
         stream.thread_type = "AUTO"
+        # An index has a header without the file.
+        if stream.frames not in (0, total):
+            raise ValueError(
+                f"it has {stream.frames} frames now, and had {total}: do not change it"
+            )
         # PyAV keeps one with its threads, for which processes that are forked later would wait.
         reformatter = VideoReformatter()
         for frame in islice(container.decode(stream), max(wanted) + 1):

@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from queue import SimpleQueue
+from queue import PriorityQueue
 
 from rich.console import Console
 from rich.progress import Progress
@@ -65,12 +65,14 @@ class Pool[Job, Made]:
     def __init__(self, make: Callable[[Job], Made], *, settings: WorkerSettings) -> None:
         self.settings = settings
         self._make = make
-        self._jobs: SimpleQueue[tuple[Job, Future[Made]] | None] = SimpleQueue()
+        # What is wanted soon, then in the order of their numbers, so that no jobs are compared.
+        self._jobs: PriorityQueue[tuple[bool, int, tuple[Job, Future[Made]] | None]]
+        self._jobs, self._numbers = PriorityQueue(), count()
         self._processes: list[ForkProcess] = []
         self.over: Exception | None = None
 
-    def submit(self, job: Job) -> Future[Made]:
-        """Begin a job, or leave it to whoever asks for its result first."""
+    def submit(self, job: Job, *, soon: bool = False) -> Future[Made]:
+        """Begin a job, ``soon`` before others, or leave it to whoever asks for its result first."""
         if self.settings.processes == 0:
             return _Late(partial(self._make, job))
         if self.over is not None:
@@ -78,7 +80,7 @@ class Pool[Job, Made]:
         if not self._processes:
             self._fork()
         work = Future[Made]()
-        self._jobs.put((job, work))
+        self._jobs.put((not soon, next(self._numbers), (job, work)))
         return work
 
     def ordered(self, jobs: Iterator[Job]) -> "Ordered[Job, Made]":
@@ -90,7 +92,7 @@ class Pool[Job, Made]:
         atexit.unregister(self.close)
         self._end(RuntimeError("This pool of data loading processes is closed."))
         for process in self._processes:
-            self._jobs.put(None)
+            self._jobs.put((False, next(self._numbers), None))
             process.join()
 
     def _fork(self) -> None:
@@ -109,7 +111,8 @@ class Pool[Job, Made]:
 
     def _speak(self, process: ForkProcess, connection: Connection) -> None:
         """Have one process make what is asked for."""
-        for job, work in iter(self._jobs.get, None):
+        while (given := self._jobs.get()[-1]) is not None:
+            job, work = given
             if not work.set_running_or_notify_cancel():
                 continue
             try:
@@ -133,7 +136,8 @@ class Pool[Job, Made]:
                 work.set_exception(self._end(died))
             except Exception as error:
                 work.set_exception(error)
-            made = job = work = None  # type: ignore[assignment]  # wait for none with them in hand
+            # Wait for the next with none of them in hand.
+            made = given = job = work = None  # type: ignore[assignment]
         connection.close()
 
     def _end(self, why: Exception) -> Exception:

@@ -132,6 +132,7 @@ class DatasetProvider:
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
         self._settings = survey_settings(args, model)
+        self._same_rows = SameRows(args)
         for data in filter(None, (train, self._valid)):
             # Without packing, nothing needs an index: one of other rows ends no run.
             try:
@@ -141,6 +142,8 @@ class DatasetProvider:
                     raise
                 if args.rank == 0:
                     LOG.warning("no index is used: %s", error)
+            if not self._same_rows.all_have(data.extents is not None):
+                data.extents = None  # on a node without one, rows are read for their extents
         self.evaluation: Evaluation | None = None
         if self._valid is not None:
             self.evaluation = _evaluation(self._valid, args)
@@ -149,7 +152,6 @@ class DatasetProvider:
         self._streams: list[MicrobatchLoader] = []  # of training and, if any, of validation
         met = Remarks(literal_markers=args.literal_markers, indexed=train.extents is not None)
         self.bad_samples = BadSamples(args.bad_sample, met)  # met in training
-        self._same_rows = SameRows(args)
 
     @property
     def planned(self) -> dict[str, str]:
@@ -164,7 +166,12 @@ class DatasetProvider:
     def _unindexed(self) -> list[Source]:
         """The files that have no index, each once."""
         data = [each for each in (self.train, self._valid) if each is not None]
-        found = {path_of(each): each for one in data if one.extents is None for each in one.sources}
+        found = {
+            (path_of(each), getattr(each, "split", None)): each
+            for one in data
+            if one.extents is None
+            for each in one.sources
+        }
         return list(found.values())
 
     @property

@@ -172,6 +172,24 @@ class SameRows:
     def __init__(self, args: Namespace) -> None:
         self._store = start_store(args, purpose="rows")
         self._rank = args.rank
+        self._args = args
+        self._asked = 0  # how often what all ranks have
+
+    def all_have(self, has: bool) -> bool:
+        """Whether each rank has what it is asked for. Every rank asks, and waits for the others.
+
+        Where they do not meet in a store, ranks are of one machine: the answer is the rank's own.
+        """
+        if self._store is None:
+            return has
+        self._asked += 1
+        key = f"all have {self._asked}"
+        self._store.add(f"{key}: without", not has)
+        if self._store.add(f"{key}: asked", 1) == self._args.ranks:
+            self._store.set(f"{key}: known", "")
+        minutes = self._args.distributed_timeout_minutes
+        comes(self._store, f"{key}: known", seconds=60.0 * minutes)
+        return self._store.add(f"{key}: without", 0) == 0
 
     def __call__(
         self, stream: str, replica: int, index: int, samples: Sequence[Sample], begins: object

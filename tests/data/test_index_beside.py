@@ -122,8 +122,8 @@ def test_what_is_made_beside_a_run_is_what_the_command_makes(
     settings = settings_of(processor_folder, index_dir=folder)
     if folder is not None:
         folder.mkdir()
-    place = (folder or path.parent) / "rows.jsonl.lengths"
-    index([str(path)], settings, processes=1)
+    (place,) = index([str(path)], settings, processes=1)
+    assert place.parent == (folder or path.parent)
     expected = content(place)
     place.unlink()
     noted, keep = tmp_path / "noted.json", check.keep_survey

@@ -1,6 +1,9 @@
 """What is done ahead of a step: plans by background processes, and media up to a bound."""
 
+import gc
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -19,7 +22,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.data.workers import Pool, WorkerSettings
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
@@ -160,3 +163,34 @@ def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
     assert counts[0] == 1
     assert counts[0] < counts[1] < counts[2] == 2 * STEP  # the next step's, too
     assert ENCODER in {each.encoder for each in begun}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_pass_waits_for_its_own_media_alone(
+    dataset: ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """All others are held back until its own were taken; and nobody holds what was taken."""
+    gate, noted = tmp_path / "gate", tmp_path / "loaded"
+    load = UnitLoader.__call__
+
+    def held_back(self: UnitLoader, unit: MediaBatch) -> LoadedUnit:
+        until = time.monotonic() + 20
+        while unit.index and not gate.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        with noted.open("a") as file:
+            file.write(f"{unit.index}\n")
+        return load(self, unit)
+
+    monkeypatch.setattr(UnitLoader, "__call__", held_back)
+    planner = Planner(tmp_path / "plans") if streams else None
+    ahead = source(dataset, workers=WorkerSettings(processes=1), planner=planner)
+    step = ahead.next_step()
+    first = next(step)
+    rows = [weakref.ref(loaded.rows) for loaded in taken([first])]
+    assert set(noted.read_text().split()) == {"0"}
+    gate.touch()
+    units = [loaded.rows for loaded in taken(list(step))]
+    assert len(units) >= STEP - 1
+    gc.collect()
+    assert [each() for each in rows] == [None] * len(rows)
+    ahead.close()

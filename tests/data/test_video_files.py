@@ -169,7 +169,8 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
 def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
     tmp_path: Path, write_video: WriteVideo
 ) -> None:
-    path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=40)
+    # A container that does not say how many frames there are.
+    path = cut(tmp_path / write_video("a.mkv", 60, codec="libx264"), first=40, name="cut.mkv")
     count = len(list(decode_all(path)))
     assert count < video_header(path, where=WHERE).frames == 20
     clip = VideoClip(path, (0, 19), video_header(path, where=WHERE))
@@ -177,6 +178,15 @@ def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
     message = rf"^{WHERE}: video .* \({count} frames can be decoded: the header says"
     with pytest.raises(ValueError, match=message):
         decode_frames(replace(clip, header=replace(clip.header, frames=2 * count + 1)), where=WHERE)
+
+
+def test_a_file_with_other_frames_than_its_index_says_is_refused(
+    tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = tmp_path / write_video("a.mp4", 16)
+    clip = VideoClip(path, (0, 7), replace(video_header(path, where=WHERE), frames=8))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: video {path} .*16 frames now, and had 8"):
+        decode_frames(clip, where=WHERE)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
