@@ -20,6 +20,7 @@ from loongplug.hetero.policies import Policy
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
 from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.transfers import to_device
 
 CPU = torch.device("cpu")
 PIXELS, WIDTH, AHEAD = 64, 32, 2
@@ -146,7 +147,7 @@ def microbatches(
         media = MediaToCome(
             grids=torch.tensor([[1, 1, count]]),
             numbers=range(1),
-            rows=lambda numbers: rows.to(device, copy=True),
+            rows=lambda numbers: to_device(rows.clone(), device),
         )
         return Unit(grids=((1, 1, count),), places=(np.arange(count) + behind,), media=media)
 
