@@ -15,7 +15,7 @@ from rich.table import Table
 from loongplug.consoles import table_console
 from loongplug.data.bad_samples import PrintedFaults
 from loongplug.data.blend import Source, open_source, parse_blend
-from loongplug.data.extent_index import NotKeptError, keep_table, lacks_index, made_of, path_of
+from loongplug.data.extent_index import NotKeptError, keep_table, kept_table, made_of, path_of
 from loongplug.data.extents import ExtentTable, RowExtent
 from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
@@ -38,7 +38,7 @@ def check(
 
     ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
     standard output, the first rows of each fault in their order; the progress, the sum and remarks
-    on rows to standard error. A file without an index of its rows has one afterwards.
+    on rows to standard error. Files have an index afterwards.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the files or the options.
@@ -54,11 +54,11 @@ def check(
         rows = survey_rows(source, surveyor, decodes=True)
         made = map_rows(*rows, processes=processes, console=console, title="checking rows")
         # Of all splits of an energon folder none is trained on as such.
-        if getattr(source, "split", "") is not None and lacks_index(source, settings):
-            with suppress(NotKeptError):
-                keep_survey(source, made, settings, heard=found.add)
-        else:
+        if getattr(source, "split", "") is None:
             deque(map(found.add, made), maxlen=0)
+            continue
+        with suppress(NotKeptError):
+            keep_survey(source, made, settings, heard=found.add, asked=False)
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(found.kinds.items()))
     found.tell(
         f"{found.rows} rows",
@@ -92,7 +92,7 @@ def index(
         found = _Found(surveyor, console, silent=True)
         rows = survey_rows(source, surveyor)
         made = map_rows(*rows, processes=processes, console=console, title="indexing rows")
-        kept.append(keep_survey(source, made, settings, heard=found.add))
+        kept.append(keep_survey(source, made, settings, heard=found.add, asked=True))
         bad = f"{found.bad} of which cannot be used." if found.bad else "all of which can be used."
         found.tell(f"{kept[-1]}: {found.rows - found.left_out} rows", bad)
     return kept
@@ -115,8 +115,11 @@ def keep_survey(
     settings: SurveySettings,
     *,
     heard: Callable[[Survey], object],
+    asked: bool,
 ) -> Path:
     """Survey all ``rows`` of a file, each ``heard`` in its turn, and keep the index.
+
+    ``asked``: the user asked for one.
 
     Raises:
         ValueError: the file changed meanwhile, or the index cannot be kept.
@@ -133,7 +136,7 @@ def keep_survey(
     table = ExtentTable.of(extents())
     if made_of(source, settings) != known:
         raise ValueError(f"{path_of(source)} changed while it was read: index it again.")
-    return keep_table(source, table, settings, known=known, turns_differ=differ)
+    return keep_table(source, table, settings, known=known, turns_differ=differ, asked=asked)
 
 
 def index_beside(
@@ -145,9 +148,11 @@ def index_beside(
         os.nice(19)
         survey, count = survey_rows(sources[number], surveyor)
         # Nobody asks what came of it: where it fails, the next run begins again.
-        if lacks_index(sources[number], settings):
-            rows = map(survey, range(count))
-            keep_survey(sources[number], rows, settings, heard=lambda row: None)
+        with suppress(ValueError):
+            if kept_table(sources[number], settings) is not None:  # a blend lacks another's
+                return
+        rows = map(survey, range(count))
+        keep_survey(sources[number], rows, settings, heard=lambda row: None, asked=False)
 
     pool = Pool(work, settings=WorkerSettings(processes=1))
     for number in range(len(sources)):

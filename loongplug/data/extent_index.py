@@ -5,9 +5,10 @@ that decide on extents. Media are not among them: there are too many to look at.
 is compared with the index.
 """
 
+import hashlib
+import json
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -91,41 +92,33 @@ def command_for(source: Source, settings: SurveySettings) -> str:
 def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     """The source's index, memory-mapped; None without one.
 
+    One that nobody asked for counts where it fits, one that somebody did is used or refused.
+
     Raises:
         ValueError: it is damaged, or of other rows or settings; with the command that makes it
             again.
     """
-    problems = []
-    names = [*([_LAST] if settings.multi_turn == "last" else []), ""]
-    places = [place for name in names for place in _places_of(source, settings, name)]
-    for place in filter(Path.is_file, places):
-        try:
-            known, table = ExtentTable.read(place)
-            if known["settings"]["multi_turn"] == _ANY:
-                known["settings"]["multi_turn"] = settings.multi_turn
-            if change := _change(known, made_of(source, settings)):
-                raise ValueError(f"is of other rows or settings ({change})")
-        except ValueError as error:
-            problems.append(f"{place} {error}")
-        else:
-            return table
+    expected, problems = made_of(source, settings), []
+    rules = [*([_LAST] if settings.multi_turn == "last" else []), ""]
+    for mark in (_digest(expected), ""):
+        places = [place for rule in rules for place in _places_of(source, settings, mark + rule)]
+        for place in filter(Path.is_file, places):
+            try:
+                known, table = ExtentTable.read(place)
+                if known["settings"]["multi_turn"] == _ANY:
+                    known["settings"]["multi_turn"] = settings.multi_turn
+                if change := _change(known, expected):
+                    raise ValueError(f"is of other rows or settings ({change})")
+            except ValueError as error:
+                problems += [] if mark else [f"{place} {error}"]
+            else:
+                return table
     if not problems:
         return None
     raise ValueError(
         f"{problems[0]}: make it again with `{command_for(source, settings)}`, or remove it to go"
         " on without an index."
     )
-
-
-def lacks_index(source: Source, settings: SurveySettings) -> bool:
-    """Whether no index of these rows lies where theirs would, be it of other settings."""
-    expected = made_of(source, settings)
-    for place in filter(Path.is_file, _places_of(source, settings, "")):
-        with suppress(ValueError):
-            known, _ = ExtentTable.read(place)
-            if all(known[part] == expected[part] for part in ("rows", "processor")):
-                return False
-    return True
 
 
 def keep_table(
@@ -135,15 +128,18 @@ def keep_table(
     *,
     known: dict[str, Any],
     turns_differ: bool,
+    asked: bool,
 ) -> Path:
     """Write the index, of what is ``known`` of the source, in the first place that takes it.
 
-    Where no row's turns differ, it holds for any ``--multi-turn``; else each rule has its own.
+    Where no row's turns differ, it holds for any ``--multi-turn``; else each rule has its own. One
+    that nobody ``asked`` for has a digest of its settings in its name, and replaces none of others.
     """
+    name = "" if asked else _digest(known)
     known = {**known, "settings": {**known["settings"]}}
     if not turns_differ:
         known["settings"]["multi_turn"] = _ANY
-    name = _LAST if known["settings"]["multi_turn"] == "last" else ""
+    name += _LAST if known["settings"]["multi_turn"] == "last" else ""
     refusals = []
     for place in _places_of(source, settings, name):
         try:
@@ -156,6 +152,12 @@ def keep_table(
         f"The index of {path_of(source)} cannot be kept anywhere ({'; '.join(refusals)}): make"
         " room, or set XDG_CACHE_HOME to a folder that has some."
     )
+
+
+def _digest(known: Mapping[str, Any]) -> str:
+    """Of what an index is bound to but for rows and the rule on turns, as a part of a name."""
+    bound = known["processor"], {**known["settings"], "multi_turn": None}
+    return f".{hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def path_of(source: Source) -> Path:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def path(write_rows: Callable[..., Path], write_image: Callable[..., str], row: 
 
 
 def run_check(path: Path, settings: SurveySettings) -> Any:
-    words = ("check", path, "--tokenizer-model", settings.folder, "--seq-length", SEQ_LENGTH)
+    words = ["check", path, "--tokenizer-model", settings.folder, "--seq-length", SEQ_LENGTH]
+    words += [] if settings.video_fps is None else ["--video-fps", settings.video_fps]
     return CliRunner().invoke(app, ["data", *map(str, words), "--processes", "1"])
 
 
@@ -72,13 +74,19 @@ def content(place: Path) -> Any:
     return note, {name: each.tolist() for name, each in arrays.items()}, table.remarks.found
 
 
+def indexes(path: Path) -> list[Path]:
+    """Of a file, or of files of such a name."""
+    return [*path.parent.glob(f"{path.name}*.lengths")]
+
+
 def test_the_check_leaves_an_index_that_training_takes(
     path: Path, settings: SurveySettings, processor: Processor
 ) -> None:
     checked = run_check(path, settings)
     assert checked.exit_code == 1
     assert "3 cannot be used (1 length, 1 media, 1 row)" in checked.stderr
-    of_check = content(Path(f"{path}.lengths"))
+    (place,) = indexes(path)
+    of_check = content(place)
     rows = JsonlIndex(path)
     found = IndexedExtents.of(rows, settings)
     assert found is not None
@@ -88,16 +96,21 @@ def test_the_check_leaves_an_index_that_training_takes(
     assert (lengths > 0).tolist() == [True, False, True, False, False]
     data.extents = found
     assert [len(sample) for sample in data.text_parts(range(5))] == lengths.tolist()
-    Path(f"{path}.lengths").unlink()
-    index([str(path)], settings, processes=1)
-    assert content(Path(f"{path}.lengths")) == of_check
+    place.unlink()
+    (place,) = index([str(path)], settings, processes=1)
+    assert content(place) == of_check
+    # It is not replaced by what nobody asked for, nor are others' in the way of it.
+    before, other = place.read_bytes(), replace(settings, video_fps=3.0)
+    run_check(path, other)
+    assert place.read_bytes() == before
+    assert all(kept_table(JsonlIndex(path), each) is not None for each in (settings, other))
 
 
 def test_a_check_does_without_an_index_where_none_can_be_kept(
     path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run_check(path, settings)
-    Path(f"{path}.lengths").unlink()
+    indexes(path)[0].unlink()
 
     def refuse(place: Path) -> Any:
         raise PermissionError(13, "read-only")
@@ -136,8 +149,9 @@ def test_what_is_made_beside_a_run_is_what_the_command_makes(
     beside(path, settings)
     process, priority = json.loads(noted.read_text())
     assert (process != os.getpid(), priority) == (True, 19)
+    (place,) = indexes((folder or path.parent) / f"*{path.name}")
     assert content(place) == expected
-    assert Path(f"{path}.lengths").exists() != elsewhere
+    assert bool(indexes(path)) != elsewhere
     assert kept_table(JsonlIndex(path), settings) is not None
 
 
@@ -155,7 +169,7 @@ def test_of_a_file_that_changes_nothing_is_kept(
 
     monkeypatch.setattr(check, "made_of", later)
     beside(path, settings)
-    assert not Path(f"{path}.lengths").exists()
+    assert not indexes(path)
 
 
 def test_it_ends_with_its_pool(

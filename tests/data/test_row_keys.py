@@ -370,6 +370,8 @@ def test_ignored_keys_are_of_the_index_and_its_command(
     assert (code, printed) == (0, "")
     assert "'score' (1)" in said
     decides = settings_of(processor_folder)
+    for place in path.parent.glob("rows.jsonl.*.lengths"):  # by data check
+        place.unlink()
     index([str(path)], dataclasses.replace(decides, access=access))
     with pytest.raises(ValueError, match=r"ignore_keys was .*score.*, is"):
         kept_table(JsonlIndex(path), decides)
