@@ -132,6 +132,12 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         )
 
 
+def drops_transparency(load_dir: Path) -> bool:
+    """Whether a run there dropped it, as all once did: its note of data has no word of it."""
+    noted = _read_note(load_dir / DATA_FILE, keys=("settings",), without=_UNCHECKED)
+    return noted is not None and "settings transparency" not in dict(_flat(noted, " "))
+
+
 def write_note(path: Path, content: Mapping[Any, Any]) -> None:
     """As a whole; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

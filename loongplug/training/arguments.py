@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.notes import drops_transparency
 from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bubbles
 from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
@@ -118,6 +119,7 @@ def parse_arguments(
         raise ValueError("\n".join(problems))
 
     settle_schedule(args, composed.config)
+    settle_transparency(args)
     args.tokenizer_type = MEGATRON_TOKENIZER
     args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
     settle_step_sizes(args, dp=data_parallel_size(args))
@@ -139,6 +141,16 @@ def parse_arguments(
         options=line.options,
         overrides=line.overrides,
     )
+
+
+def settle_transparency(args: Namespace) -> None:
+    """Say what transparency becomes where no flag does: what it was, if a run goes on."""
+    if args.transparency is None:
+        old = args.load and not args.finetune and drops_transparency(Path(args.load))
+        args.transparency = "drop" if old else "white"
+        if old and args.rank == 0:
+            said = "says nothing of transparency: images go on as there, --transparency drop"
+            print(f"The note of data in {args.load} {said}.", flush=True)
 
 
 def settle_schedule(args: Namespace, model: Any) -> None:

@@ -57,7 +57,6 @@ _NOTED = (
     "training_phase",
     "video_fps",
     "special_tokens_in_text",
-    "transparency",
     "valid_share",
 )
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -120,6 +119,8 @@ class DatasetProvider:
             "train_template_thought": args.training_phase == "sft" and args.train_template_thought,
             "ignore_keys": train.rows.access.ignored,
             "columns": train.rows.access.names,
+            # Absent where it is dropped: by that, a run that goes on knows what was.
+            **({} if args.transparency == "drop" else {"transparency": args.transparency}),
             **vars(PixelLimits.of(vars(args))),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)

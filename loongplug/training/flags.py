@@ -248,7 +248,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--transparency",
         choices=TRANSPARENCIES,
-        default="white",
         help="what is transparent in images becomes white (default), or drop: shows its colours",
     )
     group.add_argument(

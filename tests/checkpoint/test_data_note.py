@@ -1,11 +1,13 @@
 """The note of the data beside checkpoints."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from loongplug.checkpoint.notes import DATA_FILE, check_data_note, write_note
+from loongplug.training.arguments import settle_transparency
 
 pytestmark = pytest.mark.quick
 
@@ -74,3 +76,25 @@ def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
     write_note(tmp_path / DATA_FILE, changed(seed="x" * 10_000))
     with pytest.raises(ValueError, match=r"settings seed was x{200}\.\.\., is 1"):
         check_data_note(tmp_path, DATA)
+
+
+def test_a_run_that_goes_on_treats_transparency_as_it_did(tmp_path, capsys) -> None:
+    def settled(folder: Path, *, rank: int = 0, **given: object) -> tuple[str, str]:
+        options = {"transparency": None, "load": str(folder), "finetune": False, "rank": rank}
+        args = Namespace(**{**options, **given})
+        settle_transparency(args)
+        return args.transparency, capsys.readouterr().out
+
+    assert settled(tmp_path) == ("white", "")
+    write_note(tmp_path / DATA_FILE, DATA)  # as before there was such a flag, and of runs that drop
+    transparency, said = settled(tmp_path)
+    assert transparency == "drop"
+    assert said.count("\n") == 1
+    assert f"{tmp_path} says nothing of transparency" in said
+    assert settled(tmp_path, rank=1) == ("drop", "")
+    assert settled(tmp_path, finetune=True) == ("white", "")
+    assert settled(tmp_path, transparency="white") == ("white", "")
+    with pytest.raises(ValueError, match="settings transparency was absent, is white"):
+        check_data_note(tmp_path, changed(transparency="white"))
+    write_note(tmp_path / DATA_FILE, changed(transparency="white"))
+    assert settled(tmp_path) == ("white", "")
