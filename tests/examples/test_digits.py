@@ -181,7 +181,9 @@ def test_every_sample_loads_for_a_model_whose_images_have_one_size(demo: Path) -
             sample, row = dataset[index], dataset.rows.read(index)
             ids = sample.input_ids
             assert processor.tokenizer.unk_token_id not in ids
-            assert (ids == processor.token_ids["image_token_id"]).sum() == 16 * len(sample.media)
+            assert (ids == processor.token_ids["image_token_id"]).sum() == 16 * len(
+                sample.extent.numbers
+            )
             trained = sample.labels[sample.loss_mask > 0]
             assert trained[-1] == processor.end_token_id
             spoken = processor.tokenizer.decode(trained[:-1])
