@@ -34,8 +34,6 @@ class RowLengths:
 
     Of the samples of one microbatch, or, with ``by_step``, of all that a replica has in the step:
     then its microbatches have one length, which pipeline stages need not tell each other.
-
-    A pure function of lengths that every rank of the replica knows on the host.
     """
 
     parts: int = 1

@@ -110,7 +110,7 @@ def parse_arguments(
 
     problems += completed()
     if not problems and training and args.epochs is not None:
-        from loongplug.training.epochs import iterations_of_epochs  # it imports transformers
+        from loongplug.training.rows import iterations_of_epochs  # it imports transformers
 
         # Megatron goes by a run's length in iterations.
         args.train_iters, args.epochs = iterations_of_epochs(args, composed.config), None

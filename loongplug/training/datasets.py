@@ -85,8 +85,8 @@ def _evaluation(dataset: ChatDataset, args: Namespace) -> Evaluation:
 class DatasetProvider:
     """Megatron's dataset provider, for ``--dataloader-type external``.
 
-    Every rank reads the text of the samples that it decodes or encodes for, and builds what it
-    consumes of it; media are loaded by one rank of those that encode them.
+    Every rank builds what it consumes of its rows' text: one that only encodes reads none of rows
+    with an index. Media are loaded by one rank of those that encode them.
     """
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
@@ -167,13 +167,8 @@ class DatasetProvider:
     def _unindexed(self) -> list[Source]:
         """The files that have no index, each once."""
         data = [each for each in (self.train, self._valid) if each is not None]
-        found = {
-            (path_of(each), getattr(each, "split", None)): each
-            for one in data
-            if one.extents is None
-            for each in one.sources
-        }
-        return list(found.values())
+        sources = [each for one in data if one.extents is None for each in one.sources]
+        return list({(path_of(x), getattr(x, "split", None)): x for x in sources}.values())
 
     @property
     def samples(self) -> int | None:

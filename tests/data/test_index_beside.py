@@ -187,3 +187,16 @@ def test_it_ends_with_its_pool(
     os.close(read)
     os.close(write)
     assert not multiprocessing.active_children()
+
+
+def test_files_of_one_name_have_indexes_of_their_own(
+    path: Path, processor_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / path.name
+    other.write_text(path.read_text().splitlines()[-1] + "\n")
+    settings = settings_of(processor_folder, index_dir=tmp_path / "indexes")
+    kept = index([str(path), str(other)], settings, processes=1)
+    assert len({*kept}) == 2
+    tables = [kept_table(JsonlIndex(each), settings) for each in (path, other)]
+    assert [len(table.tokens) for table in tables if table is not None] == [5, 1]

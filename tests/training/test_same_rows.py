@@ -3,6 +3,7 @@
 import json
 import os
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,3 +195,14 @@ def test_a_file_that_one_rank_has_otherwise_ends_a_run(
             port=agent.port,
             timeout=120.0,
         )
+
+
+@pytest.mark.quick
+def test_ranks_go_by_what_all_of_them_have(store: dist.Store) -> None:
+    ranks = [
+        SameRows(Namespace(rank=rank, ranks=2, distributed_timeout_minutes=1)) for rank in (0, 1)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for has in ((True, False), (True, True), (False, False)):
+            asked = [pool.submit(one.all_have, own) for one, own in zip(ranks, has, strict=True)]
+            assert [each.result(60) for each in asked] == [all(has)] * 2
