@@ -299,7 +299,7 @@ class LocalSource:
         return samples
 
     def _to_be_loaded(self, unit: MediaBatch) -> Callable[[], LoadedUnit]:
-        load = _Load(unit)
+        load = _Load(unit, self._bytes_of(unit))
         if unit.media:
             self._to_load.append(load)
         return partial(self._loaded, load)
@@ -333,7 +333,7 @@ class LocalSource:
                         break
                     self._plan()
                     continue
-                ahead = sum(self._bytes_of(each.unit) for each in self._loading)
+                ahead = sum(each.nbytes for each in self._loading)
                 if not self._to_load or ahead > self._settings.most_bytes:
                     break
                 load = self._to_load.popleft()
@@ -397,6 +397,7 @@ class _Load:
     """A share's media, which are to be loaded here."""
 
     unit: MediaBatch
+    nbytes: int  # of its rows, once loaded
     work: Future[LoadedUnit] | None = None
 
 
