@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from digits.tasks import WORDS
 from PIL import Image
+from surveyed import settings_of
 from video_reference import Family, make_family
 
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.survey import SurveySettings
 from loongplug.verify.tiny_processor import write_processor
 
 
@@ -25,6 +27,12 @@ def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def processor(processor_folder: Path) -> Processor:
     return load_processor(processor_folder)
+
+
+@pytest.fixture
+def settings(processor_folder: Path) -> SurveySettings:
+    """What an index of rows for the demo's processor is made by."""
+    return settings_of(processor_folder)
 
 
 @pytest.fixture

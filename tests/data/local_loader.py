@@ -14,6 +14,13 @@ from loongplug.data.step_sizes import StepSizes
 from loongplug.training.delivery import ReplicaDelivery
 
 
+def local_source(dataset: ChatDataset, *, micro_batch_size: int, **options: Any) -> LocalSource:
+    """Of one rank's steps of one microbatch, in the rows' order; ``options`` say what else."""
+    defaults = {"parts": {0: None}, "dp_size": 1, "seed": None, "encoders": image_units()} | options
+    sizes = StepSizes.constant(micro_batch_size * defaults["dp_size"])
+    return LocalSource(dataset, **{"sizes": sizes} | defaults, micro_batch_size=micro_batch_size)
+
+
 def local_loader(
     dataset: ChatDataset,
     *,
@@ -25,14 +32,14 @@ def local_loader(
     **options: Any,
 ) -> MicrobatchLoader:
     """Of steps of one microbatch; ``options`` are the source's."""
-    source = LocalSource(
+    source = local_source(
         dataset,
-        **{"sizes": StepSizes.constant(micro_batch_size * dp_size), **options},
         micro_batch_size=micro_batch_size,
         parts={dp_rank: None},
         dp_size=dp_size,
         seed=seed,
         encoders=image_units(loads=(0,) if with_images else ()),
+        **options,
     )
     return MicrobatchLoader(
         source,

@@ -31,11 +31,6 @@ SEQ_LENGTH = 40
 
 
 @pytest.fixture
-def settings(processor_folder: Path) -> SurveySettings:
-    return settings_of(processor_folder)
-
-
-@pytest.fixture
 def path(write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any) -> Path:
     """Rows with images, without, with one that is gone, with a fault, and above SEQ_LENGTH."""
     names = [write_image(f"{w}.png", height=32, width=w, seed=w) for w in (32, 64)]

@@ -33,11 +33,6 @@ SEQ_LENGTH = 40
 
 
 @pytest.fixture
-def settings(processor_folder: Path) -> SurveySettings:
-    return settings_of(processor_folder)
-
-
-@pytest.fixture
 def path(write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any) -> Path:
     """Rows with no image to two, a row that cannot be used, and one above SEQ_LENGTH."""
     names = [write_image(f"{w}.png", height=32, width=w, seed=w) for w in (32, 64, 96)]

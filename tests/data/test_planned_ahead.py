@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from image_units import ENCODER, image_units, unit_of
+from local_loader import local_source
 from surveyed import indexed
 
 from loongplug.data.assignment import Assignment
@@ -84,13 +85,10 @@ class Planner(StepPlanner):
 def source(dataset: ChatDataset, *, workers: WorkerSettings, planner: Any = None) -> LocalSource:
     replicas = 1 if planner is None else 2
     assignment = Assignment(replicas=replicas, by_plan=planner)
-    return LocalSource(
+    return local_source(
         dataset,
         sizes=StepSizes.constant(STEP),
         micro_batch_size=1,
-        parts={0: None},
-        dp_size=1,
-        seed=None,
         encoders=image_units(assignment=assignment, loads=range(replicas)),
         workers=workers,
     )

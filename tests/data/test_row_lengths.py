@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from image_units import ENCODER, image_units
+from image_units import ENCODER
+from local_loader import local_source
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extents import RowExtent
 from loongplug.data.loader import MicrobatchLoader, RowLengths
 from loongplug.data.processor import Processor
-from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.step_rows import row_lengths_of
 
@@ -44,17 +44,8 @@ def dataset(processor: Processor, write_rows: Callable[..., Path], row: Any) -> 
 
 
 def loader_of(dataset: ChatDataset, *, by_step: bool, only: range | None = None) -> Any:
-    source = LocalSource(
-        dataset,
-        sizes=StepSizes.constant(4),
-        micro_batch_size=2,
-        parts={0: only},
-        dp_size=1,
-        seed=None,
-        encoders=image_units(),
-    )
     return MicrobatchLoader(
-        source,
+        local_source(dataset, sizes=StepSizes.constant(4), micro_batch_size=2, parts={0: only}),
         processor=dataset.processor,
         seq_length=dataset.seq_length,
         row_lengths=RowLengths(by_step=by_step),

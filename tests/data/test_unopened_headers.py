@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from audio_folders import noise, write_qwen2_audio, write_wav
-from image_units import image_units, unit_of
-from local_loader import local_loader
+from image_units import unit_of
+from local_loader import local_loader, local_source
 from surveyed import grids_of, indexed
 from torch import Tensor
 
@@ -21,8 +21,6 @@ from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.source import LocalSource
-from loongplug.data.step_sizes import StepSizes
 from loongplug.data.units import LoadedUnit
 from loongplug.data.workers import WorkerSettings
 
@@ -89,13 +87,9 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, write_rows: Callable[..
 def made_of(dataset: ChatDataset, *, processes: int = 0) -> tuple[list[Sample], list[Tensor]]:
     """Samples, and the rows of their media."""
     kinds_of = ("audio",) if dataset.processor.images is None else ("image", "video")
-    source = LocalSource(
+    source = local_source(
         dataset,
-        sizes=StepSizes.constant(2),
         micro_batch_size=2,
-        parts={0: None},
-        dp_size=1,
-        seed=None,
         encoders={"encoder": EncoderUnits(kinds=kinds_of)},
         workers=WorkerSettings(processes=processes),
     )
@@ -201,10 +195,8 @@ def test_a_rank_without_text_reads_no_row(
 ) -> None:
     """As one that only encodes: it knows the places of media from the index alone."""
     known = indexed(dataset)
-    options: dict[str, Any] = {"sizes": StepSizes.constant(4), "micro_batch_size": 2, "seed": 3}
-    options |= {"parts": {0: None}, "dp_size": 2, "encoders": image_units()}
-    whole = LocalSource(dataset, **options)
-    silent = LocalSource(known, text=False, **options)
+    whole = local_source(dataset, micro_batch_size=2, dp_size=2, seed=3)
+    silent = local_source(known, micro_batch_size=2, dp_size=2, seed=3, text=False)
     expected = [each for _ in range(3) for each in whole.next_step()]
     texts = [each.samples for each in expected]
 
@@ -230,14 +222,9 @@ def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(
     assert [each.grid for each in right.media] == [(1, 2, 2), (1, 2, 4)]
     media = (right.media[0]._replace(grid=(1, 4, 2)), right.media[1])
     known = indexed(dataset, media=media)
-    source = LocalSource(
+    source = local_source(
         known,
-        sizes=StepSizes.constant(1),
         micro_batch_size=1,
-        parts={0: None},
-        dp_size=1,
-        seed=None,
-        encoders=image_units(),
         consumed_samples=5,
         bad_samples=(met := BadSamples("skip")),
         workers=WorkerSettings(processes=processes),
