@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every cell of the parity matrix against a single rank: docs/parity.md and docs/parity_*.md.
-# What was run before stays in runs/parity: an interrupted run goes on, and only changed code is run
-# again.
+# Every cell of the parity matrix against a single rank (docs/parity.md). Pages go to
+# runs/parity/pages. What was run before stays in runs/parity: an interrupted run goes on, and only
+# changed code is run again.
 #   ./scripts/parity_matrix.sh [--part layouts|hearing|savings|overlap|context|streamed|placements] [--jobs N] [--json FILE] [--sample N [--seed S]]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,7 +1,7 @@
-"""Which modes go together, found by asking the rules, as ``docs/compatibility.md`` shows it.
+"""A page of which modes go together, found by asking the rules, and of all rules.
 
-``PYTHONPATH=tests python -m pages.compatibility docs/compatibility.md`` writes it there; without a
-file it is printed.
+``PYTHONPATH=tests python -m pages.compatibility [FILE]`` writes it, to runs/pages/compatibility.md
+where no file is given.
 """
 
 import copy
@@ -19,14 +19,23 @@ from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import RULES, SUBJECTS, violations
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import settle_step_sizes
-from pages.marked import filled
 from pages.modes import DENSE, MODES, Mode
 
 # Pair of modes -> names of the rules that refuse them together.
 Matrix = Mapping[tuple[str, str], tuple[str, ...]]
 
-MARK = "generated"
+PAGE = Path("runs/pages/compatibility.md")
 _WORLD_SIZE = 8
+_HEAD = """# Compatibility
+
+Made by `PYTHONPATH=tests python -m pages.compatibility`, which asks the start-up rules
+(`loongplug/training/rules/`) about each two modes in a run of 8 ranks. Beside the rules,
+Megatron-Core's checks of its arguments hold.
+
+In the matrix, a row and a column of the same name are the mode by itself. An empty cell means that
+the two modes are of different models. A number names the rule that refuses, in the list below the
+matrix.
+"""
 # A run that is valid but for its files, which no mode has to do with.
 _RUN = (
     *("--training-phase", "sft", "--seq-length", "64", "--micro-batch-size", "1"),
@@ -105,9 +114,10 @@ def matrix(modes: Sequence[Mode] = MODES) -> Matrix:
 
 
 def markdown(cells: Matrix) -> str:
-    """The modes, the matrix ``cells`` with its notes and all rules, as Markdown for the docs."""
+    """The page: the modes, the matrix ``cells`` with its notes and all rules."""
     modes = ((mode.name, mode.title, _flags(mode)) for mode in MODES)
     lines = [
+        _HEAD,
         "## Modes\n",
         *_table(("mode", "what it is", "asked for by, here"), modes),
         "\n## Which go together\n",
@@ -115,16 +125,7 @@ def markdown(cells: Matrix) -> str:
         "\n## All rules",
         *_rule_lines(),
     ]
-    return "\n".join(lines)
-
-
-def with_markdown(text: str, cells: Matrix) -> str:
-    """``text``, a file's content, with the Markdown of ``cells`` between its marks.
-
-    Raises:
-        ValueError: the marks are not there once each.
-    """
-    return filled(text, MARK, markdown(cells))
+    return "\n".join([*lines, ""])
 
 
 def _matrix_lines(cells: Matrix) -> Iterator[str]:
@@ -165,18 +166,17 @@ def _flags(mode: Mode) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the Markdown, or write it between the marks of the file that is given."""
+    """Write the page to the file that is given, or to its usual place."""
     from loongplug.platform import activate
 
     platform = activate("cpu")
     from loongplug.platform.upstream import apply_upstream_replacements
 
     apply_upstream_replacements(platform)
-    if not arguments:
-        print(markdown(matrix()))
-        return
-    file = Path(arguments[0])
-    file.write_text(with_markdown(file.read_text(encoding="utf-8"), matrix()), encoding="utf-8")
+    file = Path(arguments[0]) if arguments else PAGE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(markdown(matrix()), encoding="utf-8")
+    print(file)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Which test finds which built-in fault: the table of docs/parity_faults.md, and a cover of it.
+"""Which test finds which built-in fault: a table, and the cover, few tests that find all of them.
 
 A few cheap tests are run under each fault whose place their ranks come by. What was run before
 stays in runs/faults/cells.jsonl, so that a run that was ended goes on where it was; after a change
 of a test or a fault, take its lines out, and for a new fault those of all tests without a fault.
+The table goes to runs/faults/page.md. The cover goes to tests/parity/cover.txt, once all tests ran.
 
     PYTHONPATH=tests python -m parity.faults [--fault NAME]... [--test PART]... [--page-only]
 """
@@ -20,7 +21,9 @@ from parity.mutations import FAULTS
 from parity.not_built_in import NOT_HERE
 
 PLAN = "LOONGPLUG_BUILT_IN_FAULTS"  # for the plugin: which cells, and where the results go
+COMMAND = "PYTHONPATH=tests python -m parity.faults"
 TESTS = Path(__file__).resolve().parents[1]
+COVER = Path(__file__).with_name("cover.txt")
 PASSES = "passes"
 
 
@@ -202,6 +205,20 @@ def cover(found: Mapping[str, Collection[str]], seconds: Mapping[str, float]) ->
     return sorted(chosen, key=lambda test: seconds[test])
 
 
+def read_cover() -> list[str]:
+    """The tests that the file of the cover names."""
+    lines = COVER.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def write_cover(results: Mapping[tuple[str, str], Found]) -> None:
+    """Write the file of the cover, in the order of the table."""
+    chosen = cover(by_test(results), {test: results[test, ""].seconds for test in CORE})
+    lines = ["# Tests that together find every built-in fault. Made by: " + COMMAND]
+    lines += [test for test in CORE if test in chosen]
+    COVER.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def by_test(results: Mapping[tuple[str, str], Found]) -> dict[str, set[str]]:
     """The faults that each test finds."""
     found: dict[str, set[str]] = {test: set() for test in CORE}
@@ -220,7 +237,7 @@ def page(results: Mapping[tuple[str, str], Found]) -> str:
     lines = [
         "# Which tests find which built-in fault",
         "",
-        "Made by `PYTHONPATH=tests python -m parity.faults`, which runs what was not run yet. A",
+        f"Made by `{COMMAND}`, which runs what was not run yet. A",
         "fault is put into every rank of a run of several; the single rank, transformers or a",
         "formula say what is right. `fails`: numbers differ. `ends`: a rank ends with an error.",
         "`times out`: ranks wait for each other until the test's time is up. `.`: the test passes.",
@@ -271,13 +288,12 @@ def _word(results: Mapping[tuple[str, str], Found], test: str, fault: str) -> st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was not run yet and write the page; 1 where a fault is found by none."""
+    """Run what was not run yet, write page and cover; 1 where a fault is found by none."""
     parser = argparse.ArgumentParser(prog="parity.faults", description=__doc__)
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only this; repeatable")
     parser.add_argument("--test", action="append", help="only those with this in their name")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="runs/faults")
-    parser.add_argument("--page", type=Path, default=Path("docs/parity_faults.md"))
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     tests = [
@@ -299,7 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 named = [test for test, _ in cells]
                 run(cells, named, folder=options.folder, only_missed=only_missed)
     results = known(options.folder)
-    options.page.write_text(page(results), encoding="utf-8")
+    (options.folder / "page.md").write_text(page(results), encoding="utf-8")
+    if all((test, "") in results for test in CORE):
+        write_cover(results)
     missed = sorted(FAULTS.keys() - set().union(*by_test(results).values()))
     if missed:
         print(f"found by none: {', '.join(missed)}")

@@ -374,7 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"), help="runs/parity")
-    parser.add_argument("--pages", type=Path, default=Path("docs"), help="the pages' folder (docs)")
+    pages = Path("runs/parity/pages")
+    parser.add_argument("--pages", type=Path, default=pages, help=f"the pages' folder ({pages})")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}: expected 1 or more")
@@ -399,6 +400,7 @@ def _run_part(part: Part, options: argparse.Namespace) -> list[Result]:
     console = Console(stderr=True)
     results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
     page = options.pages / part.page
+    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(part.text(results, len(whole), code_digest()), encoding="utf-8")
     wrong = sum(not result.agrees for result in results)
     print(f"{len(results)} cells, {wrong} do not agree; {page}", flush=True)

@@ -89,7 +89,7 @@ def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
         "The single rank trains the same parameters; what is frozen may not move. *Trains* says "
         "which (adapters start at random values), *away in phase 2* what leaves the device while "
         "the decoder works, in full separation (on the CPU: into other memory). The other columns "
-        f"are those of [parity.md](parity.md), over layouts of 2 to {MOST_RANKS} ranks with sizes "
+        f"are those of parity.md, over layouts of 2 to {MOST_RANKS} ranks with sizes "
         "of 1 and 2; every value of a column meets every value of every other that it can be "
         "with.",
         "",
@@ -113,7 +113,7 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
         "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
         "without the overlap and without what goes with it: each rank's losses, gradient norms, "
         "gradients and parameters, with microbatches of text among them. *Kept* says what is kept "
-        "of a layer's activations ([moe_overlap.md](moe_overlap.md#memory)), *delayed* whether "
+        "of a layer's activations (docs/moe_overlap.md), *delayed* whether "
         "weights' gradients are computed late. Layouts are on as few ranks as they take; pipeline "
         "stages without virtual ones are refused, since Megatron's schedule has none. Every value "
         "of a column meets every value of every other that it can be with.",
@@ -141,15 +141,15 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
     modes["any, experts' exchange overlapped"] = overlapped
     lines = [
         *page_head("Parity of context parallelism", results, whole=whole, code=code),
-        "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)). "
+        "Each row's tokens lie on CP ranks (docs/context_parallelism.md). "
         "Encoders work in every mode, or lie *apart*, on ranks of their own behind the decoder's: "
         "*own ranks* are their TP/PP/DP. *Rows* are padded samples, or packs that are split alike "
         "(zigzag) or each by its samples (lpt). *Keys come by* is `--cp-comm-type`. *Away in phase "
         "2* is what leaves the device while the decoder works, in full separation. The "
-        f"other columns are those of [parity.md](parity.md), over layouts of up to {MOST_RANKS} "
+        f"other columns are those of parity.md, over layouts of up to {MOST_RANKS} "
         "ranks with sizes of 1 and 2; every value of a column meets every value of every other "
         "that it can be with. Few cells stream. Few overlap the experts' exchange; they have a "
-        "table at the end, whose last columns are those of [parity_overlap.md](parity_overlap.md), "
+        "table at the end, whose last columns are those of parity_overlap.md, "
         "with the same second comparison, bit by bit.",
         "",
         *by_group("", by_ranks | {"all": list(results)}),
@@ -170,7 +170,7 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
     trains = _met(_by(results, "trained", TRAINED))
     lines = [
         *page_head("Parity of streamed full separation", results, whole=whole, code=code),
-        "Every layout of [parity.md](parity.md) in full separation that has pipeline stages, each "
+        "Every layout of parity.md in full separation that has pipeline stages, each "
         "with whole replicas of the encoder, with `--full-hetero-dp-schedule streamed`. Where the "
         "clock says that a step would not be faster so, it is separated in these runs, too. Passes "
         "through the encoder count nothing there, so that there are many; of so small models plans "
@@ -198,7 +198,7 @@ def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -
         "",
         "Made by `./scripts/parity_matrix.sh`; do not edit. Each row is one layout of a small "
         "model on CPU ranks, held against a single rank on the same weights and samples for two "
-        "steps, as [verify.md](verify.md) describes.",
+        "steps, as docs/verify.md describes.",
         "",
         f"{len(results)} of {whole} cells: {agree} agree, {len(results) - agree} do not. The code "
         f"had the digest `{code}`.",

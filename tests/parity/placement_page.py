@@ -45,7 +45,7 @@ def placements_page(results: Sequence[Result], whole: int, code: str) -> str:
     }
     lines = [
         *page_head("Parity of encoders on ranks of their own", results, whole=whole, code=code),
-        "All encoders lie apart from the decoder ([placement.md](placement.md)). Sizes are "
+        "All encoders lie apart from the decoder (docs/placement.md). Sizes are "
         "TP/PP/DP; the encoders' ranks begin behind the decoder's. *Micro-batch* is that of a "
         "replica of the decoder, *overlap* that of the experts' exchange. *Rows* are verify's: "
         "whole, or without media (`text`; `text first`: in the first of the two steps), or with "

@@ -1,15 +1,13 @@
 """Built-in faults can be put in, and the page says which test finds which."""
 
 import json
-import re
 from unittest.mock import patch
 
 import pytest
-from pages.commands import ROOT
 from ranks import run_ranks
 
 from parity import built_in, put_in
-from parity.faults import CORE, TESTS, Found, by_test, cover, known, page
+from parity.faults import CORE, TESTS, Found, by_test, cover, known, page, read_cover
 from parity.mutations import FAULTS
 from parity.not_built_in import NOT_HERE
 
@@ -53,9 +51,9 @@ def test_the_tests_are_there():
 
 def test_the_cover_is_run_every_time(request):
     """None of its tests is left to --all. Sees those that are run along with this one."""
-    page = (ROOT / "docs" / "parity_faults.md").read_text()
-    names = set(re.findall(r"^\| \*\*\d+\*\* \| `(.+?)`", page, re.M))
+    names = set(read_cover())
     assert len(names) > 10
+    assert names <= CORE.keys()
     left = {
         name
         for item in request.session.items

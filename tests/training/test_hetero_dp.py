@@ -72,7 +72,7 @@ def alone(flags, tmp_path_factory):
     return of
 
 
-# What these find the others find, by docs/parity_faults.md; the parity matrix has them all.
+# What these find the others find (parity.faults); the parity matrix has them all.
 FEW = (
     *("dp-tp4-encoder2-sp", "dp-tp4-more-replicas-than-units", "dp-experts"),
     *("full-tp2-pp2-sp-overlap", "full-pp2-dp2-encoder2", "tp2-pp2-vpp2-encoder1"),

@@ -91,7 +91,7 @@ def alone(flags, tmp_path_factory):
     return of
 
 
-# Every data set and both modes; the others find no other fault (docs/parity_faults.md).
+# Every data set and both modes; the others find no other fault (parity.faults).
 FEW = (
     *(("all-but-one-text", "full-tp2-sp-pairs"), ("one-text", "dp-pp2-three-a-step")),
     *(("one-text", "dp-sp"), ("one-text", "full-overlap"), ("all-text", "dp-overlap")),
