@@ -94,7 +94,7 @@ def _require(device: str, *, tiny: bool) -> None:
     if device == "cpu" and not tiny:
         raise ValueError("--device cpu is for tiny sizes only: add --tiny.")
     if device == "cuda":
-        from loongplug.platform.active import choose_device
+        from loongplug.platform import choose_device
 
         try:
             choose_device(device)

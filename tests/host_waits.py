@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from loongplug.estimate.stand_ins import devices_and_buffers
 from loongplug.estimate.tape import Tape
 from loongplug.platform.copies import HostCopies
-from loongplug.platform.cpu import CpuPlatform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
+from loongplug.platform.platforms import CpuPlatform
 
 META = torch.device("meta")
 _aten = torch.ops.aten
@@ -105,7 +105,7 @@ def _why(func: Any, args: Any, kwargs: Any) -> str | None:
         return _why_index(args)
     copied = name in ("_to_copy", "copy", "copy_")
     if copied and any(each.device.type == "cpu" for each in tensors) and not _of_the_helper():
-        return "a copy of memory that is not pinned: see loongplug.platform.transfers"
+        return "a copy of memory that is not pinned: see loongplug.platform.devices"
     return None
 
 

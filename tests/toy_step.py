@@ -19,8 +19,8 @@ from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.policies import Policy
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
-from loongplug.platform.cpu import CpuPlatform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
+from loongplug.platform.platforms import CpuPlatform
 
 CPU = torch.device("cpu")
 PIXELS, WIDTH, AHEAD = 64, 32, 2

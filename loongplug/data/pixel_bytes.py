@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.positions import Grid
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 _VALUES = 256  # of a byte
 

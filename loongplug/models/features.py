@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from loongplug.context.token_split import ContextShard
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 Places = Sequence[NDArray[np.int64]]  # as Unit.places, on the host
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.rope_settings import RopeSettings
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 
 def inverse_frequencies(rope: RopeSettings) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 
 def frame_sizes(grid_thw: Tensor) -> list[tuple[int, int]]:

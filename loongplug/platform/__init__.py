@@ -6,14 +6,8 @@ tells what a machine has. Nothing here knows about models, data or training, and
 outside this folder may ask ``torch.cuda.is_available()`` to decide what to do.
 """
 
-from loongplug.platform.active import (
-    DeviceName,
-    Platform,
-    activate,
-    choose_device,
-    current_platform,
-)
-from loongplug.platform.device_flag import requested_device
+from loongplug.platform.active import DeviceName, Platform, current_platform
+from loongplug.platform.choice import activate, choose_device, requested_device
 
 __all__ = [
     "DeviceName",

@@ -1,8 +1,7 @@
-"""The one platform of this process: chosen once, asked for everywhere."""
+"""The one platform of this process, asked for everywhere."""
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
 
     from loongplug.platform.copies import Copies
     from loongplug.platform.replacements import ReplacementTable
-
-PLATFORM_NAMES = ("auto", "cpu", "cuda")
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -66,83 +63,23 @@ class Platform(ABC):
         while self._tables:
             _, table = self._tables.popitem()
             table.undo()
-        if _Process.platform is self:
-            _Process.platform = None
+        if Process.platform is self:
+            Process.platform = None
 
 
-class _Process:
-    """The process's platform; the only state of this module."""
+class Process:
+    """Holds the process's platform; the only state of this module."""
 
     platform: Platform | None = None
 
 
-def activate(name: str = "auto") -> Platform:
-    """Choose the process's platform, before the first ``import megatron``.
-
-    ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere; it keeps
-    a platform that is already active. This applies the table of replacements of
-    ``loongplug.platform.cpu`` or ``loongplug.platform.cuda``.
-
-    Raises ValueError for an unknown name, for ``"cuda"`` without a usable GPU, and when
-    another platform is active already.
-    """
-    _require_known(name)
-    active = _Process.platform
-    if active is not None:
-        if name in ("auto", active.name):
-            return active
-        raise ValueError(
-            f"this process runs on {active.name!r} already and cannot change to {name!r}; "
-            "call current_platform().deactivate() first"
-        )
-    # Upstream imports torch's compiler of extensions, which warns where there is no GPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    _Process.platform = _make(name)
-    return _Process.platform
-
-
-def choose_device(name: str = "auto") -> DeviceName:
-    """The device that ``name`` stands for, without activating a platform.
-
-    ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere.
-
-    Raises ValueError for an unknown name, and for ``"cuda"`` without a usable GPU.
-    """
-    _require_known(name)
-    # Here and not above, so that importing loongplug.platform stays free of torch.
-    import torch
-
-    usable = torch.cuda.is_available()
-    if name == "cuda" and not usable:
-        raise ValueError(
-            "device 'cuda' was asked for, but torch sees no usable CUDA GPU here "
-            "(torch.cuda.is_available() is False); use --device cpu, or --device auto"
-        )
-    return "cuda" if name == "cuda" or (name == "auto" and usable) else "cpu"
-
-
 def current_platform() -> Platform:
     """The active platform. Raises RuntimeError when ``activate`` has not been called."""
-    if _Process.platform is None:
+    if Process.platform is None:
         raise RuntimeError("no platform is active; call loongplug.platform.activate() first")
-    return _Process.platform
+    return Process.platform
 
 
 def is_host() -> bool:
     """Whether work is done on the host: the active platform's device, or none is active yet."""
-    return _Process.platform is None or _Process.platform.name == "cpu"
-
-
-def _require_known(name: str) -> None:
-    if name not in PLATFORM_NAMES:
-        raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")
-
-
-def _make(name: str) -> Platform:
-    if choose_device(name) == "cuda":
-        from loongplug.platform.cuda import CudaPlatform
-
-        return CudaPlatform()
-    from loongplug.platform.cpu import CpuPlatform
-
-    return CpuPlatform()
+    return Process.platform is None or Process.platform.name == "cpu"

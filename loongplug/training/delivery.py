@@ -18,7 +18,7 @@ from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.units import MediaBatch
 from loongplug.parallel.store_keys import comes
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 
 def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.pixel_limits import TRANSPARENCIES
 from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.hetero.modes import SCHEDULES
-from loongplug.platform.device_flag import add_device_flag
+from loongplug.platform.choice import add_device_flag
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.unknown_flags import refuse_unknown
 

@@ -14,7 +14,7 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 OnLoss = Callable[[Microbatch, LossReport], None]

@@ -17,7 +17,7 @@ from loongplug.context.token_split import OwnPart
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Mapping
 from loongplug.platform import current_platform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 from loongplug.verify.ranks import OnEvent, join
 from loongplug.verify.recording import (
     FIRST_MOMENT,

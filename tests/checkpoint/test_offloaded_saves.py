@@ -8,7 +8,7 @@ import torch
 from full_state import Kept, read_state, run_and_keep_state
 from ranks import run_ranks
 
-from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.platforms import CpuPlatform
 
 pytestmark = pytest.mark.slow
 

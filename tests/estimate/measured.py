@@ -41,7 +41,7 @@ from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
-from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.platforms import CpuPlatform
 from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 from loongplug.training.delivery import LoadedShare

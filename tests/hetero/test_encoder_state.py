@@ -13,7 +13,7 @@ from toy_step import Device
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.platform import current_platform
 from loongplug.platform.copies import CudaCopies, HostCopies
-from loongplug.platform.cuda import CudaPlatform
+from loongplug.platform.platforms import CudaPlatform
 from loongplug.platform.prefetch import PrefetchQueue
 
 pytestmark = pytest.mark.quick

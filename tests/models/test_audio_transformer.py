@@ -33,7 +33,7 @@ from loongplug.data.microbatch import MediaInput
 from loongplug.models.audio_transformer import encoder as module
 from loongplug.models.audio_transformer import plan
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 each_tower = pytest.mark.parametrize("name", TOWERS)
 

@@ -26,7 +26,7 @@ from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.deepstack import features_behind
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 from loongplug.schedule.chunk_plan import ChunkPlan, plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.training.forward_step import ForwardStep

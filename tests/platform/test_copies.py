@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from loongplug.platform.cuda import CudaPlatform
+from loongplug.platform.platforms import CudaPlatform
 from loongplug.training.provider import tensor_offload_of
 
 pytestmark = pytest.mark.quick

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.models.layers.mlp import ExpertLayer
-from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.platforms import CpuPlatform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 from loongplug.schedule.tensor_names import NAMES, RECOMPUTED
 from loongplug.schedule.tensor_offload import LayerTensors

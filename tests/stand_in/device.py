@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import adam
 
-from loongplug.models.layers import by_heads, products
 from loongplug.platform import active, current_platform
-from loongplug.platform.cpu import CpuPlatform, _all_at_once
-from loongplug.platform.cuda import CudaPlatform
+from loongplug.platform.cuda_on_cpu import _all_at_once
+from loongplug.platform.platforms import CpuPlatform, CudaPlatform
 from loongplug.platform.upstream import apply_upstream_replacements
 from stand_in.cuda_names import cuda_table
 from stand_in.extension import load
@@ -39,10 +38,9 @@ def enter() -> StandInPlatform:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     platform = StandInPlatform()
-    active._Process.platform = platform
+    active.Process.platform = platform
     apply_upstream_replacements(platform)
-    # The kernels are the host's: those that round otherwise would have other bits.
-    by_heads.is_host = products.is_host = lambda: True
+    # The kernel is the host's: one that rounds otherwise would have other bits.
     adam._multi_tensor_adam = _all_at_once(adam._multi_tensor_adam)
     return platform
 

@@ -172,7 +172,7 @@ def test_first_backwards_of_forked_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["hetero/test_executor", "hetero/test_encoder_state", "platform/test_transfers"]
+    "file", ["hetero/test_executor", "hetero/test_encoder_state", "platform/test_devices"]
 )
 def test_what_is_marked_gpu_runs_on_it(file: str) -> None:
     """These have a body that a GPU's interpreter calls by its name."""

@@ -22,7 +22,7 @@ from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
 from loongplug.models.features import Features
-from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.platforms import CpuPlatform
 from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.training.run import run
 

@@ -22,7 +22,7 @@ from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.specs import Backend, vision_layer_spec
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 _TAPS = 3  # frames that a convolution sees at once
 

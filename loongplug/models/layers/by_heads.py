@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from loongplug.platform.active import is_host
+from loongplug.platform.devices import is_computed_on_host
 
 
 def by_heads(x: Tensor) -> Tensor:
@@ -13,6 +13,6 @@ def by_heads(x: Tensor) -> Tensor:
     block of queries; one copy costs less. CUDA's kernels read either, and get what there is. An
     estimate's tensors, which have no values, lie as those of the run's device would.
     """
-    if not is_host() or x.stride(-2) == x.size(-1):
+    if not is_computed_on_host(x) or x.stride(-2) == x.size(-1):
         return x
     return x.contiguous()

@@ -15,8 +15,8 @@ from loongplug.models.layers.linear import (
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
 )
+from loongplug.platform.devices import to_device
 from loongplug.platform.torch_kernels import CAPABILITY, GROUPED_ALIGNMENT, grouped_product
-from loongplug.platform.transfers import to_device
 
 # What data parallelism hangs in front of every module waits for its weights, and takes no input.
 _DATA_PARALLEL = "megatron.core.distributed."

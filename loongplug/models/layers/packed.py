@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from loongplug.models.layers.context.row import ContextRow
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 _LONGEST = 128  # tokens; what the longest segment is said to be is a multiple
 

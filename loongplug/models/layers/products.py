@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loongplug.platform.active import is_host
+from loongplug.platform.devices import is_computed_on_host
 from loongplug.platform.torch_kernels import onednn_product
 
 _KERNEL = onednn_product()
@@ -42,8 +42,8 @@ def _is_large(rows: Tensor, matrix: Tensor) -> bool:
     return (
         rows.dtype == matrix.dtype == torch.float32
         and rows.numel() * matrix.size(1) >= _LARGE
-        and is_host()
         and not rows.is_meta
+        and is_computed_on_host(rows)
         and _KERNEL is not None
     )
 

@@ -24,7 +24,7 @@ from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_sizes, patch_coordinates
 from loongplug.models.patch_transformer.carried import carried_tensors
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 Added = tuple[Tensor, Tensor | None]  # an output, and the bias that is left to add
 

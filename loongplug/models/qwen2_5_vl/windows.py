@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loongplug.models.patch_grids import FrameGeometry, FrameTables, frame_lengths
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 
 def frame_windows(height: int, width: int, *, merge: int, side: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """Where a head's rows lie when the host's attention reads them."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import decoder_layer_spec
+from loongplug.platform import devices
 
 
 @pytest.mark.quick
@@ -32,10 +32,9 @@ def test_rows_far_apart_come_together_and_others_stay() -> None:
 @pytest.mark.quick
 def test_what_has_no_values_lies_as_on_the_runs_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = torch.empty(5, 3, 2, 8, device="meta").permute(1, 2, 0, 3)
-    module = import_module(by_heads.__module__)
-    monkeypatch.setattr(module, "is_host", lambda: False)
+    monkeypatch.setattr(devices, "is_host", lambda: False)
     assert by_heads(apart) is apart
-    monkeypatch.setattr(module, "is_host", lambda: True)
+    monkeypatch.setattr(devices, "is_host", lambda: True)
     assert by_heads(apart).stride() == (80, 40, 8, 1)
 
 

@@ -109,7 +109,7 @@ def test_tiles_of_a_query_give_parts_of_its_gradients(by_cpu: bool, groups: int)
     """With the output and the logsumexp over all keys; with a tile's own they are wrong."""
     q, k, v, grad = drawn(5, 9, groups=groups)
     of_tiles, of_own = [], []
-    with patch.object(kernels, "_by_cpu", return_value=by_cpu):
+    with patch.object(kernels, "is_computed_on_host", return_value=by_cpu):
         out, lse = attend(q, k, v, causal=False, scale=None)
         for cut in (slice(0, 2), slice(2, 9)):
             tile = (q, k[:, :, cut], v[:, :, cut])
@@ -155,7 +155,7 @@ def test_a_gpus_kernels_are_called_by_their_schema(
     dtype: torch.dtype, channels: int, groups: int
 ) -> None:
     """On tensors without values, of a device that need not be there."""
-    with FakeTensorMode(), patch.object(kernels, "_by_cpu", return_value=False):
+    with FakeTensorMode(), patch.object(kernels, "is_computed_on_host", return_value=False):
         made = drawn(40, 70, groups=groups, dtype=dtype, channels=channels)
         q, k, v, grad = (x.to("cuda") for x in made)
         out, lse = attend(q, k, v, causal=False, scale=None)
@@ -175,7 +175,7 @@ def like_flash(tile: kernels._Tile) -> tuple[Tensor, Tensor]:
     """What the kernel computes, with its demands, by the CPU's."""
     q, k, v = tile.q, tile.k, tile.v
     aligned_only(q, k, v)
-    with patch.object(kernels, "_by_cpu", return_value=True):
+    with patch.object(kernels, "is_computed_on_host", return_value=True):
         return attend(q, k, v, causal=tile.causal, scale=tile.scale)
 
 
@@ -189,7 +189,7 @@ def like_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = tile.q, tile.k, tile.v
     aligned_only(q, k, v, grad, out)
-    with patch.object(kernels, "_by_cpu", return_value=True):
+    with patch.object(kernels, "is_computed_on_host", return_value=True):
         return attend_backward(grad, q, k, v, out, lse, causal=tile.causal, scale=tile.scale)
 
 
@@ -212,7 +212,7 @@ def test_heads_of_any_size_and_float64_are_right_without_the_cpus_kernel(
     stand_ins: dict[str, Any] = {"_flash": like_flash, "_efficient": like_efficient}
     stand_ins |= {f"{name}_backward": like_flash_backward for name in stand_ins}
     asked = {} if dtype == torch.float64 else stand_ins
-    with patch.multiple(kernels, _by_cpu=lambda q: False, **asked):
+    with patch.multiple(kernels, is_computed_on_host=lambda q: False, **asked):
         assert_tile_agrees(tensors, causal=causal, scale=scale)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loongplug.platform.active import is_host
+from loongplug.platform.devices import is_computed_on_host
 
 _aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def attend(
         [b, heads, s_q] in float32, of float64 in float64.
     """
     assert min(q.size(2), k.size(2)) > 0, "an empty tile"
-    if _by_cpu(q):
+    if is_computed_on_host(q):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
@@ -93,7 +93,7 @@ def attend_backward(
     """
     assert min(q.size(2), k.size(2)) > 0, "an empty tile"
     lse = lse.contiguous()
-    if _by_cpu(q):
+    if is_computed_on_host(q):
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
@@ -110,11 +110,6 @@ def attend_backward(
             dq, dk, dv = _flash_backward(tile, grad, out, lse)
         dq, dk, dv = (each[..., : q.size(-1)] for each in (dq, dk, dv))
     return dq, dk, dv
-
-
-def _by_cpu(q: Tensor) -> bool:
-    """Whether the CPU's kernel serves ``q``; one without values goes where the run's would."""
-    return is_host() if q.is_meta else q.device.type != "cuda"
 
 
 def _scale_of(q: Tensor, scale: float | None) -> float:

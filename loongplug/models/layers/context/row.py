@@ -12,7 +12,7 @@ from torch import Tensor
 from loongplug.context.segments import Segments
 from loongplug.context.tiles import TileGroups, grouped, tiles
 from loongplug.context.token_split import ContextShard, TokenSplit
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,7 +18,7 @@ from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
 from loongplug.models.patch_merger import PatchMerger
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 from qwen2_vl.config import Qwen2VisionConfig
 
 

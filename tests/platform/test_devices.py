@@ -7,7 +7,7 @@ import torch
 from on_a_gpu import in_fresh_interpreter
 
 from loongplug.platform import current_platform
-from loongplug.platform.transfers import to_device
+from loongplug.platform.devices import to_device
 
 pytestmark = pytest.mark.quick
 

@@ -1,4 +1,4 @@
-"""CPU with gloo: Megatron's CUDA calls land on the host.
+"""What Megatron's CUDA calls mean on a CPU: they land on the host.
 
 Upstream names CUDA where it means "the device": one table answers those names for the CPU.
 Only names that upstream's training paths use are in it, and only those that fail, or that
@@ -8,23 +8,17 @@ torch itself decides by it (fused optimizers, pinned memory, autocast).
 Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax every operation.
 """
 
-import ctypes
 import functools
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch.optim.adam import _fused_adam
 
-from loongplug.platform.active import Platform
-from loongplug.platform.copies import HostCopies
+from loongplug.platform.devices import HOST, on_host
 from loongplug.platform.gloo import (
     GlooOnOneDevice,
     exchanged_all_gather,
@@ -33,15 +27,7 @@ from loongplug.platform.gloo import (
     exchanged_reduce_scatter,
     exchanged_reduce_scatter_tensor,
 )
-from loongplug.platform.replacements import Replacement, ReplacementTable
-
-_HOST = torch.device("cpu")
-# How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in
-# each, and each would keep 1,024: half a gigabyte where rows vary. A microbatch needs some 40.
-# Both ask at their first kernel.
-_KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "32"}
-# Numbers of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+from loongplug.platform.replacements import Replacement
 
 
 class HostStream:
@@ -144,30 +130,6 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _names_cuda(device: object) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, int)
-
-
-def _on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory for which device="cuda" is the host, and host memory is never pinned."""
-
-    @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs:
-            device = kwargs.get("device")
-            if device is not None and _names_cuda(device):
-                kwargs["device"] = _HOST
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-        return original(*args, **kwargs)
-
-    return factory
-
-
 def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Tensor.type()`` that answers torch.cuda.FloatTensor for a float tensor on the host."""
 
@@ -222,7 +184,7 @@ _UNEVEN = "experts' tokens differ in number from rank to rank, and gloo wants eq
 
 CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.cuda.current_device", "upstream gives it as device=; answers the host's device",
-         _answers(_HOST), parameters="()"),
+         _answers(HOST), parameters="()"),
     _row("torch.cuda.device_count", "initialize_megatron makes no model-parallel groups and no "
          "RNG tracker where it is 0", _answers(1), parameters="()"),
     _row("torch.cuda.set_device", _DRIVER, _answers()),
@@ -245,7 +207,7 @@ CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.cuda.random.set_rng_state", _RNG, _another(_set_rng_state)),
     _row("torch.cuda.manual_seed", _RNG, _manual_seed),
     _row("torch.cuda.default_generators", _RNG, _HostGenerators()),
-    *(_row(f"torch.{name}", _FACTORY, wrapper=_on_host)
+    *(_row(f"torch.{name}", _FACTORY, wrapper=on_host)
       for name in ("tensor", "empty", "empty_like", "zeros", "ones", "rand")),
     _row("torch.Tensor.cuda", "the host's tensors are where they belong", _itself),
     _row("torch.Tensor.pin_memory", "pinning needs the CUDA driver; offload buffers are pinned",
@@ -263,95 +225,3 @@ CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.distributed.reduce_scatter_tensor", _RING,
          wrapper=exchanged_reduce_scatter_tensor),
 )  # fmt: skip
-
-
-class CpuPlatform(Platform):
-    """Host memory and gloo; active from its construction until ``deactivate``."""
-
-    name = "cpu"
-    backend = "gloo"
-
-    def __init__(self) -> None:
-        super().__init__()
-        # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
-        # to be made of torch's own functions, which the wrappers call.
-        torch.utils._device._device_constructors()
-        _keep_freed_memory()
-        for name, number in _KEPT_KERNELS.items():
-            os.environ.setdefault(name, number)
-        self._dynamo_before = _set_dynamo_disabled("1")
-        self.use(ReplacementTable("cpu", CPU_ROWS))
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return _HOST
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def peak_memory_bytes(self) -> int:
-        """The most resident memory of this process."""
-        try:
-            status = Path("/proc/self/status").read_text()
-        except OSError:
-            import resource
-
-            # Linux counts KiB, macOS bytes; only the latter comes here.
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
-
-    def reset_peak_memory(self) -> None:
-        """Start a new peak where the kernel lets a process do so (Linux); else keep the old."""
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
-
-    def copies(self) -> HostCopies:
-        """Such that are done when they are asked for."""
-        return HostCopies()
-
-    def release(self, storage: torch.UntypedStorage) -> None:
-        """There is no other memory to keep it in: what uses it gets NaN, where a GPU would fail."""
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
-
-    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """It is still there."""
-        assert storage.nbytes() == nbytes
-
-    def deactivate(self) -> None:
-        """Undo the CPU layer."""
-        super().deactivate()
-        _set_dynamo_disabled(self._dynamo_before)
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep what tensors of a step free for those of the next one.
-
-    As it starts, glibc takes tensors above some 100 KiB to 32 MiB from the kernel and gives them
-    back, by a threshold that wanders, and the kernel clears each page anew: up to a tenth of a
-    small model's step. Larger ones still go back. Other C libraries are left as they are, and it
-    stays so for the process, since nobody can ask what was set before.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
-def _set_dynamo_disabled(disabled: str | None) -> str | None:
-    """Set the variable by which what upstream hands to torch.compile runs eagerly; as it was.
-
-    Upstream compiles its small fused functions when they are first called. On the CPU that
-    needs a C++ compiler and takes longer than it saves, and dynamo refuses to start when
-    torch's functions are not the ones it knows.
-    """
-    before = os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    if disabled is not None:
-        os.environ["TORCHDYNAMO_DISABLE"] = disabled
-    # The variable is read when dynamo is imported: tell one that already was.
-    config: Any = sys.modules.get("torch._dynamo.config")
-    if config is not None:
-        config.disable = disabled == "1"
-    return before

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from loongplug.platform import activate, current_platform
-from loongplug.platform.cpu import CPU_ROWS, HostEvent, HostStream
+from loongplug.platform.cuda_on_cpu import CPU_ROWS, HostEvent, HostStream
 from loongplug.platform.replacements import Replacement, ReplacementTable, resolve
 
 pytestmark = pytest.mark.quick

@@ -1,4 +1,4 @@
-"""Choosing the platform."""
+"""The platform is chosen once, by the flag or by what the machine has."""
 
 import subprocess
 import sys
@@ -7,9 +7,16 @@ import textwrap
 import pytest
 import torch
 
-from loongplug.platform import Platform, activate, active, choose_device, current_platform
-from loongplug.platform.cpu import CpuPlatform
-from loongplug.platform.cuda import CudaPlatform
+from loongplug.platform import (
+    Platform,
+    activate,
+    active,
+    choose_device,
+    current_platform,
+    platforms,
+    requested_device,
+)
+from loongplug.platform.platforms import CpuPlatform, CudaPlatform
 
 pytestmark = pytest.mark.quick
 
@@ -17,7 +24,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a platform, as far as ``activate`` can tell."""
-    monkeypatch.setattr(active._Process, "platform", None)
+    monkeypatch.setattr(active.Process, "platform", None)
 
 
 def test_activation_is_idempotent() -> None:
@@ -65,7 +72,7 @@ def test_auto_is_the_cpu_without_a_gpu(
     nothing_active: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("loongplug.platform.cpu.CPU_ROWS", ())  # the real table is in use here
+    monkeypatch.setattr(platforms, "CPU_ROWS", ())  # the real table is in use here
     assert isinstance(activate("auto"), CpuPlatform)
 
 
@@ -94,6 +101,25 @@ def test_devices_that_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("tpu")
     with pytest.raises(ValueError, match="no usable CUDA GPU"):
         choose_device("cuda")
+
+
+def test_device_is_read_ahead_of_all_else() -> None:
+    assert requested_device([]) == "auto"
+    assert requested_device(["--foo", "1", "--device", "cpu", "a.b=c"]) == "cpu"
+    assert requested_device(["--device=cuda"]) == "cuda"
+    assert requested_device(["--device=cuda", "--save", "x", "--device", "cpu"]) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--device", "tpu"), "^--device: invalid choice: 'tpu'"),
+        (("--device",), "^--device: expected one argument"),
+    ],
+)
+def test_what_is_no_device_is_refused(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        requested_device(flags)
 
 
 def _run(code: str) -> None:
