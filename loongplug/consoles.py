@@ -1,6 +1,15 @@
-"""Where commands print tables."""
+"""Where commands print tables, and their progress bars."""
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _PIPED = 10_000  # columns: no table is wider, and readers of the pipe break lines themselves
 
@@ -13,3 +22,25 @@ def table_console(*, least: int = 0, stderr: bool = False) -> Console:
     console = Console(stderr=stderr)
     width = max(console.width, least) if console.is_terminal else _PIPED
     return Console(stderr=stderr, width=width)
+
+
+def threadless_bars(
+    console: Console | None = None, *, estimates: bool = False, transient: bool = True
+) -> Progress:
+    """Bars on ``console`` (stderr without one); nothing where it is not a terminal.
+
+    No thread draws them, since a thread would be there when ranks are forked: whoever moves a bar
+    calls ``refresh``. ``estimates`` shows the time that is left instead of the time it took so far.
+    """
+    shown = Console(stderr=True) if console is None else console
+    clock: ProgressColumn = TimeRemainingColumn() if estimates else TimeElapsedColumn()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        clock,
+        console=shown,
+        auto_refresh=False,
+        disable=not shown.is_terminal,
+        transient=transient,
+    )

@@ -81,7 +81,6 @@ COMMANDS = [
     ("data inspect none.jsonl --tokenizer-model none --plots {folder}", "images.png", PICTURE),
     ("trace {folder}", "trace.json", MERGED),
     ("trace {folder}", "timeline.png", PICTURE),
-    ("trace {folder}", "exchanges.png", PICTURE),
 ]
 
 

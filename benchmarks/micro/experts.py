@@ -20,7 +20,7 @@ from modes.levels_work import Work, write_levels_data
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import threadless_bars
 from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import threadless_bars
 from loongplug.verify.runs import device_of, preload
 from micro.memory_plan import BOTH, FULL, Work, ways, write_data
 from micro.memory_rank import Held, held

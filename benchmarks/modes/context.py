@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress, TaskID
 
-from loongplug.consoles import table_console
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import table_console, threadless_bars
 from loongplug.output_files import write_figures
 from loongplug.verify.ranks import run_ranks
 from loongplug.verify.runs import preload

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import threadless_bars
 from loongplug.observe.picture import draw_timeline
 from loongplug.observe.trace_file import read_folder
 from loongplug.output_files import check_pictures, write_figures

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loongplug.consoles import table_console
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import table_console, threadless_bars
 from loongplug.observe.picture import draw_timeline
 from loongplug.output_files import check_pictures, write_figures
 from loongplug.verify.ranks import run_ranks

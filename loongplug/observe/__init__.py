@@ -2,8 +2,7 @@
 
 ``recorder.py`` holds the interface that anything above may be handed, and its empty
 implementation; ``clocks.py`` and ``trace_file.py`` take times and write them; ``hooks.py``,
-``module_hooks.py``, ``node_hooks.py`` and ``tracing.py`` put a recorder into a run of Megatron,
-with ``--trace`` only; ``bars.py`` has the progress bars of commands that fork ranks; the rest is
-``loongplug trace``, which reads what was written. Nothing here imports from loongplug beyond
-``platform``, so every other folder may report to it.
+``module_hooks.py`` and ``tracing.py`` put a recorder into a run of Megatron, with ``--trace``
+only; the rest is ``loongplug trace``, which reads what was written. Nothing here imports from
+loongplug beyond ``platform``, so every other folder may report to it.
 """

@@ -1,7 +1,7 @@
 """Traces of all ranks as one file of Chrome's trace format, which Perfetto opens.
 
-A rank is a process; its lanes are computing, communication, data and files, and the exchange of
-experts' tokens where the schedule has nodes for it. Times are microseconds since the first event.
+A rank is a process; its lanes are computing, communication, and data and files. Times are
+microseconds since the first event.
 Arrows lead from a stage's send to its neighbour's receive, and from an encoder on ranks of its own
 to the decoder and back.
 """
@@ -17,7 +17,7 @@ from loongplug.observe.trace_file import RankTrace, TraceEvent
 from loongplug.output_files import begins, write_output
 
 MERGED = begins(rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": ')
-_LANES = ("computing", "communication", "data and files", "experts' exchange")
+_LANES = ("computing", "communication", "data and files")
 _COMMUNICATION = (*TRANSFERS, "exchange")
 _FILES = ("data", "checkpoint")
 
@@ -43,9 +43,7 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
 
     yield named("process_name", name=f"rank {trace.label()}")
     yield named("process_sort_index", sort_index=trace.rank)
-    used = {0, 1, 2, *map(_lane, trace.events)}
-    for lane in sorted(used):
-        name = _LANES[lane]
+    for lane, name in enumerate(_LANES):
         yield {**named("thread_name", name=name), "tid": lane}
     for event in trace.events:
         row = {
@@ -65,23 +63,17 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
 def _lane(event: TraceEvent) -> int:
     if event.phase in _COMMUNICATION:
         return 1
-    if event.phase == "node" and event.details["stream"] == "communication":
-        return 3
     return 2 if event.phase in _FILES else 0
 
 
 def _title(event: TraceEvent) -> str:
-    """The event's name with its microbatch, chunk and layer, as the lane shows it."""
+    """The event's name with its microbatch and chunk, as the lane shows it."""
     microbatch, chunk = event.details.get("microbatch"), event.details.get("chunk")
     parts = [event.name]
-    if event.phase == "node":
-        parts.append(event.details["direction"])
     if microbatch is not None:
         parts.append(str(microbatch))
     if chunk is not None:
         parts.append(f"(chunk {chunk})")
-    if "layer" in event.details:
-        parts.append(f"layer {event.details['layer']}")
     return " ".join(parts)
 
 

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from loongplug.consoles import table_console
 from loongplug.observe.chrome import MERGED, write_chrome_trace
-from loongplug.observe.exchange_report import combined_by_rank, draw_exchanges, exchange_table
 from loongplug.observe.picture import draw_timeline
 from loongplug.observe.shares import Shares, sections, shares
 from loongplug.observe.trace_file import RankTrace, TraceEvent, rank_file, read_folder
@@ -36,14 +35,12 @@ _COLUMNS: Final = {
 def trace(folder: Path, *, step: int | None) -> None:
     """Write ``trace.json`` and ``timeline.png`` to ``folder`` and print two tables.
 
-    Of a run that overlapped the exchange of experts' tokens also ``exchanges.png``, and a third.
-
     ``step`` is the one to draw and to measure; None: the last that all ranks ran to its end.
     Raises ValueError for a folder without traces, for a step that is not whole on every rank, and
     without matplotlib.
     """
     check_output(folder / "trace.json", MERGED)
-    check_pictures(folder, ["timeline.png", "exchanges.png"])
+    check_pictures(folder, ["timeline.png"])
     traces = read_folder(folder)
     console = table_console(least=_WIDTH)
     for line in _missing(traces, folder):
@@ -59,13 +56,6 @@ def trace(folder: Path, *, step: int | None) -> None:
     console.print(f"Step {number} as a picture: {folder / 'timeline.png'}", soft_wrap=True)
     console.print(_states_table(traces, measured, step=number))
     console.print(_sections_table(traces, of_step, step=number))
-    combined = combined_by_rank(of_step)
-    if combined:
-        title = f"Step {number}: exchanges beside which the other microbatch computes"
-        console.print(exchange_table(traces, combined, _table(title)))
-        path = folder / "exchanges.png"
-        if draw_exchanges(traces, combined, path, step=number):
-            console.print(f"Their order as a picture: {path}", soft_wrap=True)
 
 
 def _missing(traces: Sequence[RankTrace], folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the functions of a training step report; ``platform/upstream_tracing.py`` puts it in place.
+"""What the functions of a training step report; ``tracing.py`` puts it in place.
 
 Nothing here changes what a function is given or gives back, but for handles of transfers under
 way, which report how long they are waited for.
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from loongplug.observe.module_hooks import ModuleHooks
-from loongplug.observe.node_hooks import NodeHooks
 from loongplug.observe.recorder import Phase, Recorder, TraceRecorder
 
 # The argument whose bytes count. In a gather and a scatter, that is the whole, not the share.
@@ -90,7 +89,6 @@ class StepHooks:
         """``on_first_model`` is called once, when the rank has its device and its model."""
         self._recorder = recorder
         self._modules = ModuleHooks(recorder)
-        self.nodes = NodeHooks(recorder)
         self._on_first_model = on_first_model
         # Microbatch and chunk by the id of what a forward gave, which the schedule keeps for the
         # backward.
@@ -195,13 +193,11 @@ class StepHooks:
             microbatch, chunk = given.get("current_microbatch"), given.get("f_model_chunk_id") or 0
             if forward:
                 details |= {"microbatch": microbatch, "chunk": chunk}
-            of_backward: tuple[int | None, int | None] = None, None
             if given["b_model"] is not None:
                 of_backward = self._recall(given["b_output_tensor"])
                 details |= dict(
                     zip(("backward_microbatch", "backward_chunk"), of_backward, strict=True)
                 )
-            self.nodes.begin(forward=(microbatch, chunk), backward=of_backward)
             with self._recorder.span("forward_backward", "forward with backward", **details):
                 result = original(*args, **kwargs)
             if forward:

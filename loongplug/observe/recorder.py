@@ -17,7 +17,6 @@ Phase = Literal[
     "forward",  # of the decoder: whatever of a chunk's forward is not the encoder's
     "backward",
     "forward_backward",  # the overlapped schedule's combined call
-    "node",  # of that schedule: a part of a layer, on its stream
     "encoder_forward",
     "encoder_backward",
     "gradients",  # their finalisation

@@ -1,6 +1,6 @@
 """Put a recorder into a run, and take it out again."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,17 @@ from loongplug.observe.hooks import PAYLOADS, StepHooks
 from loongplug.observe.recorder import NOTHING, Recorder, TraceRecorder
 from loongplug.observe.trace_file import TraceWriter
 from loongplug.platform import Platform
-from loongplug.platform.upstream_tracing import tracing_table
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+_TRAINING = "megatron.training.training"
+_PIPELINE = "megatron.core.pipeline_parallel"
+_TRANSFER = f"{_PIPELINE}.p2p_communication.P2PCommunicator"
+_GRADIENTS = "megatron.core.distributed.finalize_model_grads"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+_OPTIMIZERS = "megatron.core.optimizer.optimizer"
+_NO_HOOK = "reports its calls; there is no hook for it"
+
+_Wrapper = Callable[[Any], Any]
 
 
 @contextmanager
@@ -42,7 +52,7 @@ def traced(
             recorder.use_device_clock(DeviceClock(HostClock()))
 
     hooks = StepHooks(recorder, on_first_model=on_first_model)
-    table = tracing_table(_wrappers(hooks))
+    table = _table(hooks)
     table.apply()
     try:
         yield recorder
@@ -53,39 +63,66 @@ def traced(
         writer.close()
 
 
-def _wrappers(hooks: StepHooks) -> Mapping[str, Callable[[Any], Any]]:
-    training = "megatron.training.training"
-    pipeline = "megatron.core.pipeline_parallel"
-    transfer = f"{pipeline}.p2p_communication.P2PCommunicator"
-    buckets = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-    optimizers = "megatron.core.optimizer.optimizer"
+def _table(hooks: StepHooks) -> ReplacementTable:
+    """Functions of Megatron and of ``torch.distributed``, which report their calls.
+
+    isend and irecv stay: ``P2POp`` takes none but torch's own.
+    """
+    # Those whose wrappers know parameters by name, with the parameters they were written for.
+    by_name: dict[str, tuple[_Wrapper, str]] = {
+        f"{_TRAINING}.train_step": (
+            hooks.train_step,
+            "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
+            "forward_backward_func, iteration, pg_collection, p2p_communicator)",
+        ),
+        f"{_TRAINING}.evaluate": (
+            hooks.evaluate,
+            "(forward_step_func, data_iterator, model, process_non_loss_data_func, config, "
+            "verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
+        ),
+        f"{_PIPELINE}.schedules.forward_step": (
+            hooks.forward_step,
+            "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
+            "forward_data_store, config, cp_group_size, collect_non_loss_data, "
+            "checkpoint_activations_microbatch, is_first_microbatch, current_microbatch, "
+            "vp_stage, is_last_stage)",
+        ),
+        f"{_PIPELINE}.schedules.backward_step": (
+            hooks.backward_step,
+            "(input_tensor, output_tensor, output_tensor_grad, config)",
+        ),
+        f"{_PIPELINE}.combined_1f1b.combined_forward_backward_step": (
+            hooks.combined_step,
+            "(forward_step_func, data_iterator, f_model, num_microbatches, input_tensor, "
+            "forward_data_store, b_model, b_input_tensor, b_output_tensor, b_output_tensor_grad, "
+            "config, f_model_chunk_id, pre_forward, pre_backward, post_forward, post_backward, "
+            "collect_non_loss_data, checkpoint_activations_microbatch, is_first_microbatch, "
+            "current_microbatch, encoder_decoder_xattn, fsdp_wrapper)",
+        ),
+        f"{_TRANSFER}._communicate": (
+            hooks.pipeline_transfer,
+            "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, "
+            "wait_on_reqs)",
+        ),
+    }
     optimizer = hooks.whole("optimizer")
-    plans = "megatron.core.models.common"
-    return {
-        f"{training}.train_step": hooks.train_step,
-        f"{training}.evaluate": hooks.evaluate,
-        f"{training}.save_checkpoint_and_time": hooks.whole("checkpoint", "save"),
-        f"{pipeline}.schedules.forward_step": hooks.forward_step,
-        f"{pipeline}.schedules.backward_step": hooks.backward_step,
-        f"{pipeline}.combined_1f1b.combined_forward_backward_step": hooks.combined_step,
-        f"{plans}.model_chunk_schedule_plan.TransformerLayerSchedulePlan._build_callable_nodes": (
-            hooks.nodes.layer
-        ),
-        f"{plans}.utils.TransformerLayerNode.backward_dw": hooks.nodes.weights,
-        f"{pipeline}.utils.ScheduleNode.stream_acquire_context": hooks.nodes.on_stream,
-        f"{transfer}._communicate": hooks.pipeline_transfer,
-        f"{transfer}._communicate_shapes": hooks.whole("wait", "shapes"),
-        "megatron.core.distributed.finalize_model_grads.finalize_model_grads": hooks.whole(
-            "gradients", "finalise gradients"
-        ),
-        f"{buckets}.finish_grad_sync": hooks.whole("wait", "gradient reduction"),
-        f"{buckets}.finish_param_sync": hooks.whole("wait", "parameter gather"),
-        **{
-            f"{optimizers}.{kind}.step": optimizer
-            for kind in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
-        },
+    as_a_whole: dict[str, _Wrapper] = {
+        f"{_TRAINING}.save_checkpoint_and_time": hooks.whole("checkpoint", "save"),
+        f"{_TRANSFER}._communicate_shapes": hooks.whole("wait", "shapes"),
+        f"{_GRADIENTS}.finalize_model_grads": hooks.whole("gradients", "finalise gradients"),
+        f"{_BUCKETS}.finish_grad_sync": hooks.whole("wait", "gradient reduction"),
+        f"{_BUCKETS}.finish_param_sync": hooks.whole("wait", "parameter gather"),
+        f"{_OPTIMIZERS}.MixedPrecisionOptimizer.step": optimizer,
+        f"{_OPTIMIZERS}.FP32Optimizer.step": optimizer,
+        f"{_OPTIMIZERS}.ChainedOptimizer.step": optimizer,
         **{f"torch.distributed.{name}": hooks.collective for name in PAYLOADS},
     }
+    whole = {target: (wrapper, None) for target, wrapper in as_a_whole.items()}
+    rows = tuple(
+        Replacement(target=target, wrapper=wrapper, parameters=parameters, reason=_NO_HOOK)
+        for target, (wrapper, parameters) in (by_name | whole).items()
+    )
+    return ReplacementTable("tracing", rows, importers=("megatron", "loongplug"))
 
 
 def _place(module: str | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What every run has to put right in Megatron, each with its reason and parameters.
 
 What gives our own code its place in Megatron's is in ``upstream_seams.py`` and, for checkpoints, in
-``upstream_saving.py``; what ``--trace`` wraps to report its calls in ``upstream_tracing.py``.
+``upstream_saving.py``; what ``--trace`` wraps to report its calls in ``observe/tracing.py``.
 """
 
 import functools

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loongplug.observe.bars import threadless_bars
+from loongplug.consoles import threadless_bars
 from loongplug.output_files import write_figures
 from loongplug.verify.plan import Plan, Request
 from loongplug.verify.runs import RecordRank, device_of, plan_runs, preload, record

@@ -1,7 +1,5 @@
 """What single wrapped functions report: bytes, groups, numbers of microbatches."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,26 +116,6 @@ def test_the_combined_step_tells_both_microbatches():
         {"microbatch": 1, "chunk": 0, "backward_microbatch": 0, "backward_chunk": 1},
         {"backward_microbatch": 1, "backward_chunk": 0},
     ]
-
-
-@pytest.mark.quick
-def test_delayed_weights_gradients_are_of_the_backward_s_microbatch():
-    hooks, recorder, events = hooks_and_events()
-    hooks.nodes.begin(forward=(3, 1), backward=(2, 0))
-    asked = []
-    weights = hooks.nodes.weights(asked.append)
-    state = SimpleNamespace(number=7)
-    for delayed in (True, False):  # where they are not delayed there is nothing to tell
-        weights(
-            SimpleNamespace(
-                name="mlp", delay_wgrad_compute=delayed, layer_state=state, stream=object()
-            )
-        )
-    recorder.close()
-    assert len(asked) == 2
-    (only,) = events
-    expected = {"direction": "wgrad", "stream": "computation", "microbatch": 2, "chunk": 0}
-    assert (only.phase, only.name, only.details) == ("node", "mlp", {**expected, "layer": 7})
 
 
 @pytest.mark.quick

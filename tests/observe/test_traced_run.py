@@ -8,10 +8,11 @@ import pytest
 from ranks import RankError, run_ranks
 
 from loongplug.observe.command import trace
-from loongplug.observe.hooks import PAYLOADS, StepHooks
+from loongplug.observe.hooks import StepHooks
+from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceWriter, read_folder
+from loongplug.observe.tracing import _table
 from loongplug.platform.replacements import Replacement, resolve
-from loongplug.platform.upstream_tracing import PARAMETERS
 from loongplug.training.run import run
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -206,16 +207,16 @@ def test_a_run_that_fails_leaves_its_trace(short, tmp_path, capsys):
     assert "Step 2" in capsys.readouterr().out
 
 
-TARGETS = (*PARAMETERS, *(f"torch.distributed.{name}" for name in PAYLOADS))
+WRAPPED = _table(StepHooks(TraceRecorder(list), on_first_model=lambda: None)).rows
 
 
 def traced_targets() -> int:
     """How many targets go through a wrapper of the trace now."""
-    return sum(map(is_traced, TARGETS))
+    return sum(map(is_traced, WRAPPED))
 
 
-def is_traced(target: str) -> bool:
-    function = resolve(Replacement(target=target, reason="looked at"))[2]
+def is_traced(row: Replacement) -> bool:
+    function = resolve(row)[2]
     while function is not None:
         if "/observe/" in function.__code__.co_filename:
             return True
@@ -243,7 +244,7 @@ def test_nothing_is_hooked_without_the_flag(short, tmp_path):
     once = [*short, "--train-iters", "1"]
     assert run_ranks(count_without_hooks, 1, flags=once) == [{0}]
     traced_run = [*once, "--trace", str(tmp_path)]
-    assert run_ranks(count_traced, 1, flags=traced_run) == [{len(TARGETS), 0}]
+    assert run_ranks(count_traced, 1, flags=traced_run) == [{len(WRAPPED), 0}]
 
 
 @pytest.mark.quick

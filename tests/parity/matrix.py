@@ -19,8 +19,8 @@ from free_passes import free_passes
 from rich.console import Console
 
 import loongplug
+from loongplug.consoles import threadless_bars
 from loongplug.data.row_plan import epoch_permutation
-from loongplug.observe.bars import threadless_bars
 from loongplug.verify.plan import LEARNING_RATE, SAMPLES, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record
