@@ -21,7 +21,7 @@ from loongplug.parallel.layout import Layout
 from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
-from loongplug.training.step_rows import row_lengths_of
+from loongplug.training.rank_data import row_lengths_of
 
 # The microbatches of a decoder replica's step, by the replica.
 StepOf = Callable[[int], Sequence[Microbatch]]

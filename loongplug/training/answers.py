@@ -1,8 +1,8 @@
 """Greedy answers of the weights that train, in the layout of the run, and how many are right."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,32 +16,11 @@ from loongplug.context.token_split import OwnPart
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
 from loongplug.evaluate.metrics import is_match
-from loongplug.evaluate.questions import Question
 from loongplug.training.forward_step import ForwardStep
+from loongplug.training.questions import Asked
 
 # A microbatch's number and the token that follows each of its rows, [b] int64.
 _Followed = tuple[int, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a replica is asked: its ``questions``, in ``microbatches`` of a step.
-
-    ``chunk`` gives what a virtual chunk takes of them, so many ``pieces`` for each microbatch. A
-    rank that encodes and does not decode is asked no questions, and takes the others' media.
-
-    A microbatch has so many ``rows``, each ``length`` tokens long, with ``room`` for an answer
-    behind each question. An answer ends with one of ``ends``, or has no more room.
-    """
-
-    chunk: Callable[[int], Iterator[Microbatch]]
-    pieces: int
-    questions: Sequence[Question]
-    microbatches: int
-    rows: int
-    length: int
-    room: int
-    ends: Collection[int]
 
 
 class Answers:

@@ -30,7 +30,7 @@ from loongplug.platform.upstream_saving import (
     whole_checkpoints_table,
 )
 from loongplug.training.apart import with_own_ranks
-from loongplug.training.packing_place import with_packing_place
+from loongplug.training.rank_data import with_packing_place
 
 
 def use_whole_checkpoints(

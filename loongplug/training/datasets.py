@@ -4,7 +4,6 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,18 +27,14 @@ from loongplug.data.remarks import Remarks
 from loongplug.data.row_plan import Evaluation, Packing
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.template import habits_of
-from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.registry import family_of
-from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.answers import Asked
-from loongplug.training.delivery import store_of_news
-from loongplug.training.packing_place import packing_place
-from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
-from loongplug.training.rank_data import RankData, speaks_for_replica
+from loongplug.training.delivery import SameRows, store_of_news
+from loongplug.training.questions import Asked, asked_of, questions_in
+from loongplug.training.rank_data import RankData, packing_place, speaks_for_replica
 from loongplug.training.rows import (
     TRAINING,
     survey_settings,
@@ -47,7 +42,7 @@ from loongplug.training.rows import (
     training_rows,
     validation_rows,
 )
-from loongplug.training.same_start import SameRows
+from loongplug.training.same_start import start_store
 from loongplug.training.step_sizes import step_sizes
 
 # Flags that decide on the stream of samples.
@@ -133,7 +128,7 @@ class DatasetProvider:
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
         self._settings = survey_settings(args, model)
-        self._same_rows = SameRows(args)
+        self._same_rows = SameRows(args, store=start_store(args, purpose="rows"))
         for data in filter(None, (train, self._valid)):
             # Without packing, nothing needs an index: one of other rows ends no run.
             try:
@@ -226,46 +221,9 @@ class DatasetProvider:
         return train, valid[0] if valid else None, None
 
     def asked(self) -> Asked:
-        """What ``--eval-generate`` asks this rank's model replica; nothing where none decodes."""
+        """What ``--eval-generate`` asks this rank's model replica."""
         assert self._valid is not None, "a rule asks for validation data"
-        args, processor, decoder = self._args, self._valid.processor, decoder_layout()
-        parts = decoder.sequence_shards(sequence_parallel=args.sequence_parallel)
-        longest = max(len(each.input_ids) for each in self.questions)
-        length = -(-(longest + MAX_NEW_TOKENS) // parts) * parts
-        rows = args.eval_micro_batch_size
-        multiple = 1
-        decodes = self._engine.decodes
-        virtual = "virtual_pipeline_model_parallel_size" if decodes else "virtual_stages_of_decoder"
-        if getattr(args, virtual) is not None:
-            # The interleaved schedule runs them in groups.
-            multiple = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
-        plan = asking(self.questions, each=rows * decoder.dp, multiple=multiple)
-        asked = AskedRows(self._valid, self.questions, room=MAX_NEW_TOKENS, seq_length=length)
-        stream = self._data.stream(
-            asked,
-            name="questions",
-            again=True,
-            micro_batch_size=rows,
-            sizes=StepSizes.constant(plan.batch),
-            seed=None,
-            evaluation=plan,
-            bad_samples=BadSamples(args.bad_sample),
-        )
-        microbatches, taken = plan.batch // (rows * decoder.dp), self._data.parts(training=False)
-        own: tuple[int, ...] = ()
-        if decodes:
-            slots = plan.slots(micro_batch_size=rows, dp_ranks=taken, dp_size=decoder.dp)
-            own = tuple(row for slot in islice(slots, microbatches) for row in slot.rows)
-        return Asked(
-            chunk=stream.chunk,
-            pieces=len(taken),
-            questions=[each for each in self.questions if each.row in own],
-            microbatches=microbatches,
-            rows=rows,
-            length=length,
-            room=MAX_NEW_TOKENS,
-            ends=end_tokens(processor),
-        )
+        return asked_of(self._data, self._valid, self.questions)
 
     def close(self) -> None:
         """End the background processes."""

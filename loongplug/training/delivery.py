@@ -1,10 +1,14 @@
-"""How a microbatch's media come from the rank that loads them to those that encode them."""
+"""What ranks tell each other of a microbatch's data: its media, bad samples, rows that differ."""
 
 import json
+import re
+import zlib
+from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from math import inf
 
 import torch
@@ -13,12 +17,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from loongplug.data.assignment import PlannedShare, PlannedUnit
+from loongplug.data.dataset import Sample
 from loongplug.data.loader import Heard
 from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.units import MediaBatch
 from loongplug.parallel.store_keys import comes
+from loongplug.parallel.verdict import SharedFaultError
 from loongplug.platform.devices import to_device
+
+_COMPARED = 1000  # microbatches of a replica: more than a rank is ahead of another
 
 
 def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[int, ...]:
@@ -174,3 +182,83 @@ def store_of_news() -> Store:
     """The default group's, with keys of this run: a process may make another. Every rank asks."""
     store = dist.distributed_c10d._get_default_store()
     return PrefixStore(f"news/{store.add(f'news/{dist.get_rank()}', 1)}", store)
+
+
+class SameRows:
+    """Compares what ranks have read of each microbatch, in a store, and waits for nobody.
+
+    The first rank to come leaves it there, the others find it. One that has read something else
+    raises, and does not go on to what ranks do together. Those that have gone on agree, and end
+    with it, as with any failure. It takes a call of the store for each microbatch.
+    """
+
+    def __init__(self, args: Namespace, *, store: Store | None) -> None:
+        """``store``: None where ranks do not meet in one, and nothing is compared."""
+        self._store = store
+        self._rank = args.rank
+        self._args = args
+        self._asked = 0  # how often what all ranks have
+
+    def all_have(self, has: bool) -> bool:
+        """Whether each rank has what it is asked for. Every rank asks, and waits for the others.
+
+        Where they do not meet in a store, ranks are of one machine: the answer is the rank's own.
+        """
+        if self._store is None:
+            return has
+        self._asked += 1
+        key = f"all have {self._asked}"
+        self._store.add(f"{key}: without", not has)
+        if self._store.add(f"{key}: asked", 1) == self._args.ranks:
+            self._store.set(f"{key}: known", "")
+        minutes = self._args.distributed_timeout_minutes
+        comes(self._store, f"{key}: known", seconds=60.0 * minutes)
+        return self._store.add(f"{key}: without", 0) == 0
+
+    def __call__(
+        self, stream: str, replica: int, index: int, samples: Sequence[Sample], begins: object
+    ) -> None:
+        """Compare a decoder replica's microbatch; of a pack, its place with all replicas', too.
+
+        Each of these plans the packs of all. Raises SharedFaultError with the first row that
+        differs, and two ranks.
+        """
+        self._compare(f"{stream}/{replica}", index, [_read(each) for each in samples], samples)
+        if begins is not None:  # made of integers, whose hash is the same in every process
+            place = f"in a pack behind rows with digest {hash(begins) & 0xFFFFFFFF:08x}"
+            self._compare(f"{stream}/packs", index, [place], samples)
+
+    def _compare(self, key: str, index: int, mine: list[str], samples: Sequence[Sample]) -> None:
+        if self._store is None:
+            return
+        try:
+            value = json.dumps([self._rank, mine])
+            rank, theirs = json.loads(self._store.compare_set(f"{key}/{index}", "", value))
+            if rank == self._rank:
+                self._store.delete_key(f"{key}/{index - _COMPARED}")
+        except RuntimeError:  # the store is gone: so is what started the ranks
+            self._store = None
+            return
+        for place, (here, there) in enumerate(zip_longest(mine, theirs, fillvalue="nothing")):
+            if here != there:
+                sample = samples[min(place, len(samples) - 1)]
+                where = sample.where if sample.bad is None else sample.bad.message
+                where = re.sub(r"(?s)^(.{150}).{6,}(.{130})$", r"\1 ... \2", where)
+                said = (
+                    f"{where}: {_said(here)} on rank {self._rank}, {_said(there)} on rank {rank}. "
+                    "Ranks have to read the same of a row: give all of them the same media files."
+                )
+                raise SharedFaultError(said, fault="rows that ranks read differently", knows=0)
+
+
+def _read(sample: Sample) -> str:
+    """Tokens, and a digest of them and the sizes of media: short, since the store keeps many."""
+    if sample.bad is not None:
+        return f"left out ({sample.bad.kind})"
+    sizes = str([medium.grid for medium in sample.extent.media]).encode()
+    return f"{len(sample)}:{zlib.crc32(sizes, zlib.crc32(sample.input_ids.tobytes())):08x}"
+
+
+def _said(read: str) -> str:
+    tokens, _, digest = read.partition(":")
+    return f"{tokens} tokens (digest {digest}, with sizes of media)" if digest else read

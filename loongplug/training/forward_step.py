@@ -1,8 +1,11 @@
-"""The forward step and the loss that Megatron's schedules call for every microbatch."""
+"""What Megatron's schedules call for a microbatch, its forward and loss, and for a step of them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
@@ -11,14 +14,18 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.data.positions import Grid
 from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.packed import PackedSegments, pack_segments
+from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 from loongplug.platform.devices import to_device
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 OnLoss = Callable[[Microbatch, LossReport], None]
-Work = Callable[[Microbatch], int]
+# Operations of samples of so many tokens, with media of these grids by encoder.
+Work = Callable[[Sequence[int], Mapping[str, Sequence[Grid]]], int]
+Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
@@ -68,7 +75,7 @@ class ForwardStep:
     """Take the next microbatch, run this rank's chunk on it, count its tokens.
 
     ``on_loss`` is called with each microbatch and its loss, where the losses are made; ``work``
-    says how many operations one takes.
+    says how many operations samples take.
     """
 
     def __init__(
@@ -77,11 +84,13 @@ class ForwardStep:
         self._platform = platform
         self._on_loss = on_loss
         self._work = work
-        # Of all training microbatches, first stage only: tokens without padding and with it, and
-        # floating point operations on all ranks of the replica.
+        # Of all training microbatches, first stage only: tokens without padding and with it.
         self.tokens = 0
         self.capacity = 0
-        self.operations = 0
+        # Of those since somebody asked for the operations: samples' tokens, and media's grids.
+        self._operations = 0
+        self._lengths: list[int] = []
+        self._grids: defaultdict[str, list[Grid]] = defaultdict(list)
         self.started: float | None = None  # when the first of them was asked for
         # Where losses are made, of the microbatches since somebody cleared it: their sums, and how
         # many tokens of an evaluation counted. On the device.
@@ -115,8 +124,9 @@ class ForwardStep:
         if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
             self.capacity += microbatch.capacity
-            if self._work is not None:
-                self.operations += self._work(microbatch)
+            self._lengths += microbatch.lengths
+            for name, unit in microbatch.units.items():
+                self._grids[name] += unit.grids
         output = (model.build_schedule_plan if return_schedule_plan else model)(
             there(microbatch.input_ids),
             there(microbatch.position_ids),
@@ -130,6 +140,15 @@ class ForwardStep:
             return output, _no_loss
         assert loss_mask is not None, "it comes with the labels"
         return output, partial(self._loss, microbatch, loss_mask, training=model.training)
+
+    @property
+    def operations(self) -> int:
+        """Floating point operations of all training microbatches, on all ranks of the replica."""
+        if self._work is not None:
+            self._operations += self._work(self._lengths, self._grids)
+        self._lengths.clear()
+        self._grids.clear()
+        return self._operations
 
     def _loss(
         self, microbatch: Microbatch, loss_mask: Tensor, losses: Tensor, *, training: bool
@@ -148,3 +167,37 @@ class ForwardStep:
 def _no_loss(output: Tensor) -> LossReport:
     """The loss function of a stage that is not the last, which Megatron does not call."""
     raise AssertionError("the loss was asked of a stage without labels")
+
+
+class StepRows:
+    """Tells the pipeline's schedule how long the rows of each of its steps are.
+
+    All microbatches of such a step have one length (:class:`RowLengths`), and every stage finds it
+    in the first: stages that expect it need not send each other shapes.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder = NOTHING
+
+    def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        """Wrap Megatron's ``get_forward_backward_func``."""
+
+        def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
+            schedule = get_schedule(*args, **kwargs)
+
+            def forward_backward(*, data_iterator: Any, **options: Any) -> Any:
+                several = isinstance(data_iterator, list)
+                first, *others = data_iterator if several else [data_iterator]
+                with self.recorder.span("data", "the step's first microbatch"):
+                    microbatch: Microbatch = next(first)
+                # Megatron's iterators have a next, and nothing else.
+                again: Iterator[Microbatch] = chain((microbatch,), iter(partial(next, first), None))
+                length = microbatch.split.length
+                return schedule(
+                    data_iterator=[again, *others] if several else again,
+                    **options | {"seq_length": length, "decoder_seq_length": length},
+                )
+
+            return forward_backward
+
+        return get_forward_backward_func

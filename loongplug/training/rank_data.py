@@ -1,9 +1,10 @@
 """The data of a rank: the text that its stages consume, and the media that it encodes."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from math import lcm
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch.distributed import PrefixStore, Store
 from loongplug.context.row_parts import RowParts
 from loongplug.data.assignment import ONE_REPLICA, Assignment, EncoderUnits
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import Delivery, MicrobatchLoader
+from loongplug.data.loader import Delivery, MicrobatchLoader, RowLengths
 from loongplug.data.media import CodedMedia, coded_media
 from loongplug.data.microbatch import TextNeeds
+from loongplug.data.row_plan import ResumePoint
 from loongplug.data.source import LocalSource
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
@@ -26,13 +28,20 @@ from loongplug.models.entries import Entry, encoders
 from loongplug.models.layers.router import balances_by
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.delivery import News, ReplicaDelivery, loaded_elsewhere, loaded_replicas
-from loongplug.training.packing_place import note_packing_place
-from loongplug.training.same_start import SameRows
-from loongplug.training.step_rows import row_lengths_of
+from loongplug.training.delivery import (
+    News,
+    ReplicaDelivery,
+    SameRows,
+    loaded_elsewhere,
+    loaded_replicas,
+)
 
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
 _RECENT_STEPS = 3
+
+# What says where in a stream of packs a checkpoint was: how many were consumed does not, as some
+# samples were held back. It travels in Megatron's arguments, a part of every checkpoint.
+_PACKING_PLACE = "loongplug_packing_place"
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
@@ -222,3 +231,56 @@ def _text_needs(args: Namespace) -> list[TextNeeds]:
         )
         for chunk in range(chunks)
     ]
+
+
+def row_lengths_of(args: Namespace) -> RowLengths | None:
+    """How long the run's rows are; None where all have ``--seq-length`` tokens.
+
+    That is so of packs, which are nearly full, and of rows whose experts gather the tokens of
+    several replicas: those gather equally many of each.
+    """
+    if args.packing or _replicas_gather_tokens(args):
+        return None
+    cp = args.context_parallel_size
+    tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return RowLengths(
+        parts=tp if cp == 1 else lcm(2, tp) * cp,
+        by_step=args.pipeline_model_parallel_size > 1,
+    )
+
+
+def _replicas_gather_tokens(args: Namespace) -> bool:
+    if not args.num_experts or args.moe_token_dispatcher_type != "allgather":
+        return False
+    row: int = args.tensor_model_parallel_size * args.context_parallel_size
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return row % (etp * args.expert_model_parallel_size) != 0
+
+
+def note_packing_place(source: LocalSource, args: Namespace) -> None:
+    """Tell ``args`` where a resumed run would go on; they know it from every microbatch on."""
+    place = source.resume_point()
+    assert place is not None, "only packs have such a place"
+    setattr(args, _PACKING_PLACE, place.plain())
+
+
+def packing_place(args: Namespace) -> ResumePoint | None:
+    """Where the checkpoint that was loaded goes on; None without one, or when it has no packs."""
+    data = getattr(args, _PACKING_PLACE, None)
+    if data is None or data["packs"] != args.consumed_train_samples:
+        return None
+    return ResumePoint.of_plain(data)
+
+
+def with_packing_place(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Megatron's reading of what is not a tensor, which keeps the place in the run's arguments."""
+
+    @wraps(original)
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        state = original(checkpoint_dir)
+        setattr(get_args(), _PACKING_PLACE, getattr(state.get("args"), _PACKING_PLACE, None))
+        return state
+
+    return load_common_state_dict

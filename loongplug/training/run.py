@@ -57,7 +57,7 @@ from loongplug.training.checkpoints import (
 )
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.exports import Exports, check_exports
-from loongplug.training.forward_step import ForwardStep, LossReport
+from loongplug.training.forward_step import ForwardStep, LossReport, StepRows
 from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.log import LogTap, WithoutSave, applied, log_folder, megatron_output
 from loongplug.training.outputs import outputs_ready
@@ -74,7 +74,7 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
-from loongplug.training.rank_data import first_of_stage, speaks_for_replica
+from loongplug.training.rank_data import first_of_stage, row_lengths_of, speaks_for_replica
 from loongplug.training.same_start import (
     require_same_data,
     require_same_start,
@@ -82,7 +82,6 @@ from loongplug.training.same_start import (
 )
 from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.special_tokens import folder_differences
-from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.summary import end_facts, print_facts, start_facts
 
@@ -207,9 +206,7 @@ def _run(
     work = ModelAmounts.of(parsed.model, hugging_face, trains=freezing.trains)
     forward_step = ForwardStep(
         platform,
-        work=lambda each: work.of_samples(
-            each.lengths, {name: unit.grids for name, unit in each.units.items()}
-        ),
+        work=work.of_samples,
         on_loss=None if watch is None else watch.loss,
     )
     soundness = Soundness(

@@ -14,7 +14,7 @@ from loongplug.data.extents import RowExtent
 from loongplug.data.loader import MicrobatchLoader, RowLengths
 from loongplug.data.processor import Processor
 from loongplug.data.step_sizes import StepSizes
-from loongplug.training.step_rows import row_lengths_of
+from loongplug.training.rank_data import row_lengths_of
 
 pytestmark = pytest.mark.quick
 

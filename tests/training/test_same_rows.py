@@ -20,9 +20,9 @@ from loongplug.data.extents import MediumExtent, RowExtent
 from loongplug.data.packing import PackingState
 from loongplug.data.row_plan import ResumePoint
 from loongplug.parallel.verdict import SharedFaultError
-from loongplug.training import same_start
+from loongplug.training import delivery
+from loongplug.training.delivery import SameRows
 from loongplug.training.run import run
-from loongplug.training.same_start import SameRows
 
 
 def of_grids(*grids: tuple[int, int, int]) -> RowExtent:
@@ -36,15 +36,14 @@ MISSING = Sample.blank(BadSample("media", "rows.jsonl:3: a.png is not there"))
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    made = dist.HashStore()
-    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: made)
-    return made
+def store() -> dist.Store:
+    return dist.HashStore()
 
 
 @pytest.fixture
 def ranks(store: dist.Store) -> list[SameRows]:
-    return [SameRows(Namespace(rank=rank)) for rank in (0, 1)]
+    how = {"ranks": 2, "distributed_timeout_minutes": 1}
+    return [SameRows(Namespace(rank=rank, **how), store=store) for rank in (0, 1)]
 
 
 @pytest.mark.quick
@@ -116,7 +115,7 @@ def test_packs_of_all_replicas_are_planned_alike(ranks: list[SameRows]) -> None:
 def test_the_store_keeps_what_others_may_still_ask_for_and_no_more(
     store: dist.Store, ranks: list[SameRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_start, "_KEPT", 8)
+    monkeypatch.setattr(delivery, "_COMPARED", 8)
     for index in range(100):
         for compare in ranks:
             compare("training", 0, index, [SAMPLE], None)
@@ -124,7 +123,7 @@ def test_the_store_keeps_what_others_may_still_ask_for_and_no_more(
 
 
 @pytest.mark.quick
-def test_a_store_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_ends_no_run() -> None:
     class Gone:
         calls = 0
 
@@ -133,8 +132,7 @@ def test_a_store_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> No
             raise dist.DistNetworkError("gone")
 
     gone = Gone()
-    monkeypatch.setattr(same_start, "start_store", lambda args, purpose: gone)
-    compare = SameRows(Namespace(rank=0))
+    compare = SameRows(Namespace(rank=0), store=gone)
     for index in range(2):
         compare("training", 0, index, [SAMPLE], None)
     assert gone.calls == 1
@@ -198,10 +196,7 @@ def test_a_file_that_one_rank_has_otherwise_ends_a_run(
 
 
 @pytest.mark.quick
-def test_ranks_go_by_what_all_of_them_have(store: dist.Store) -> None:
-    ranks = [
-        SameRows(Namespace(rank=rank, ranks=2, distributed_timeout_minutes=1)) for rank in (0, 1)
-    ]
+def test_ranks_go_by_what_all_of_them_have(ranks: list[SameRows]) -> None:
     with ThreadPoolExecutor(2) as pool:
         for has in ((True, False), (True, True), (False, False)):
             asked = [pool.submit(one.all_have, own) for one, own in zip(ranks, has, strict=True)]

@@ -10,7 +10,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import load_processor
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
-from loongplug.training.question_source import AskedRows, asking, end_tokens, questions_in
+from loongplug.training.questions import AskedRows, asking, end_tokens, questions_in
 
 pytestmark = pytest.mark.quick
 
