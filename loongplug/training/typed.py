@@ -1,16 +1,16 @@
-"""Fill frozen config dataclasses from plain YAML data, and turn them back into it."""
+"""Frozen config dataclasses from plain YAML data, and the data that give a config again."""
 
 import dataclasses
 import difflib
-import math
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+
 TARGET = "_target_"
-_PLAIN_DATA = "plain YAML data: scalars, lists, and mappings by text"
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # only whole numbers become floats
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -39,38 +39,34 @@ class Filler:
 
     def fill(self, annotation: Any, value: object, *, key: str) -> Any:
         """``value`` as ``annotation`` asks for it; what comes back counts only without problems."""
-        if dataclasses.is_dataclass(annotation):
-            return self._fill_dataclass(annotation, value, key=key)
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-            if value is None:
-                return None
-            inner = _without_none(annotation)
-            if isinstance(inner, type) and not dataclasses.is_dataclass(inner):
-                return self._fill_scalar(inner, value, key=key, expected=annotation)
-            return self.fill(inner, value, key=key)
-        if typing.get_origin(annotation) is tuple:
-            return self._fill_tuple(annotation, value, key=key)
-        if typing.get_origin(annotation) is Mapping:
-            if isinstance(value, Mapping):  # the config itself knows its keys and values
-                return self._plain_data(value, key=key)
-            self._wrong_type(annotation, value, key=key)
-            return None
-        return self._fill_scalar(annotation, value, key=key, expected=annotation)
-
-    def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
-        if type(value) is wanted:  # a bool is not an int here
-            if isinstance(value, float) and not math.isfinite(value):
-                self._note(key, f"is {value}, but a finite number is expected")
-            return value
-        if wanted is float and type(value) is int and abs(value) <= sys.float_info.max:
-            return float(value)
-        self._wrong_type(expected, value, key=key)
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        arms = typing.get_args(annotation) if is_union else ()
+        classes = filter(dataclasses.is_dataclass, (annotation, *arms))
+        config_class: Any = next(classes, None)
+        if config_class is None or (value is None and arms):
+            return self._fill_plain(annotation, value, key=key)
+        if isinstance(value, Mapping):
+            return self._fill_dataclass(config_class, value, key=key)
+        self._note(key, f"is {_said(value)}, but should be a mapping for {config_class.__name__}")
         return None
 
-    def _fill_dataclass(self, annotation: Any, value: object, *, key: str) -> Any:
-        if not isinstance(value, Mapping):
-            self._wrong_type(annotation, value, key=key)
+    def _fill_plain(self, annotation: Any, value: object, *, key: str) -> Any:
+        """Scalars, lists as tuples, and mappings, whose config itself knows keys and values."""
+        if typing.get_origin(annotation) is Mapping:
+            annotation = dict[str, JsonValue]
+        given = tuple(value) if isinstance(value, list) else value
+        try:
+            return TypeAdapter(annotation, config=_STRICT).validate_python(given)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                place = "".join(f"[{part}]" for part in each["loc"])
+                wrong = each["msg"].removeprefix("Input ").replace("tuple", "list")
+                said = f"is {_said(each['input'])}, but {wrong}"
+                missing = each["type"] == "missing"
+                self._note(f"{key}{place}", "is missing" if missing else said)
             return None
+
+    def _fill_dataclass(self, annotation: Any, value: Mapping[Any, object], *, key: str) -> Any:
         config_class = self._target(annotation, value, key=key)
         if config_class is None:
             return None
@@ -79,13 +75,11 @@ class Filler:
         fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
         for name in value:
             if name != TARGET and name not in fields:
-                self._note(
-                    f"{key}.{name}",
-                    f"is not a key of {config_class.__name__}{the_closest_is(str(name), fields)}",
-                )
+                close = the_closest_is(str(name), fields)
+                self._note(f"{key}.{name}", f"is not a key of {config_class.__name__}{close}")
         for name, field in fields.items():
             if name not in value and _is_required(field):
-                self._note(f"{key}.{name}", f"is missing; expected {describe(hints[name])}", at=key)
+                self._note(f"{key}.{name}", "is missing", at=key)
         filled = {
             name: self.fill(hints[name], value[name], key=f"{key}.{name}")
             for name in fields
@@ -112,68 +106,13 @@ class Filler:
             self._note(f"{key}.{TARGET}", f"is refused: {error}")
             return None
         if not issubclass(config_class, annotation):
-            self._note(
-                f"{key}.{TARGET}",
-                f"is {target}, but a {annotation.__module__}.{annotation.__qualname__} is expected",
-            )
+            wanted = f"{annotation.__module__}.{annotation.__qualname__}"
+            self._note(f"{key}.{TARGET}", f"is {target}, but should be a {wanted}")
             return None
         return config_class
 
-    def _fill_tuple(self, annotation: Any, value: object, *, key: str) -> Any:
-        arms = typing.get_args(annotation)
-        if not isinstance(value, list | tuple):
-            self._wrong_type(annotation, value, key=key)
-            return None
-        if arms[-1] is Ellipsis:
-            arms = (arms[0],) * len(value)
-        if len(arms) != len(value):
-            self._note(key, f"has {len(value)} values, but {describe(annotation)} is expected")
-            return None
-        return tuple(
-            self.fill(arm, item, key=f"{key}[{index}]")
-            for index, (arm, item) in enumerate(zip(arms, value, strict=True))
-        )
-
-    def _plain_data(self, value: object, *, key: str) -> Any:
-        """A copy of scalars, lists and mappings; all else is noted."""
-        if isinstance(value, Mapping):
-            for name in value:
-                if not isinstance(name, str):
-                    self._note(key, f"has the key {name!r}, but {_PLAIN_DATA} is expected")
-            return {
-                name: self._plain_data(each, key=f"{key}.{name}") for name, each in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._plain_data(e, key=f"{key}[{index}]") for index, e in enumerate(value)]
-        if value is None or type(value) in (bool, str, int):
-            return value
-        if type(value) is float:
-            return self._fill_scalar(float, value, key=key, expected=float)
-        self._note(key, f"is {value!r}, {_kind(value)}, but {_PLAIN_DATA} is expected")
-        return None
-
-    def _wrong_type(self, annotation: Any, value: object, *, key: str) -> None:
-        given = "null" if value is None else f"{value!r}, {_kind(value)}"
-        self._note(key, f"is {given}, but {describe(annotation)} is expected")
-
     def _note(self, key: str, problem: str, *, at: str | None = None) -> None:
         self.problems.append(f"{self._origin(at or key)}: {key} {problem}")
-
-
-def describe(annotation: Any) -> str:
-    """An annotation in words: ``an int``, ``a list of 3 ints``."""
-    if dataclasses.is_dataclass(annotation):
-        return f"a mapping for {getattr(annotation, '__name__', annotation)}"
-    arms = typing.get_args(annotation)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return f"{describe(_without_none(annotation))} or null"
-    if typing.get_origin(annotation) is tuple:
-        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
-        return f"a list of {count}{arms[0].__name__}s"
-    if typing.get_origin(annotation) is Mapping:
-        return "a mapping"
-    article = "an" if annotation is int else "a"
-    return f"{article} {annotation.__name__}"
 
 
 def plain(value: Any) -> Any:
@@ -192,16 +131,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _without_none(annotation: Any) -> Any:
-    """X of ``X | None``, the only kind of union that configs have."""
-    (inner,) = (arm for arm in typing.get_args(annotation) if arm is not types.NoneType)
-    return inner
-
-
 def _is_required(field: "dataclasses.Field[Any]") -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _kind(value: object) -> str:
-    names = {dict: "a mapping", list: "a list", int: "an int"}
-    return names.get(type(value), f"a {type(value).__name__}")
+def _said(value: object) -> str:
+    return "null" if value is None else repr(value)
