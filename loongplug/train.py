@@ -79,10 +79,10 @@ def main(flags: Sequence[str] | None = None) -> None:
     """Run training with ``flags`` (default: the command line). Every rank enters."""
     flags = sys.argv[1:] if flags is None else flags
     if not {*_RANKS} & {*os.environ}:  # else its starter has imported torch, or has checked
-        from loongplug.training.early import check_early
+        from loongplug.training.launch import check_before_torch
 
         try:
-            check_early(flags, ranks=1)
+            check_before_torch(flags, ranks=1)
         except ValueError as error:
             sys.exit(f"loongplug: error: {error}")
     with started(flags) as at_end:

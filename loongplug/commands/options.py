@@ -115,9 +115,9 @@ def user_errors(
     try:
         check_output(json_path, figures(kind), inputs=[*words, *flags])
         if flags:
-            from loongplug.training.early import check_early
+            from loongplug.training.launch import check_before_torch
 
-            check_early(flags)
+            check_before_torch(flags)
         yield
     except ValueError as error:
         typer.echo(f"loongplug: error: {error}", err=True)

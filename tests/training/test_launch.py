@@ -15,8 +15,8 @@ from pages.upstream_flags import flag_lines
 from loongplug.models.hf_config import hf_config
 from loongplug.platform import upstream_flags
 from loongplug.training.config import compose_model
-from loongplug.training.early import check_early
 from loongplug.training.flags import whole_parser
+from loongplug.training.launch import check_before_torch
 from loongplug.training.unknown_flags import ACCUMULATION, OURS, PER_DEVICE
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ for words in json.loads(sys.argv[1]):
 
 def refusal(*flags: str, ranks: int | None = None) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the tests look at the message)
-        check_early(flags, ranks=ranks)
+        check_before_torch(flags, ranks=ranks)
     return str(caught.value)
 
 
@@ -152,7 +152,7 @@ def test_commands_of_the_page_are_understood() -> None:
     for line in ours:
         _, _, ranks, _, *flags = shlex.split(line)
         assert ranks == "--ranks"
-        check_early(flags)
+        check_before_torch(flags)
 
 
 def test_our_words_are_right() -> None:
@@ -171,7 +171,7 @@ def test_our_words_are_right() -> None:
 
 def test_help_is_two_screens_of_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        check_early(["--device", "cpu", "--help"])
+        check_before_torch(["--device", "cpu", "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     lines = shown.splitlines()
@@ -194,4 +194,4 @@ def test_help_is_two_screens_of_flags_that_there_are(capsys: pytest.CaptureFixtu
 def test_another_megatron_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flags may be others: the parser itself is asked, as on every rank."""
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.9")
-    check_early(["--learning-rate", "3"])
+    check_before_torch(["--learning-rate", "3"])
