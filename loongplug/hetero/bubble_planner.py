@@ -101,6 +101,7 @@ class StepPlanner:
 
     def keep(self, units: Units, plan: StreamedStep | None) -> None:
         """Know this plan of such a step: another process may have made it."""
+        self._plans.pop(units, None)  # a plan that is kept again is the last one
         self._plans = dict([*self._plans.items(), (units, plan)][-32:])
 
     def step(self, units: Units) -> Step:
