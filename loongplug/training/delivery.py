@@ -22,6 +22,7 @@ from loongplug.data.loader import Heard
 from loongplug.data.media import CodedMedia
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.units import MediaBatch
+from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.store_keys import comes
 from loongplug.parallel.verdict import SharedFaultError
 from loongplug.platform.devices import to_device
@@ -47,6 +48,7 @@ class News:
     encoder: str
     recent: int
     seconds: float
+    recorder: Recorder = NOTHING
     _told: dict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
     def tell(self, replica: int, index: int, bad: Collection[int]) -> None:
@@ -60,7 +62,9 @@ class News:
     def heard(self, replica: int, index: int, loader: int) -> set[int]:
         """Of the share that ``loader`` loads. Waits until it has."""
         key = self._key(replica, index, loader)
-        if not comes(self.store, key, seconds=self.seconds, first=0.0005, longest=0.05):
+        with self.recorder.span("data", "word of media"):
+            came = comes(self.store, key, seconds=self.seconds, first=0.0005, longest=0.05)
+        if not came:
             raise RuntimeError(f"timed out waiting for what rank {loader} says of its media")
         return set(json.loads(self.store.get(key)))
 
@@ -72,9 +76,15 @@ class LoadedShare:
     """A share on the rank that loads it, from the first question on until all media are taken."""
 
     def __init__(
-        self, planned: PlannedShare, *, tell: Callable[[set[int]], None] | None, keeps: bool
+        self,
+        planned: PlannedShare,
+        *,
+        tell: Callable[[set[int]], None] | None,
+        keeps: bool,
+        recorder: Recorder = NOTHING,
     ) -> None:
         """``tell`` is told of bad samples; with ``keeps`` media are taken again and again."""
+        self._recorder = recorder
         assert planned.load is not None, "another rank loads it"
         self._load = planned.load
         self._media = planned.media
@@ -86,7 +96,8 @@ class LoadedShare:
     def bad(self) -> set[int]:
         """Which samples have bad media. There are some media."""
         if self._bad is None:
-            loaded = self._load()
+            with self._recorder.span("data", "media"):
+                loaded = self._load()
             self._rows, self._bad = loaded.rows, set(loaded.bad)
             if self._tell is not None:
                 self._tell(self._bad)
@@ -126,6 +137,7 @@ class ReplicaDelivery:
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
     keeps: bool = False  # media are taken again and again
+    recorder: Recorder = NOTHING  # of how long media are waited for
 
     def __call__(self, planned: PlannedUnit) -> tuple[MediaToCome | None, list[Heard]]:
         mine, heard = None, list[Heard]()
@@ -134,7 +146,7 @@ class ReplicaDelivery:
             ranks, media, loaded = self.replicas[each.share.encoder_replica], each.media, None
             if each.load is not None:
                 tell = None if self.news is None else partial(self.news.tell, *named)
-                loaded = LoadedShare(each, tell=tell, keeps=self.keeps)
+                loaded = LoadedShare(each, tell=tell, keeps=self.keeps, recorder=self.recorder)
             if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
                 mine = media.to_come(partial(self._rows, media, loaded))

@@ -152,6 +152,7 @@ class RankData:
                 device=current_platform().device,
                 news=news,
                 keeps=again,
+                recorder=engine.recorder,
             )
         assert place.pieces is not None, "the encoder has ranks of its own"
         replica = parallel_state.get_data_parallel_rank()
@@ -179,6 +180,7 @@ class RankData:
             encoder=encoder,
             recent=_RECENT_STEPS * max(training, evaluation * max(args.eval_iters, 1)),
             seconds=60.0 * args.distributed_timeout_minutes,
+            recorder=self.engine.encoders[encoder].recorder,
         )
 
 
