@@ -1,6 +1,7 @@
 """Extents of rows: how large their samples are, where media stand in them; a table of them."""
 
 import json
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,14 @@ class ExtentTable:
         """How many rows are bad or longer than ``seq_length``, but for those left out."""
         masked, _ = self.remarks.found.get(MASKED, (0, ""))
         return int(((self.tokens == 0) | (self.tokens > seq_length)).sum()) - masked
+
+    @property
+    def digest(self) -> int:
+        """Of all arrays."""
+        found = 0
+        for name in _ARRAYS:
+            found = zlib.crc32(np.ascontiguousarray(getattr(self, name)).data, found)
+        return found
 
     def write(self, place: Path, note: Mapping[str, Any]) -> None:
         """Put the file in its place at once, with a ``note`` on what it was made of."""

@@ -151,12 +151,11 @@ class DatasetProvider:
 
     @property
     def planned(self) -> dict[str, str]:
-        """Digests of what ranks plan by and alike: of indexed lengths, of an evaluation."""
-        extents = self.train.extents
-        compared = self._args.packing or self._engine.apart
-        lengths = b"" if extents is None or not compared else extents.by_row("tokens").tobytes()
-        found = {"lengths": lengths, "evaluation": repr(self.evaluation).encode()}
-        return {name: f"{zlib.crc32(content):08x}" for name, content in found.items()}
+        """Digests of what ranks plan by and alike: of indexes, of an evaluation."""
+        indexes = [x.extents for x in (self.train, self._valid) if x is not None and x.extents]
+        tables = [f"{table.digest:08x}" for index in indexes for table in index.tables]
+        evaluation = zlib.crc32(repr(self.evaluation).encode())
+        return {"indexes": " ".join(tables), "evaluation": f"{evaluation:08x}"}
 
     @property
     def _unindexed(self) -> list[Source]:
