@@ -92,7 +92,8 @@ def command_for(source: Source, settings: SurveySettings) -> str:
 def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     """The source's index, memory-mapped; None without one.
 
-    One that nobody asked for counts where it fits, one that somebody did is used or refused.
+    One that somebody asked for comes first: it may be made again because another was wrong. It is
+    refused where it does not fit, unless one that nobody asked for does.
 
     Raises:
         ValueError: it is damaged, or of other rows or settings; with the command that makes it
@@ -100,7 +101,7 @@ def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     """
     expected, problems = made_of(source, settings), []
     rules = [*([_LAST] if settings.multi_turn == "last" else []), ""]
-    for mark in (_digest(expected), ""):
+    for mark in ("", _digest(expected)):
         places = [place for rule in rules for place in _places_of(source, settings, mark + rule)]
         for place in filter(Path.is_file, places):
             try:

@@ -25,7 +25,7 @@ from loongplug.data.row_plan import (
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.survey import MAKE_AGAIN
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
-from loongplug.data.workers import IN_PROCESS, Pool, WorkerSettings
+from loongplug.data.workers import IN_PROCESS, Ordered, Pool, WorkerSettings
 
 _MEDIA_CACHE_BYTES = 256 * 2**20
 _CHUNK = 16  # samples that are measured at a time
@@ -134,6 +134,7 @@ class LocalSource:
         order = SampleOrder(len(dataset), seed=seed)
         own: dict[str, Any] = {"dp_ranks": tuple(parts), "dp_size": dp_size}
         samples: Callable[[], Sequence[Sample]] | None = None
+        self._read: Ordered[Any, Any] | None = None  # where samples are measured
         if evaluation is not None:
             slots = evaluation.slots(micro_batch_size=micro_batch_size, **own)
         elif look_ahead is None:
@@ -145,6 +146,7 @@ class LocalSource:
             packing = Packing(seq_length=dataset.seq_length, look_ahead=look_ahead)
             if self._extents is None:
                 measured = _Measured(self._pool, order, place)
+                self._read = measured.chunks
                 packs = PackStream(measured.length, packing=packing, place=place)
                 slots = packs.slots(order, consumed=consumed_samples, taken=measured.taken, **own)
                 samples = measured.own.popleft
@@ -156,7 +158,10 @@ class LocalSource:
                 slots = packs.slots(order, consumed=consumed_samples, **own)
         if samples is None and (text or self._extents is None):
             slots, same_slots = tee(slots)
-            samples = self._pool.ordered(slot.rows for slot in same_slots).__next__
+            texts = self._pool.ordered(slot.rows for slot in same_slots)
+            samples = texts.__next__
+            if self._extents is None:
+                self._read = texts
         self._slots = slots
         self._samples = samples  # of the next slot; None: they are of no use here
 
@@ -227,13 +232,7 @@ class LocalSource:
 
     def _drafted(self) -> "_Draft":
         """What is known of the next microbatches that are assigned together."""
-        if self._number == self._step:
-            self._number, self._step = 0, next(self._steps_to_plan) * len(self._parts)
-        number = self._number
-        # What one encoder's units are assigned together with is planned with them.
-        assignments = {name: each.assignment for name, each in self._encoders.items()}
-        last = any(number in each.together(self._step) for each in assignments.values())
-        numbers = range(number, self._step if last else number + 1)
+        numbers = self._together()
         texts = [self._next_text() for _ in numbers]
         media = {
             name: [
@@ -250,12 +249,22 @@ class LocalSource:
             for name, encoder in self._encoders.items()
         }
         plans: dict[str, tuple[Any, Future[Any]]] = {}
-        for name, assignment in assignments.items():
-            if assignment.by_plan is not None and self._settings.processes:
+        for name, encoder in self._encoders.items():
+            if encoder.assignment.by_plan is not None and self._settings.processes:
                 grids = tuple(each.grids for each in media[name])
                 plans[name] = grids, self._pool.submit(_PlanJob(name, grids), soon=True)
         self._number = numbers.stop
         return _Draft(numbers, self._step, texts, media, plans)
+
+    def _together(self) -> range:
+        """The next microbatches that are assigned together."""
+        if self._number == self._step:
+            self._number, self._step = 0, next(self._steps_to_plan) * len(self._parts)
+        number = self._number
+        # What one encoder's units are assigned together with is planned with them.
+        assignments = [each.assignment for each in self._encoders.values()]
+        last = any(number in each.together(self._step) for each in assignments)
+        return range(number, self._step if last else number + 1)
 
     def _next_text(self) -> "_Text":
         slot = next(self._slots)
@@ -321,13 +330,15 @@ class LocalSource:
         return loaded
 
     def _work_ahead(self) -> None:
-        """Begin to load what is needed next, and to plan behind it; waits for no media or plan."""
+        """Begin to load what is needed next, and to plan behind it; waits for nothing."""
         most = self._settings.processes * self._settings.depth
         try:
             while self._fault is None and len(self._loading) < most:
                 # Planners keep the plans of some 30 steps.
                 if not self._to_load and len(self._planned) < min(most, 16 * max(1, self._step)):
                     if not self._drafts:
+                        if not self._known():
+                            break
                         self._drafts.append(self._drafted())
                     if not all(work.done() for _, work in self._drafts[0].plans.values()):
                         break
@@ -336,13 +347,17 @@ class LocalSource:
                 ahead = sum(each.nbytes for each in self._loading)
                 if not self._to_load or ahead > self._settings.most_bytes:
                     break
-                load = self._to_load.popleft()
-                load.work = self._pool.submit(load.unit)
-                self._loading.add(load)
+                load = self._to_load[0]
+                load.work = self._pool.submit(load.unit)  # of a pool that is over, an error
+                self._loading.add(self._to_load.popleft())
             if self._extents is not None and most and not self._drafts:
                 self._drafts.append(self._drafted())
         except Exception as error:
             self._fault = error
+
+    def _known(self) -> bool:
+        """Whether extents of the next microbatches that are planned need not be waited for."""
+        return self._read is None or self._read.made(len(self._together()))
 
 
 class _Measured:
@@ -351,7 +366,8 @@ class _Measured:
     def __init__(self, pool: Pool[Any, Any], order: SampleOrder, place: ResumePoint) -> None:
         positions = chain((each for each, _ in place.state.held), count(place.state.read))
         chunks = (order.indices(islice(positions, _CHUNK)) for _ in repeat(None))
-        self._samples = chain.from_iterable(pool.ordered(map(tuple, chunks)))
+        self.chunks = pool.ordered(map(tuple, chunks))
+        self._samples = chain.from_iterable(self.chunks)
         self._held: dict[int, Sample] = {}
         self.own: deque[list[Sample]] = deque()  # of packs that were taken
 

@@ -24,7 +24,7 @@ from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import Tokens, TrainingPhase, tokenize_conversation
 from loongplug.data.video import VideoProcessor, VideoStyle, video_style_of
 
-MAKE_AGAIN = "Make the index again with `loongplug data index`, or remove it."
+MAKE_AGAIN = "Make the index again with `loongplug data index`, or remove its *.lengths file."
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
 
 

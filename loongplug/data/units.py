@@ -15,6 +15,7 @@ from loongplug.data.kinds import KINDS
 from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import MediaToCome
 from loongplug.data.positions import Grid
+from loongplug.data.survey import MAKE_AGAIN
 
 
 class UnitMedium(NamedTuple):
@@ -119,11 +120,6 @@ class LoadedUnit:
     decoded: int  # media that were read for it, and not found in a cache
     odd: OddVideos = field(default_factory=list)  # among these
 
-    @property
-    def nbytes(self) -> int:
-        """Of the rows."""
-        return self.rows.nbytes
-
     def pin_memory(self) -> "LoadedUnit":
         """The same with rows in page-locked memory; a pool asks for it."""
         return replace(self, rows=self.rows.pin_memory())
@@ -190,8 +186,11 @@ class UnitLoader:
             loaded, found = self._media.rows(media, where=where)
             grids = [list(grid) for grid in found]
             if grids != expected:
+                indexed = self._dataset.extents is not None
                 raise ValueError(
                     f"{where}: the media have grids {grids}, but the text was written for"
                     f" {expected}: do not change media files while they are in use."
+                    + f" {MAKE_AGAIN}"
+                    * indexed
                 )
         return loaded

@@ -40,9 +40,9 @@ class ProcessDiedError(RuntimeError):
 class WorkerSettings:
     """How much of a stream runs ahead: ``processes * depth`` results at most wait for their use.
 
-    Nothing is begun while those that wait come to more than ``most_bytes``, by their ``nbytes``.
-    Without processes, each result is made when it is asked for. ``pin_memory`` moves results to
-    page-locked memory, from which copies to a GPU need not be waited for.
+    No media are begun while those that wait come to more than ``most_bytes``. Without processes,
+    each result is made when it is asked for. ``pin_memory`` moves results to page-locked memory,
+    from which copies to a GPU need not be waited for.
     """
 
     processes: int = 0
@@ -155,22 +155,27 @@ class Ordered[Job, Made](Iterator[Made]):
         self._begun: deque[Future[Made]] = deque()
         self._end: Exception | None = None
 
+    def made(self, number: int) -> bool:
+        """Whether so many results are made, or all that run ahead."""
+        self._begin()
+        return all(each.done() for each in islice(self._begun, number))
+
     def __next__(self) -> Made:
         """The next result, or its error; behind the last one, what the jobs raised, as it was."""
-        settings = self._pool.settings
-        while self._end is None and len(self._begun) <= settings.processes * settings.depth:
-            made = [each.result() for each in self._begun if each.done() and not each.exception()]
-            waiting = sum(getattr(each, "nbytes", 0) for each in made)
-            if self._begun and waiting > settings.most_bytes:
-                break
-            try:
-                self._begun.append(self._pool.submit(next(self._jobs)))
-            except Exception as error:  # StopIteration, too
-                self._end = error
+        self._begin()
         if self._begun:
             return self._begun.popleft().result()
         assert self._end is not None
         raise self._pool.over or self._end
+
+    def _begin(self) -> None:
+        """Begin jobs as far ahead as settings allow; one at least."""
+        settings = self._pool.settings
+        while self._end is None and len(self._begun) <= settings.processes * settings.depth:
+            try:
+                self._begun.append(self._pool.submit(next(self._jobs)))
+            except Exception as error:  # StopIteration, too
+                self._end = error
 
 
 @contextmanager

@@ -195,3 +195,19 @@ def test_files_of_one_name_have_indexes_of_their_own(
     assert len({*kept}) == 2
     tables = [kept_table(JsonlIndex(each), settings) for each in (path, other)]
     assert [len(table.tokens) for table in tables if table is not None] == [5, 1]
+
+
+def test_an_index_that_is_made_again_counts(path: Path, settings: SurveySettings) -> None:
+    """Before one that a run had made beside itself, while a medium was missing."""
+    lost = path.parent / "32.png"
+    content = lost.read_bytes()
+    lost.unlink()
+    beside(path, settings)
+    lost.write_bytes(content)
+    wrong = kept_table(JsonlIndex(path), settings)
+    index([str(path)], settings, processes=1)
+    right = kept_table(JsonlIndex(path), settings)
+    assert wrong is not None
+    assert right is not None
+    assert (wrong.tokens.tolist()[0], right.tokens.tolist()[0] > 0) == (0, True)
+    assert wrong.digest != right.digest

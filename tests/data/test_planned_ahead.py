@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from loongplug.data.processor import Processor
 from loongplug.data.source import LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
-from loongplug.data.workers import Pool, WorkerSettings
+from loongplug.data.workers import Ordered, Pool, ProcessDiedError, WorkerSettings
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
 
@@ -134,6 +135,7 @@ def test_media_are_loaded_ahead_up_to_a_number_of_bytes(
         return submit(self, job, **how)
 
     monkeypatch.setattr(Pool, "submit", submitted)
+    monkeypatch.setattr(Ordered, "made", lambda self, number: True)  # texts come in time
     whole = source(dataset, workers=WorkerSettings())
     expected = [loaded.rows for _ in range(2) for loaded in taken(list(whole.next_step()))]
     counts = []
@@ -192,3 +194,53 @@ def test_a_pass_waits_for_its_own_media_alone(
     gc.collect()
     assert [each() for each in rows] == [None] * len(rows)
     ahead.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_text_waits_for_no_later_one(
+    dataset: ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Without an index, texts say what is planned ahead: as far as they are made."""
+    gate, made = tmp_path / "gate", ChatDataset.text_parts
+
+    def held_back(self: ChatDataset, rows: Sequence[int]) -> Any:
+        until = time.monotonic() + 60
+        while min(rows) >= 16 and not gate.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return made(self, rows)
+
+    monkeypatch.setattr(ChatDataset, "text_parts", held_back)
+    options: dict[str, Any] = {"look_ahead": 1, "sizes": StepSizes.constant(1)} if packed else {}
+    workers = WorkerSettings(processes=1)
+    defaults = {"sizes": StepSizes.constant(STEP), "encoders": image_units(loads=range(1))}
+    ahead = local_source(dataset, micro_batch_size=1, workers=workers, **defaults | options)
+    assert next(ahead.next_step()).samples
+    assert not gate.exists()
+    gate.touch()
+    ahead.close()
+
+
+def test_a_killed_process_is_what_every_load_tells(dataset: ChatDataset) -> None:
+    """Also those that were to begin behind it."""
+    ahead = source(dataset, workers=WorkerSettings(processes=1, most_bytes=0))
+    step = list(ahead.next_step())
+    (pid,) = (process.pid for process in ahead._pool._processes)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    told = []
+    for share in (share for each in step for share in unit_of(each).shares):
+        try:
+            share.load()
+        except Exception as error:
+            told.append(error)
+    assert len(told) >= STEP - 2  # what it had made is there
+    assert {type(each) for each in told} == {ProcessDiedError}
+
+
+def test_a_plan_that_is_kept_again_is_the_last_to_go(tmp_path: Path) -> None:
+    planner = Planner(tmp_path / "plans")
+    steps = [(((1, 2, 2 * n),),) for n in range(1, 35)]
+    for step in (*steps[:31], steps[0], *steps[31:]):
+        planner.keep(step, None)
+    assert steps[0] in planner._plans
+    assert len(planner._plans) == 32

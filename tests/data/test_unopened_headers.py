@@ -21,6 +21,7 @@ from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kept_files import ChangedFileError
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.survey import MAKE_AGAIN
 from loongplug.data.units import LoadedUnit
 from loongplug.data.workers import WorkerSettings
 
@@ -237,6 +238,7 @@ def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(
     message = loaded.bad[0].message
     assert message.startswith(f"{dataset.rows.path}:6: the media have grids [[1, 2, 2]], but ")
     assert "[[1, 4, 2]]" in message
+    assert message.endswith(MAKE_AGAIN)
 
 
 def test_a_grid_that_makes_another_text_ends_the_run(dataset: ChatDataset) -> None:

@@ -229,12 +229,6 @@ def test_closing_ends_the_processes() -> None:
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-class Large(int):
-    """A result that says how large it is."""
-
-    nbytes = 100
-
-
 def test_streams_share_a_pool() -> None:
     pool: Pool[int, Any] = Pool(uneven, settings=TWO)
     works = [pool.submit(each) for each in range(100, 106)]
@@ -256,21 +250,6 @@ def test_without_processes_each_is_made_once_when_it_is_asked_for() -> None:
     for each in (2, 1, 2):
         works[each].result()
     assert made == [2, 1]
-
-
-def test_no_more_is_begun_while_what_waits_is_large() -> None:
-    taken: list[int] = []
-    pool = Pool(Large, settings=replace(TWO, depth=8, most_bytes=250))
-    stream = pool.ordered(taken.append(each) or each for each in count())
-    next(stream)  # fills the pool
-    eventually(lambda: all(each.done() for each in stream._begun))
-    begun = len(taken)
-    for number in range(begun - 3):
-        assert next(stream) == number + 1
-        assert len(taken) == begun
-    assert next(stream) == begun - 2
-    assert len(taken) > begun
-    pool.close()
 
 
 OWNER = """
