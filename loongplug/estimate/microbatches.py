@@ -18,8 +18,8 @@ from loongplug.hetero.modes import mode_of
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
-from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
+from loongplug.training.own_ranks import decoder_layout_of
 from loongplug.training.provider import engine_of
 from loongplug.training.rank_data import row_lengths_of
 

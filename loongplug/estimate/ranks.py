@@ -20,9 +20,9 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.snapshot import load_start
 from loongplug.parallel.states import destroy_parallel_states
-from loongplug.training.apart import decoder_layout_of, initialize_decoder, make_own_groups
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
+from loongplug.training.own_ranks import decoder_layout_of, initialize_decoder, make_own_groups
 from loongplug.training.provider import build_on_meta, engine_of
 
 

@@ -48,7 +48,7 @@ class Answers:
         self._chunks: Sequence[Any] = ()
 
     def built(self, chunks: Sequence[Any]) -> None:
-        """The wrapped chunks of this rank."""
+        """Take this rank's wrapped chunks."""
         self._chunks = chunks
 
     def scored(self) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _write(
 
 
 def _column(own: OwnPart | None, place: int) -> int | None:
-    """Of a place of the row in what this rank holds; None where another rank holds it."""
+    """The column of a row's place in what this rank holds; None where another rank holds it."""
     return place if own is None else own.column(place)
 
 

@@ -29,7 +29,7 @@ from loongplug.platform.upstream_saving import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
-from loongplug.training.apart import with_own_ranks
+from loongplug.training.own_ranks import with_own_ranks
 from loongplug.training.rank_data import with_packing_place
 
 

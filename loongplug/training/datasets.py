@@ -42,7 +42,7 @@ from loongplug.training.rows import (
     training_rows,
     validation_rows,
 )
-from loongplug.training.same_start import start_store
+from loongplug.training.start_agreement import start_store
 from loongplug.training.step_sizes import step_sizes
 
 # Flags that decide on the stream of samples.
@@ -60,7 +60,7 @@ Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
 
 def _evaluation(dataset: ChatDataset, args: Namespace) -> Evaluation:
-    """What the flags ask for; without an index, rows are read for their lengths."""
+    """The evaluation that the flags ask for; without an index, rows are read for their lengths."""
     packing = None
     if args.packing:
         packing = Packing(seq_length=args.seq_length, look_ahead=args.packing_look_ahead)
@@ -177,7 +177,7 @@ class DatasetProvider:
 
     @property
     def media(self) -> int | None:
-        """How many the training data have; None without an index."""
+        """How many media the training data have; None without an index."""
         extents = self.train.extents
         return None if extents is None else sum(len(each.kinds) for each in extents.tables)
 
@@ -282,7 +282,7 @@ class DatasetProvider:
         )
 
     def _processor_of(self, model: MultimodalArchitecture) -> Processor:
-        """That of ``--tokenizer-model``; ValueError where it does not fit the model."""
+        """The processor of ``--tokenizer-model``; ValueError where it does not fit the model."""
         args = self._args
         family = family_of(model, trusted_packages=args.trusted_packages)
         texts = {**family.marks, **family.special_tokens}

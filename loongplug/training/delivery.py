@@ -52,7 +52,7 @@ class News:
     _told: dict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
     def tell(self, replica: int, index: int, bad: Collection[int]) -> None:
-        """Of a microbatch's share that this rank has loaded."""
+        """Tell which samples of a microbatch's share, which this rank has loaded, are ``bad``."""
         told, key = self._told[replica], self._key(replica, index, dist.get_rank())
         told.append(key)
         self.store.set(key, json.dumps(sorted(bad)))
@@ -60,7 +60,7 @@ class News:
             self.store.delete_key(told.popleft())
 
     def heard(self, replica: int, index: int, loader: int) -> set[int]:
-        """Of the share that ``loader`` loads. Waits until it has."""
+        """The bad samples of the share that ``loader`` loads. Waits until it has."""
         key = self._key(replica, index, loader)
         with self.recorder.span("data", "word of media"):
             came = comes(self.store, key, seconds=self.seconds, first=0.0005, longest=0.05)
@@ -104,7 +104,7 @@ class LoadedShare:
         return self._bad
 
     def rows(self, numbers: range) -> Tensor:
-        """As loaded, of these of its media, of which there are some."""
+        """The loaded rows of these of its media, of which there are some."""
         self.bad()
         assert self._rows is not None, "each medium is taken once"
         first = self._media.part(range(numbers.start)).loaded_rows
@@ -157,7 +157,7 @@ class ReplicaDelivery:
         return mine, heard
 
     def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
-        """Of these of a share's media. Collective: the replica."""
+        """The rows of these of a share's media. Collective: the replica."""
         media = share.part(numbers)
         coded = self.coded if media.coded else None
         if loaded is not None and numbers:

@@ -35,8 +35,8 @@ from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
-from loongplug.training.apart import arguments_of_decoder
 from loongplug.training.freezing import apply_freezing
+from loongplug.training.own_ranks import arguments_of_decoder
 from loongplug.training.streamed_costs import streamed_costs
 
 
@@ -77,7 +77,7 @@ def engine_of(args: Namespace, model: Any) -> Engine:
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
-    """What ``--offload-tensors`` asks for."""
+    """The offload of activations that ``--offload-tensors`` asks for."""
     if not args.offload_tensors:
         return None
     return TensorOffload(

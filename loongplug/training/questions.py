@@ -45,7 +45,7 @@ class Asked:
 
 
 def questions_in(dataset: ChatDataset, *, limit: int) -> list[Question]:
-    """The first ``limit`` rows, or all there are.
+    """The questions of the first ``limit`` rows, or of all there are.
 
     Raises:
         ValueError: a row cannot be asked or is too long, with its place.

@@ -1,4 +1,4 @@
-"""The data of a rank: the text that its stages consume, and the media that it encodes."""
+"""The data of a rank: the text that its stages consume, the media that it encodes, its place."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class RankData:
         again: bool = False,
         **options: Any,
     ) -> MicrobatchLoader:
-        """An endless one of a ``name`` of its own; ``options`` are the source's.
+        """An endless stream, which has a ``name``; ``options`` are the source's.
 
         ``again``: rows of the dataset's length whose media are taken again and again, and nobody
         trains on them.
@@ -164,11 +164,11 @@ class RankData:
         return units, None if news is None else partial(loaded_elsewhere, news, pieces)
 
     def _samples(self, piece: ApartPiece) -> range | None:
-        """Those of a microbatch that are the piece's; None for all of a pack, which is whole."""
+        """A piece's samples of its microbatch; None for all of a pack, which is whole."""
         return None if self.args.packing else piece.samples
 
     def _news(self, encoder: str, stream: str) -> News | None:
-        """Of an encoder's media; None where nobody is to be told."""
+        """Where word of an encoder's bad media lies; None where nobody is to be told."""
         if self.news is None:
             return None
         args, dp = self.args, decoder_layout().dp

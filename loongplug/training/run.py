@@ -1,6 +1,5 @@
 """One training run: from a command line to a trained, saved and exported model."""
 
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,17 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import torch
-from megatron.core import parallel_state
-from megatron.core.enums import ModelType
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import (
-    get_tensorboard_writer,
-    get_wandb_writer,
     set_global_variables,
 )
 
-from loongplug.checkpoint.agreement import of_all_ranks, raise_together, write_error
+from loongplug.checkpoint.agreement import of_all_ranks, raise_together
 from loongplug.checkpoint.kept import KeptCheckpoints
 from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.checkpoint.save_lock import LOCK_FILE
@@ -36,7 +29,6 @@ from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
-from loongplug.platform.peak_rates import peak_tflops
 from loongplug.platform.upstream_seams import (
     per_module_data_parallel_table,
     rates_table,
@@ -44,7 +36,6 @@ from loongplug.platform.upstream_seams import (
     stepped_schedules_table,
 )
 from loongplug.training.answers import Answers
-from loongplug.training.apart import finalized_together, make_own_groups
 from loongplug.training.arguments import (
     ParsedArguments,
     parse_arguments,
@@ -59,14 +50,12 @@ from loongplug.training.datasets import DatasetProvider
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport, StepRows
 from loongplug.training.freezing import freezing_of, trained_modules
-from loongplug.training.log import LogTap, WithoutSave, applied, log_folder, megatron_output
+from loongplug.training.log import WithoutSave, applied, log_folder, megatron_output
+from loongplug.training.loop import train
 from loongplug.training.outputs import outputs_ready
+from loongplug.training.own_ranks import finalized_together, make_own_groups
 from loongplug.training.progress import (
     StepReport,
-    TrainingProgress,
-    leave_metrics,
-    progress_sink,
-    summarize,
 )
 from loongplug.training.provider import (
     ModelProvider,
@@ -74,14 +63,14 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
-from loongplug.training.rank_data import first_of_stage, row_lengths_of, speaks_for_replica
-from loongplug.training.same_start import (
+from loongplug.training.rank_data import row_lengths_of
+from loongplug.training.soundness import Soundness, finalized
+from loongplug.training.special_tokens import folder_differences
+from loongplug.training.start_agreement import (
     require_same_data,
     require_same_start,
     require_same_weights,
 )
-from loongplug.training.soundness import Soundness, finalized
-from loongplug.training.special_tokens import folder_differences
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.summary import end_facts, print_facts, start_facts
 
@@ -151,14 +140,7 @@ def _run(
         saved=kept.prune if kept is not None else lambda: None,
     )
     engine = engine_of(args, parsed.model)
-    row_lengths, step_rows = row_lengths_of(args), None
-    if row_lengths is not None and row_lengths.by_step:
-        step_rows = StepRows()
-        platform.use(
-            stepped_schedules_table(lambda found: engine.schedules(step_rows.schedules(found)))
-        )
-    elif engine.steps:
-        platform.use(stepped_schedules_table(engine.schedules))
+    step_rows = _scheduled(args, engine)
     datasets = DatasetProvider(args, parsed.model, engine=engine)
     # The first rank has the outputs by now: no rank changes a folder that is another run's.
     require_same_data(
@@ -248,7 +230,7 @@ def _run(
         )
         print_facts(facts, args=args, file=terminal)
         try:
-            reports, unwritten = _pretrain(
+            reports, unwritten = train(
                 args,
                 datasets,
                 provider,
@@ -263,110 +245,41 @@ def _run(
             print_facts(end_facts(args, ended_early=True), args=args, file=terminal)
             raise
         datasets.close()
-        found = datasets.bad_samples.remarks.found, datasets.bad_samples.media
-        media, remarks = Counter[str](), Remarks()  # of all ranks
-        for told, loaded in of_all_ranks(found):
-            media += loaded
-            for remark, (count, where) in told.items():
-                remarks.add([remark], where=where, rows=count)
-        met = (f"Training met {line}." for line in remarks.totals())
-        _say(met, args=args, file=terminal)
-        idle = (_WITHOUT_MEDIA.format(name) for name in encoders if not media[name])
-        _say(idle, args=args, file=terminal)
+        _say(_met(datasets, encoders), args=args, file=terminal)
         exports.write(provider.chunks)
         print_facts(end_facts(args), args=args, file=terminal)
         raise_together(unwritten)
     return reports
 
 
+def _scheduled(args: Namespace, engine: Engine) -> StepRows | None:
+    """Have the engine around Megatron's schedules; what tells these of rows' lengths, if any."""
+    lengths, step_rows = row_lengths_of(args), None
+    if lengths is not None and lengths.by_step:
+        step_rows = StepRows()
+        table = stepped_schedules_table(lambda found: engine.schedules(step_rows.schedules(found)))
+        current_platform().use(table)
+    elif engine.steps:
+        current_platform().use(stepped_schedules_table(engine.schedules))
+    return step_rows
+
+
+def _met(datasets: DatasetProvider, encoders: Sequence[str]) -> list[str]:
+    """What all ranks met in the data, and which ``encoders`` trained without media. Collective."""
+    found = datasets.bad_samples.remarks.found, datasets.bad_samples.media
+    media, remarks = Counter[str](), Remarks()
+    for told, loaded in of_all_ranks(found):
+        media += loaded
+        for remark, (count, where) in told.items():
+            remarks.add([remark], where=where, rows=count)
+    said = [f"Training met {line}." for line in remarks.totals()]
+    return said + [_WITHOUT_MEDIA.format(name) for name in encoders if not media[name]]
+
+
 def _say(lines: Iterable[str], *, args: Namespace, file: TextIO | None = None) -> None:
     """Print lines, by the first rank."""
     for line in lines if args.rank == 0 else ():
         print(line, file=file, flush=True)
-
-
-def _pretrain(
-    args: Namespace,
-    datasets: DatasetProvider,
-    provider: ModelProvider,
-    *,
-    engine: Engine,
-    forward_step: ForwardStep,
-    answers: Answers | None,
-    terminal: TextIO,
-    on_report: Callable[[StepReport], None] | None,
-    on_validation: Callable[[int, float], None] | None,
-) -> tuple[list[StepReport], ValueError | None]:
-    """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
-    from megatron.training.training import pretrain
-
-    def logged(scalars: dict[str, float], iteration: int) -> None:
-        writer = get_tensorboard_writer()  # one rank has it
-        if writer is not None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, iteration)
-        wandb = get_wandb_writer()  # the same rank's
-        if wandb is not None:
-            wandb.log(scalars, iteration)
-
-    def noted(step: StepReport) -> None:
-        logged(step.scalars(), step.iteration)
-        if on_report is not None:
-            on_report(step)
-
-    tap = LogTap(
-        lambda: TrainingProgress(
-            total=args.train_iters,
-            interval=args.log_interval,
-            device=current_platform().device,
-            counter=forward_step,
-            counts_tokens=engine.decodes and speaks_for_replica(),
-            has_loss=engine.decodes and _speaks_for_loss(),
-            sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=noted,
-            met=datasets.bad_samples.counts,
-            news=datasets.bad_samples.remarks.news,
-            memory=current_platform().peak_memory_bytes,
-            peak_tflops=_peak_tflops(),
-        ),
-        on_validation=on_validation,
-        scored=None if answers is None else answers.scored,
-        logged=logged,
-    )
-    with tap.tapped(interval=args.log_interval):
-        try:
-            pretrain(
-                pretrain_cfg_container_from_args(args),
-                datasets,
-                ModelType.encoder_or_decoder,
-                forward_step,
-                provider,
-            )
-        finally:  # a run that SIGTERM ends leaves by SystemExit
-            unwritten = _leave_metrics(args, tap.progress)
-            if unwritten is not None and sys.exception() is not None:
-                print(f"loongplug: {unwritten}", file=sys.stderr, flush=True)
-    return tap.progress.reports if tap.progress is not None else [], unwritten
-
-
-def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueError | None:
-    """Write ``--metrics-json``; an error comes back, for when the model has been exported."""
-    if progress is None or not progress.reports or not args.metrics_json or args.rank != 0:
-        return None
-    figures = summarize(
-        progress.reports,
-        valid_loss=progress.valid_loss,
-        valid_exact_match=progress.valid_exact_match,
-        bad_samples=progress.bad_samples,
-        empty_steps=progress.counter.empty_steps,
-    )
-    try:
-        leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)
-    except OSError as error:
-        return write_error(f"--metrics-json {args.metrics_json}", error)
-    except ValueError as error:
-        return error
-    return None
 
 
 def _told_what_was_built(
@@ -403,18 +316,3 @@ def _reported(engine: Engine, recorder: Recorder, step_rows: StepRows | None) ->
     finally:
         PARALLEL_STATES.on_switch = None
         destroy_parallel_states()  # a process may run again
-
-
-def _peak_tflops() -> float | None:
-    """Of this rank's device, where it is one that is known."""
-    device = current_platform().device
-    return None if device.type == "cpu" else peak_tflops(torch.cuda.get_device_name(device))
-
-
-def _speaks_for_loss() -> bool:
-    """One rank of all: the losses of the last stage are reduced over the replicas already."""
-    return (
-        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        and first_of_stage()
-        and parallel_state.get_data_parallel_rank() == 0
-    )

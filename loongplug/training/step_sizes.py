@@ -37,7 +37,7 @@ def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
 
 
 def step_sizes(args: Namespace) -> StepSizes | None:
-    """What the flags ask for; None where they leave it to Megatron.
+    """The sizes of training steps that the flags ask for; None where they leave it to Megatron.
 
     Raises:
         ValueError: with what is wrong about them.

@@ -21,22 +21,15 @@ from small_checkpoints import write_checkpoint
 from loongplug.convert.rank import convert
 from loongplug.data import fingerprint
 from loongplug.parallel import same_values
-from loongplug.training import same_start
+from loongplug.training import start_agreement
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.run import run
-from loongplug.training.same_start import MAY_DIFFER, start_values
+from loongplug.training.start_agreement import MAY_DIFFER, start_values
 
 # What one rank has that the others have not, and what all are told of it.
 CASES = {
     "--lr 0.002": "  --lr: 0.001 on rank 0; 0.002 on rank 1",
-    "--seed 7": "  --seed: 1234 on rank 0; 7 on rank 1",
-    "--micro-batch-size 1": "  --micro-batch-size: 2 on rank 0; 1 on rank 1",
-    "--train-iters 3": "  --train-iters: 2 on rank 0; 3 on rank 1",
     "--save {folder}/run": "  --save: nothing on rank 0; {folder}/run on rank 1",
-    "--tensor-model-parallel-size 2": ("  --tensor-model-parallel-size: 1 on rank 0; 2 on rank 1"),
-    "model.image_encoder.freeze=True": (
-        "  model.image_encoder.freeze: False on rank 0; True on rank 1"
-    ),
     "model.foundation.num_layers=6": "  model.foundation.num_layers: 4 on rank 0; 6 on rank 1",
     "--train-data-path test.jsonl": (
         "  --train-data-path: train.jsonl on rank 0; test.jsonl on rank 1"
@@ -131,7 +124,7 @@ def test_what_may_differ_does_and_nothing_else(parsed):
 def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, tmp_path):
     before = start_values(parsed("--load", str(tmp_path), "--save", str(tmp_path)))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
-    monkeypatch.setattr(same_start, "version", lambda package: "0.0.1")
+    monkeypatch.setattr(start_agreement, "version", lambda package: "0.0.1")
     after = start_values(parsed("--load", str(tmp_path), "--save", str(tmp_path)))
     assert names(before, after) == [
         f"latest_checkpointed_iteration.txt in {tmp_path}",
@@ -142,7 +135,7 @@ def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, t
 
 def weights_of(**given: Path) -> dict[str, str]:
     folders = {"load": None, "load_hf": None, "load_lora": None, "ckpt_step": None} | given
-    return dict(same_start._weights(Namespace(**folders)))
+    return dict(start_agreement._weights(Namespace(**folders)))
 
 
 def names(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -158,7 +151,7 @@ def test_headers_and_blocks_of_weights_are_read_within_a_bound(monkeypatch, tmp_
     file.write_bytes(content)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "cache.bin").write_text("of this node alone")
-    monkeypatch.setattr(same_start, "WEIGHTS_BYTES", 2**17)
+    monkeypatch.setattr(start_agreement, "WEIGHTS_BYTES", 2**17)
     monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 2**12)
     before = weights_of(load_hf=tmp_path)
     assert before.keys() == {"--load-hf config.json", "--load-hf model.safetensors"}
@@ -203,11 +196,11 @@ def test_one_rank_of_a_node_looks_at_the_weights(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
     monkeypatch.setenv("GROUP_RANK", "0")
     looked = []
-    monkeypatch.setattr(same_start, "_weights", lambda args: looked.append(args) or {"a": "1"})
+    monkeypatch.setattr(start_agreement, "_weights", lambda args: looked.append(args) or {"a": "1"})
 
     def rank(number: int) -> None:
         args = Namespace(rank=number, ranks=3, distributed_timeout_minutes=1)
-        same_start.require_same_weights(args)
+        start_agreement.require_same_weights(args)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(rank, range(3)))
@@ -222,10 +215,10 @@ def test_keys_are_those_of_the_attempt_and_of_the_start(parsed, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     seen = []
     monkeypatch.setattr(
-        same_start, "require_same_values", lambda values, **how: seen.append((values, how))
+        start_agreement, "require_same_values", lambda values, **how: seen.append((values, how))
     )
     for _ in range(2):
-        same_start.require_same_start(parsed("--distributed-timeout-minutes", "7"))
+        start_agreement.require_same_start(parsed("--distributed-timeout-minutes", "7"))
     for (values, how), start in zip(seen, (1, 2), strict=True):
         how["store"].set("mine", str(start))
         assert agent.get(f"loongplug/start/2/{start}/mine") == str(start).encode()
@@ -236,7 +229,7 @@ def test_keys_are_those_of_the_attempt_and_of_the_start(parsed, monkeypatch):
 
 def test_a_single_rank_and_ranks_without_torchrun_compare_nothing(parsed, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    same_start.require_same_start(parsed())
+    start_agreement.require_same_start(parsed())
     monkeypatch.setenv("MASTER_ADDR", "no such host")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    same_start.require_same_start(parsed())
+    start_agreement.require_same_start(parsed())

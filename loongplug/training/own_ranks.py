@@ -27,7 +27,7 @@ from loongplug.training.soundness import finalized
 
 
 def decoder_layout_of(args: Namespace) -> Layout:
-    """The decoder's, of checked arguments, whose ``world_size`` are its ranks."""
+    """The decoder's layout, of checked arguments, whose ``world_size`` are its ranks."""
     return Layout(
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
