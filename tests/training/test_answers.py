@@ -119,23 +119,6 @@ def said_by_eval(folder, data):
             id="own-ranks-virtual-stages",
             marks=pytest.mark.sweep,
         ),
-        pytest.param(
-            (
-                *("--tensor-model-parallel-size", "2", "--enable-encoder-hetero-dp"),
-                *("--packing", "--micro-batch-size", "1"),
-            ),
-            2,
-            1,
-            id="hetero-dp-packed",
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            ("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
-            2,
-            2,
-            id="experts",
-            marks=pytest.mark.sweep,
-        ),
     ],
 )
 def test_answers_are_those_of_eval_on_the_exported_weights(

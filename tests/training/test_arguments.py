@@ -158,12 +158,8 @@ def test_vocabulary_may_be_a_list_as_unigram_has_it(tmp_path: Path) -> None:
     ("wrong", "expected"),
     [
         ("--tensor-modle-parallel-size", "--tensor-model-parallel-size"),
-        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
         ("--num_layers", "--num-layers"),
-        ("--modelname", "--model-name"),
-        ("--train-iter", "--train-iters"),
         ("--micro-batchsize=2", "--micro-batch-size"),
-        ("--use-distributed-optimiser", "--use-distributed-optimizer"),
         ("--enable-full-hetro-dp", "--enable-full-hetero-dp"),
     ],
 )

@@ -1,12 +1,10 @@
-"""What replicas of an encoder with a tensor parallel size of its own have in common.
-
-Losses and norms of such runs are in test_hetero_dp.py.
-"""
+"""Replicas of an encoder with its own tensor parallel size: alike always, and exported whole."""
 
 import hashlib
 from collections import defaultdict
+from pathlib import Path
 
-import pytest
+from compared_runs import first_weights, train
 from ranks import run_ranks
 
 import loongplug.training.run as run_module
@@ -46,10 +44,9 @@ def slices(rank: int, *, flags: list[str]) -> list[dict[tuple[str, int, int], st
     return kept
 
 
-@pytest.mark.parametrize("encoder_tp", [pytest.param(1, marks=pytest.mark.sweep), 2])
-def test_replicas_start_the_same_and_stay_so(flags, encoder_tp):
+def test_replicas_start_the_same_and_stay_so(flags):
     """From random weights: nothing is loaded that would make them the same."""
-    more = [*MODEL, TP, "4", f"{ENCODER_TP}={encoder_tp}", "--train-iters", "2"]
+    more = [*MODEL, TP, "4", f"{ENCODER_TP}=2", "--train-iters", "2"]
     of_ranks = run_ranks(slices, 4, flags=[*flags, *more], timeout=120.0)
     for moment in (0, 1):
         holders = defaultdict(list)
@@ -58,11 +55,20 @@ def test_replicas_start_the_same_and_stay_so(flags, encoder_tp):
                 holders[piece].append((rank, fingerprint))
         for piece, held in holders.items():
             split = piece[2] > 1
-            expected = [rank for rank in range(4) if not split or rank % encoder_tp == piece[1]]
+            expected = [rank for rank in range(4) if not split or rank % 2 == piece[1]]
             assert [rank for rank, _ in held] == expected, piece
             assert len({fingerprint for _, fingerprint in held}) == 1, piece
-        assert any(parts == encoder_tp for _, _, parts in holders)
+        assert any(parts == 2 for _, _, parts in holders)
     weight = next(piece for piece in of_ranks[0][0] if piece[0].endswith("linear_qkv.weight"))
-    if encoder_tp == 2:  # slices of one weight are different numbers
-        assert of_ranks[0][0][weight] != of_ranks[1][0][(weight[0], 1, 2)]
+    # Slices of one weight are different numbers.
+    assert of_ranks[0][0][weight] != of_ranks[1][0][(weight[0], 1, 2)]
     assert of_ranks[0][0][weight] != of_ranks[0][1][weight]  # trained
+
+
+def test_an_encoder_sharded_over_stages_is_exported_whole(flags: list[str], tmp_path: Path) -> None:
+    weights = Path(first_weights([*flags, *MODEL], tmp_path / "start"))
+    layout = ("--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2", f"{ENCODER_TP}=2")
+    nothing = ("--lr", "0", "--train-iters", "1", "--load-hf", str(weights))
+    train([*flags, *MODEL], *layout, *nothing, "--save-hf", str(tmp_path / "hf"), ranks=4)
+    name = "model.safetensors"
+    assert (tmp_path / "hf" / name).read_bytes() == (weights / name).read_bytes()

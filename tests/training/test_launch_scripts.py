@@ -199,11 +199,10 @@ def written(stages: list[State]) -> str:
 # Every script.
 
 
-@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
-def test_an_estimate_takes_the_flags_of_a_launch(tmp_path: Path, script: Script) -> None:
+def test_an_estimate_takes_the_flags_of_a_launch(tmp_path: Path) -> None:
     """Also those of kernels that the machine of the estimate has not."""
     kernels = ("--transformer-impl", "transformer_engine", "--moe-permute-fusion")
-    launched = launch(script, tmp_path, *kernels)
+    launched = launch(OVERLAP, tmp_path, *kernels)
     given = read_command_line(launched.argv).args
     assert (given.transformer_impl, given.moe_permute_fusion) == ("transformer_engine", True)
     args = parsed_for(launched.argv, ranks=launched.world_size, stand_ins=tmp_path).args
@@ -246,30 +245,32 @@ def test_an_allocator_that_is_set_stays(tmp_path: Path) -> None:
     assert launch(ALL[0], tmp_path, **by_the_old_name).allocator == ""
 
 
-@pytest.mark.parametrize("script", ALL, ids=str)
+LAYOUTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "one-node": (ONE_NODE, {}),
+    "two-nodes": (TWO_NODES, {}),
+    "four-nodes-pp2": (FOUR_NODES, {"PP": "2", "VALID_DATA": "data.jsonl"}),
+    "one-node-separated": (ONE_NODE, {"MODE": "full-hetero-dp"}),
+    "four-nodes-pp2-hetero-dp": (FOUR_NODES, {"PP": "2", "MODE": "encoder-hetero-dp"}),
+    "four-nodes-pp2-separated": (FOUR_NODES, {"PP": "2", "MODE": "full-hetero-dp"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("nodes", "more"),
+    ("script", "layout"),
     [
-        (ONE_NODE, {}),
-        (TWO_NODES, {}),
-        (FOUR_NODES, {"PP": "2", "VALID_DATA": "data.jsonl"}),
-        (ONE_NODE, {"MODE": "full-hetero-dp"}),
-        (FOUR_NODES, {"PP": "2", "MODE": "encoder-hetero-dp"}),
-        (FOUR_NODES, {"PP": "2", "MODE": "full-hetero-dp"}),
+        # Every script, and every layout of one; the others' figures in the docs with --all.
+        pytest.param(
+            script,
+            layout,
+            marks=() if script is ALL[0] or layout == "one-node" else pytest.mark.sweep,
+        )
+        for script in ALL
+        for layout in LAYOUTS
     ],
-    ids=[
-        "one-node",
-        "two-nodes",
-        "four-nodes-pp2",
-        "one-node-separated",
-        "four-nodes-pp2-hetero-dp",
-        "four-nodes-pp2-separated",
-    ],
+    ids=str,
 )
-def test_script_s_run_is_accepted_and_fits(
-    script: Script, nodes: dict[str, str], more: dict[str, str], tmp_path: Path
-) -> None:
-    more = dict(more)
+def test_script_s_run_is_accepted_and_fits(script: Script, layout: str, tmp_path: Path) -> None:
+    nodes, more = LAYOUTS[layout][0], dict(LAYOUTS[layout][1])
     if "VALID_DATA" in more:
         more["VALID_DATA"] = str(tmp_path / more["VALID_DATA"])
     launched = launch(script, tmp_path, **nodes, **more)
@@ -354,7 +355,7 @@ def test_overlapped_run_is_accepted_and_fits(
 
 
 @pytest.mark.parametrize("engine", [False, True], ids=["without-engine", "with-engine"])
-@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
+@pytest.mark.parametrize("script", [ALL[0], ALL[2], OVERLAP], ids=str)
 def test_script_s_run_is_accepted_where_apex_is(
     script: Script, engine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,17 +409,16 @@ def test_microbatches_of_several_samples_are_packed_or_not(tmp_path: Path) -> No
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", ALL, ids=str)
-def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> None:
+def test_encoder_s_ranks_come_by_environment(tmp_path: Path) -> None:
     given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2", "ENCODER_PP": "2"}
-    launched = launch(script, tmp_path, GPUS_PER_NODE="20", **given)
+    launched = launch(ALL[0], tmp_path, GPUS_PER_NODE="20", **given)
     encoder = parse(launched).model.image_encoder
     assert (encoder.rank_offset, encoder.data_parallel_size) == (8, 3)
     assert (encoder.tensor_model_parallel_size, encoder.pipeline_model_parallel_size) == (2, 2)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
+@pytest.mark.parametrize("script", [ALL[0], OVERLAP], ids=str)
 def test_rows_are_shared_by_as_many_gpus_as_the_environment_says(
     script: Script, tmp_path: Path
 ) -> None:
@@ -433,14 +433,6 @@ def test_the_encoder_of_a_model_that_hears_is_placed(tmp_path: Path) -> None:
     script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=32)
     launched = launch(script, tmp_path, GPUS_PER_NODE="9", ENCODER_RANK_OFFSET="8")
     assert parse(launched).model.audio_encoder.rank_offset == 8
-
-
-@pytest.mark.quick
-def test_placement_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"8 ranks with rank_offset 8 .* expected 9"):
-        parse(launch(ALL[0], tmp_path, ENCODER_RANK_OFFSET="8"))
-    with pytest.raises(ValueError, match=r"data_parallel_size 2 without a rank_offset"):
-        parse(launch(ALL[0], tmp_path, ENCODER_DP="2"))
 
 
 @pytest.mark.quick
@@ -479,7 +471,7 @@ def test_flags_and_overrides_behind_the_script_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", [*ALL[:3], OVERLAP], ids=str)
+@pytest.mark.parametrize("script", [ALL[0], OVERLAP], ids=str)
 def test_an_encoder_that_trains_computes_its_layers_twice(script: Script, tmp_path: Path) -> None:
     frozen = parse(launch(script, tmp_path)).model.image_encoder
     assert (frozen.freeze, frozen.recompute) == (True, False)
@@ -500,10 +492,3 @@ def test_an_encoder_is_split_over_two_ranks_at_most_unless_it_is_told(tmp_path: 
     assert tp(TP="4") == 2
     assert tp(TP="4", ENCODER_TP="4") == 4
     assert tp(TP="4", MODE="full-hetero-dp") is None  # 1 there
-
-
-def test_world_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> None:
-    launched = launch(ALL[0], tmp_path, **TWO_NODES, GPUS_PER_NODE="9", PP="2")
-    assert launched.world_size == 18
-    with pytest.raises(ValueError, match=r"18 ranks do not divide by tp 2 x pp 2"):
-        parse(launched)

@@ -123,14 +123,6 @@ def test_special_tokens_are_the_family_s(
     assert train(flags, "--train-iters", "2") == expected
 
 
-@pytest.mark.slow
-def test_checkpoint_of_the_outside_family_resumes(outside_flags: list[str], tmp_path: Path) -> None:
-    layout = (*TP2, "--use-distributed-optimizer", "--save", str(tmp_path))
-    whole = train(outside_flags, *layout, "--save-interval", "2", ranks=2)
-    rest = train(outside_flags, *layout, "--load", str(tmp_path), "--ckpt-step", "2", ranks=2)
-    assert rest == whole[2:]
-
-
 @pytest.mark.quick
 def test_code_of_the_docs_is_the_package_s() -> None:
     """Every line of Python in docs/adding_a_model.md stands in the package or in its tests."""

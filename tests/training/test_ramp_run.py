@@ -1,4 +1,4 @@
-"""Whole runs whose steps grow, with samples left out on the way, in every mode."""
+"""Whole runs whose steps grow, with samples left out on the way."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 from compared_runs import Steps, first_weights, same, steps, train
 from cut_images import cut
 from ranks import RankError
-from sweeps import sweep
 
 from loongplug.data.assignment import Assignment
 from loongplug.data.source import LocalSource
@@ -22,7 +21,6 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAP = (SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
 BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
 SINGLES, WORKERS = ("--micro-batch-size", "1"), ("--num-workers", "2")
-ENCODER1 = "model.image_encoder.tensor_model_parallel_size=1"
 # Steps of 6, 6, 10, 14, 14: an odd number of microbatches of 2 in each.
 SIZES = [6, 6, 10, 14, 14]
 RAMP = ("--rampup-batch-size", "6", "4", "16", "--global-batch-size", "14")
@@ -84,18 +82,10 @@ def test_megatron_s_schedule_takes_its_steps(alone):
     assert metrics["bad_samples"]["row"] == 1
 
 
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "uniform-pp2": (2, (*PP2, SHARDED)),
-    "hetero-tp": (4, (*TP2, *SINGLES, ENCODER1, "--eval-micro-batch-size", "5")),
-    "hetero-dp-tp2-pp4": (8, (DP, *TP2, "--pipeline-model-parallel-size", "4", *OVERLAP)),
-    "full-tp2-pp2-dp2": (8, (FULL, *TP2, *PP2, *SINGLES, "--sequence-parallel", *OVERLAP)),
-}
-
-
-@pytest.mark.parametrize("name", sweep(CASES, but=("hetero-tp", "hetero-dp-tp2-pp4")))
-def test_growing_steps_in_every_layout(grows, alone, name, tmp_path):
-    ranks, layout = CASES[name]
-    require_same(evaluated(grows, *RAMP, *layout, folder=tmp_path, ranks=ranks), alone)
+def test_growing_steps_are_those_of_one_rank(grows, alone, tmp_path):
+    """Groups of microbatches that ranks share out grow too, and the last ones are not whole."""
+    layout = (DP, *TP2, *OVERLAP, "--eval-micro-batch-size", "5")
+    require_same(evaluated(grows, *RAMP, *layout, folder=tmp_path, ranks=2), alone)
 
 
 def planned(rank: int, *, flags: list[str], of_steps: Path) -> Steps:

@@ -28,19 +28,11 @@ TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 BALANCED = ("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.01")
 CASES: dict[str, Any] = {
     "experts-pp2-vpp2": ("qwen3_vl_moe_tiny", (*VPP2, *BALANCED), 2),
-    "full-separation-pp2": ("qwen3_vl_tiny", (*PP2, "--enable-full-hetero-dp"), 2),
     "experts-ep2-dp2": ("qwen3_vl_moe_tiny", ("--expert-model-parallel-size", "2", *BALANCED), 2),
-    "experts-tp2-pp2": ("qwen3_vl_moe_tiny", (*TP2, *PP2, *BALANCED), 4),
-    "cp2-pp2": ("qwen3_vl_tiny", ("--context-parallel-size", "2", *PP2), 4),
-    "heterogeneous-tp2": ("qwen3_vl_tiny", (*TP2, "--enable-encoder-hetero-dp"), 2),
 }
-ALWAYS = ("experts-pp2-vpp2", "experts-ep2-dp2")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep) for name in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_shorter_rows_train_alike(flags, case):
     model, layout, ranks = CASES[case]
     # Longer than any sample, and with a validation between the steps.

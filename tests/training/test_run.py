@@ -51,28 +51,8 @@ WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (("--micro-batch-size", "8"), 1),
-        pytest.param(("--use-distributed-optimizer",), 4, marks=pytest.mark.sweep),
         (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
-        pytest.param((*TP2_PP2, "--use-distributed-optimizer"), 4, marks=pytest.mark.sweep),
         ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
-        pytest.param((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4, marks=pytest.mark.sweep),
-        pytest.param(
-            (
-                *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
-                *("--overlap-grad-reduce", "--overlap-param-gather"),
-            ),
-            4,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            (
-                *(*TP2_PP2, "--recompute-granularity", "full", "--recompute-method", "uniform"),
-                *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
-            ),
-            4,
-            marks=pytest.mark.sweep,
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -104,11 +84,8 @@ def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
-def test_a_checkpoint_goes_on_in_another_layout(flags, tmp_path, model):
-    flags = [*flags, "--model-name", model]
-    weights = first_weights(flags, tmp_path / "hf")
-    expected = train(flags, "--load-hf", weights)
+def test_a_checkpoint_goes_on_in_another_layout(flags, single, tmp_path):
+    weights, expected = single
     save = ("--save", str(tmp_path / "run"), "--use-distributed-optimizer")
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
     stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", weights, "--exit-interval", "2"]
@@ -144,32 +121,8 @@ def test_sigterm_on_one_rank_saves_and_ends_all(flags, whole, tmp_path):
     assert train(flags, *WHOLE, *save, "--load", str(tmp_path), ranks=4) == whole[0][2:]
 
 
-def test_evaluation_inside_training_leaves_training_alone(flags, whole, demo, tmp_path):
-    evaluated = train(
-        flags,
-        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-interval", "2"),
-        *("--save", str(tmp_path), *WHOLE),
-        *("--metrics-json", str(tmp_path / "metrics.json")),
-        ranks=4,
-    )
-    assert evaluated == whole[0]
-    log = (tmp_path / "logs" / "rank_3.log").read_text()
-    assert log.count("validation loss at iteration") == 2  # one of the last iteration
-    said = re.findall(r"validation loss at iteration 4 .*lm loss value: (\S+)", log)[-1]
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["valid_loss"] == pytest.approx(float(said), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("frozen", "still"),
-    [
-        pytest.param(["image_encoder"], ["encoder"], marks=pytest.mark.sweep),
-        pytest.param(["image_projector"], ["projector"], marks=pytest.mark.sweep),
-        (["image_encoder", "image_projector"], ["encoder", "projector"]),
-    ],
-    ids=["encoder", "projector", "both"],
-)
-def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen, still):
+@pytest.mark.parametrize("frozen", [pytest.param(["image_encoder", "image_projector"], id="both")])
+def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen):
     weights, _ = single
     train(
         flags,
@@ -180,14 +133,9 @@ def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen, stil
     )
     before = AutoModelForImageTextToText.from_pretrained(weights).state_dict()
     after = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").state_dict()
-    moved = {kind_of(name) for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {"encoder", "projector", "decoder"} - set(still)
-
-
-def kind_of(name: str) -> str:
-    if ".visual." not in name:
-        return "decoder"
-    return "projector" if "merger" in name else "encoder"
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved
+    assert not any(".visual." in name for name in moved)
 
 
 def test_metrics_and_logs_are_written(flags, tmp_path):

@@ -1,4 +1,4 @@
-"""Whole training runs of a model with experts: layouts, balancing, resume in another layout."""
+"""Whole training runs of a model with experts: a layout, bf16, resume in another layout."""
 
 from unittest.mock import patch
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from compared_runs import exit_code, first_weights, losses
 from ranks import run_ranks
-from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
 from loongplug.models.layers import mlp
 from loongplug.training.run import run
@@ -14,10 +13,6 @@ from loongplug.training.run import run
 MODEL = ("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer")
 EP2 = ("--expert-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-BALANCED = (
-    *("--moe-router-load-balancing-type", "aux_loss", "global_aux_loss"),
-    *("--moe-aux-loss-coeff", "1e-2", "1e-2", "--moe-z-loss-coeff", "1e-3"),
-)
 
 
 def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
@@ -35,15 +30,6 @@ def single(flags, tmp_path_factory):
     ("layout", "ranks"),
     [
         ((*EP2, "--moe-token-dispatcher-type", "allgather", "--overlap-grad-reduce"), 2),
-        ((*EP2, *TP2), 4),
-        ((*EP2, *TP2, "--expert-tensor-parallel-size", "1", "--overlap-grad-reduce"), 4),
-        (
-            (
-                *("--pipeline-model-parallel-size", "2", "--recompute-granularity", "selective"),
-                *("--recompute-modules", "moe", *EP2),
-            ),
-            4,
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -81,33 +67,13 @@ def test_bf16_trains(flags, single):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(TP2, EP2, id="tp2-ep2", marks=pytest.mark.sweep),
-        pytest.param((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), id="dp2-tp2-ep2"),
-    ],
-)
-def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path, before, after):
+def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path):
     weights, expected = single
     save = ("--save", str(tmp_path))
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
-    stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", weights]
+    stop = [*flags, *MODEL, *save, *resharded, "--load-hf", weights]
     codes = run_ranks(exit_code, 2, flags=[*stop, "--exit-interval", "2"], timeout=120.0)
     assert codes == [0, 0]
+    after = (*TP2, *EP2, "--expert-tensor-parallel-size", "1")
     found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=2)
     torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
-
-
-def test_balanced_training_is_the_same_in_any_layout_and_exports(flags, single, tmp_path):
-    weights, unbalanced = single
-    each = ("--micro-batch-size", "1", "--load-hf", weights, *BALANCED)
-    expected = train(flags, *each)
-    layout = (*TP2, *EP2, "--expert-tensor-parallel-size", "1", "--save-hf", str(tmp_path / "hf"))
-    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-    more = (*layout, *recompute, "--recompute-num-layers", "1")
-    found = train(flags, *each, *more, ranks=2)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
-    assert abs(expected[-1] - unbalanced[-1]) > 1e-4  # it did something
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
-    assert isinstance(model, Qwen3VLMoeForConditionalGeneration)
