@@ -17,7 +17,7 @@ from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
 
 PADDING = 0
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
 
 
 def seen(rank: int, *, flags: list[str]) -> list[list[int]]:
@@ -85,20 +85,20 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
     # Beside the demo's file, so that images are found.
     data = demo / "some.jsonl"
     data.write_text((demo / "train.jsonl").read_text())
-    common = (*TP2_PP2, "--train-data-path", str(data), "--save", str(tmp_path / "run"))
-    run_ranks(seen, 4, flags=[*flags, *common, "--exit-interval", "2"], timeout=120.0)
+    common = (*PP2, "--train-data-path", str(data), "--save", str(tmp_path / "run"))
+    run_ranks(seen, 2, flags=[*flags, *common, "--exit-interval", "2"], timeout=120.0)
     again = [*flags, *common, "--load", str(tmp_path / "run")]
     lines = data.read_text().splitlines(keepends=True)
     data.write_text("".join([*lines[1:], lines[0]]))
     with pytest.raises(RankError, match="rows file 1 digest was") as raised:
-        run_ranks(seen, 4, flags=again, timeout=120.0)
-    assert len(raised.value.errors) == 4
+        run_ranks(seen, 2, flags=again, timeout=120.0)
+    assert len(raised.value.errors) == 2
     data.write_text("".join(lines))
     changed = "settings seed was 1234, is 7; settings valid_share was None, is 0.2"
     with pytest.raises(RankError, match=changed):
-        run_ranks(seen, 4, flags=[*again, "--seed", "7", "--valid-share", "0.2"], timeout=120.0)
+        run_ranks(seen, 2, flags=[*again, "--seed", "7", "--valid-share", "0.2"], timeout=120.0)
     again = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "again")]
-    assert len(run_ranks(seen, 4, flags=again, timeout=120.0)[0]) == 32
+    assert len(run_ranks(seen, 2, flags=again, timeout=120.0)[0]) == 32
 
 
 def seen_and_made(rank: int, *, flags: list[str]) -> tuple[list[list[int]], int]:

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 from compared_runs import first_weights, same, train
-from image_units import unit_of
 from PIL import Image
 from ranks import run_ranks
 
-from loongplug.data import kinds
-from loongplug.data.units import UnitLoader
-from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.executor import Executor
 from loongplug.training.run import run
 
@@ -100,81 +96,6 @@ def test_few_images_and_uneven_ones(alone, data, name):
     flags, expected = alone(data, batch)
     found = train(flags, *layout, ranks=ranks)
     assert same(found, expected), (found, expected)
-
-
-def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
-    """What this rank did with images, by the number of the microbatch in the run.
-
-    ``loaded`` and ``encoded`` are microbatches that have images, ``held`` those whose pixels were
-    there when a step began; ``calls`` counts the images that were decoded.
-    """
-    seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
-    begun, step = 0, []
-    decode, load, payload = kinds.decode_image, UnitLoader.__call__, EncoderOfStep.payload
-    begin = Executor.begin
-
-    def decoding(*args: Any, **kwargs: Any) -> Image.Image:
-        seen["calls"] += 1
-        return decode(*args, **kwargs)
-
-    def loading(self: UnitLoader, unit: Any) -> Any:
-        if unit.media:
-            seen["loaded"].append(unit.index)
-        return load(self, unit)
-
-    def beginning(self: Executor, chunk: Any, microbatches: Any, *, training: bool) -> None:
-        nonlocal begun
-        step[:] = microbatches
-        for microbatch in microbatches:
-            if unit_of(microbatch).rows and unit_of(microbatch).media is not None:
-                seen["held"].append(begun)
-            begun += 1
-        begin(self, chunk, microbatches, training=training)
-
-    def encoding(self: EncoderOfStep, units: Any, **states: Any) -> Any:
-        for one in units:
-            if one.rows:
-                (number,) = (n for n, each in enumerate(step) if unit_of(each) is one)
-                seen["encoded"].append(begun - 8 + number)
-        return payload(self, units, **states)
-
-    kinds.decode_image, UnitLoader.__call__ = decoding, loading
-    Executor.begin, EncoderOfStep.payload = beginning, encoding
-    run(flags)
-    return seen
-
-
-def images_of_units(rank: int, *, flags: list[str]) -> dict[int, int]:
-    """How many images each microbatch of the run has, where one rank loads all."""
-    found: dict[int, int] = {}
-    load = UnitLoader.__call__
-
-    def loading(self: UnitLoader, unit: Any) -> Any:
-        found[unit.index] = len(unit.media)
-        return load(self, unit)
-
-    UnitLoader.__call__ = loading
-    run(flags)
-    return {unit: count for unit, count in found.items() if count}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        pytest.param(4, (*FULL, *TP2), id="full-tp2-pp2"),
-        pytest.param(2, DP, id="dp-tp2"),
-    ],
-)
-def test_each_image_is_decoded_once_by_the_rank_that_encodes_it(flags, ranks, layout):
-    """Sixteen samples of the demo data, each once: no cache can hide a second decoding."""
-    (images,) = run_ranks(images_of_units, 1, flags=flags, timeout=120.0)
-    assert len(images) > 8
-    found = run_ranks(decoded, ranks, flags=[*flags, *layout], timeout=120.0)
-    assert sorted(unit for each in found for unit in each["loaded"]) == sorted(images)
-    for each in found:
-        assert sorted(each["encoded"]) == each["loaded"] == each["held"]
-        assert each["calls"] == sum(images[unit] for unit in each["loaded"])
-    assert sum(bool(each["calls"]) for each in found) == ranks
 
 
 def test_evaluation_takes_each_row_once_and_leaves_training_alone(flags, demo, tmp_path, capfd):

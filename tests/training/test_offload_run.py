@@ -258,7 +258,6 @@ def test_tp2_pp2_vpp2(flags):
     [
         pytest.param((*PP2, FROZEN, *OVERLAP), id="pp2-frozen"),
         pytest.param((*TP2, "--bf16", "model.image_encoder.recompute=true"), id="tp2-bf16"),
-        pytest.param((*PP2, FROZEN, "+model.image_projector.freeze=True"), id="pp2-both-frozen"),
     ],
 )
 def test_all_flags_together(flags, layout):

@@ -18,7 +18,6 @@ from loongplug.data.check import index
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.row_plan import epoch_permutation
 from loongplug.data.rows import RowAccess
-from loongplug.training.delivery import News
 
 pytestmark = pytest.mark.slow
 
@@ -152,15 +151,4 @@ def tokenless_steps(rank: int, *, flags: list[str]):
     """What a run's steps are where the last rank cannot tokenize."""
     if rank == 2:
         survey.tokenize_conversation = None
-    return steps_of(rank, flags=flags)
-
-
-def test_a_decoder_that_does_not_hear_trains_on_damaged_images(evaluated, alone):
-    steps = train(evaluated, *lies(1), ranks=2, function=deaf_steps)
-    assert not same(steps, alone[0])
-
-
-def deaf_steps(rank: int, *, flags: list[str]):
-    """What a run's steps are where the decoder hears nothing."""
-    News.heard = lambda self, replica, index, loader: set()
     return steps_of(rank, flags=flags)

@@ -18,7 +18,6 @@ from loongplug.data import kinds, loader
 from loongplug.data.dataset import Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
 
@@ -35,14 +34,13 @@ def flags(flags, tmp_path_factory):
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """A run's losses, and what this rank decoded: by its counter, and by the calls in its process.
 
-    Also which rows it put into microbatches with no token that counts, and how many passes went
-    through its encoder.
+    Also which rows it put into microbatches with no token that counts.
     """
     loaders: list[MicrobatchLoader] = []
-    calls = passes = 0
+    calls = 0
     untrained: list[int] = []
     decode, original, collated = kinds.decode_image, MicrobatchLoader.__next__, loader.collate
-    payload, heard = EncoderOfStep.payload, Microbatch.heard
+    heard = Microbatch.heard
 
     def counting(*args: Any, **kwargs: Any) -> Image.Image:
         nonlocal calls
@@ -62,22 +60,11 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         untrained.extend(() if (found := heard(self)) is self else (found.number,))
         return found
 
-    def one_pass(self: EncoderOfStep, *args: Any, **options: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        return payload(self, *args, **options)
-
     kinds.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
-    loader.collate, EncoderOfStep.payload, Microbatch.heard = collate, one_pass, hearing
+    loader.collate, Microbatch.heard = collate, hearing
     losses = [step.loss for step in run(flags)]
     counted = sum(each.source.decoded for each in loaders)
-    return {
-        "losses": losses,
-        "decoded": counted,
-        "calls": calls,
-        "untrained": untrained,
-        "passes": passes,
-    }
+    return {"losses": losses, "decoded": counted, "calls": calls, "untrained": untrained}
 
 
 def observe(flags: list[str], *more: str, ranks: int) -> list[dict[str, Any]]:
@@ -105,19 +92,6 @@ def test_one_rank_of_the_first_stage_decodes_each_image_once(flags, alone, layou
     assert sum(each["calls"] for each in found) >= alone["calls"]
     assert found[0]["calls"] <= alone["calls"]
     torch.testing.assert_close(found[0]["losses"], alone["losses"], rtol=2e-5, atol=0)
-
-
-@pytest.mark.slow
-def test_a_budget_below_one_unit_has_each_go_by_itself(flags, alone):
-    separated = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated")
-    layout = ("--pipeline-model-parallel-size", "2", *separated)
-    joined = observe(flags, *layout, ranks=2)
-    singly = observe(flags, *layout, "+model.image_encoder.joined_rows=1", ranks=2)
-    # Four steps of four microbatches, of which each rank encodes two; one has no images.
-    assert [each["passes"] for each in joined] == [4, 4]
-    assert [each["passes"] for each in singly] == [8, 7]
-    for found in (joined, singly):
-        torch.testing.assert_close(found[0]["losses"], alone["losses"], rtol=2e-5, atol=0)
 
 
 @pytest.fixture(scope="module")
