@@ -1,5 +1,7 @@
 """Small demo data and flags for training runs in tests."""
 
+from pathlib import Path
+
 import pytest
 from digits.make import make_demo_data
 
@@ -15,6 +17,11 @@ def demo(tmp_path_factory):
 @pytest.fixture(scope="session")
 def flags(demo):
     """Flags of a short run; later flags win over earlier ones."""
+    return flags_of(demo)
+
+
+def flags_of(demo: Path) -> list[str]:
+    """Those of :func:`flags`, also where a module has other ones."""
     return [
         *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
         *("--tokenizer-model", str(demo / "processor")),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from compared_runs import exit_code
+from layout_flags import TP2_PP2
 from megatron.core import parallel_state
 from ranks import run_ranks
 from tensor_files import assert_same_weights
@@ -16,7 +17,6 @@ from loongplug.training.answers import Answers
 from loongplug.training.run import run
 
 QUESTIONS = 3
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
 def losses_and_answers(rank: int, *, flags: list[str]):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import first_weights
 from image_units import unit_of
+from layout_flags import BALANCED, PP2
 from ranks import run_ranks
 
 from loongplug.data import source
@@ -22,7 +22,6 @@ from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
 
-PP2 = ("--pipeline-model-parallel-size", "2")
 SEPARATED = (
     "--enable-full-hetero-dp",
     "--full-hetero-dp-schedule",
@@ -31,14 +30,13 @@ SEPARATED = (
     "1",
     "--load-hf",
 )
-BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
 STEP = 8  # units
 
 
 @pytest.fixture(scope="module")
-def separated(flags, tmp_path_factory):
+def separated(flags, weights):
     """Flags of runs that start from the same weights, in any layout."""
-    return [*flags, *SEPARATED, first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")]
+    return [*flags, *SEPARATED, weights]
 
 
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:

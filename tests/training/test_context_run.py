@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import Steps, first_weights, same, train
+from compared_runs import Steps, same, train
 from parity.mutations import around
 from ranks import run_ranks
 from torch import Tensor
@@ -19,10 +19,9 @@ SAVES = ("--use-distributed-optimizer", "--save-interval", "1")
 
 
 def test_a_run_goes_on_on_other_numbers_of_ranks(
-    flags: list[str], demo: Path, tmp_path: Path
+    flags: list[str], weights: str, demo: Path, tmp_path: Path
 ) -> None:
     evaluated = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
-    weights = first_weights(flags, tmp_path / "weights")
     flags = [*flags, "--seq-length", "84", "--load-hf", weights, *evaluated, *SAVES]
 
     def saving(steps: int, folder: str, *more: str, ranks: int = 1) -> Steps:

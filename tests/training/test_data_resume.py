@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 
 import pytest
+from layout_flags import PP2
 from ranks import RankError, run_ranks
 from surveyed import settings_of
 
@@ -17,7 +18,6 @@ from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
 
 PADDING = 0
-PP2 = ("--pipeline-model-parallel-size", "2")
 
 
 def seen(rank: int, *, flags: list[str]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from layout_flags import OVERLAP, PP2, TP2, VPP2
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from ranks import run_ranks
 from surveyed import settings_of
@@ -21,9 +22,6 @@ from loongplug.training.run import run
 pytestmark = pytest.mark.slow
 
 SEED, BATCH, STEPS = 1234, 2, 4
-PP2, TP2 = ("--pipeline-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2")
-VPP2 = ("--num-virtual-stages-per-pipeline-rank", "2")
-SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 FULL = ("--enable-full-hetero-dp", *PP2, "--full-hetero-dp-schedule")
 # A pack of one sample each: the order of the samples stays.
 PACKS = ("--packing", "--packing-look-ahead", "1")
@@ -31,9 +29,9 @@ LORA = ("model.foundation.lora.rank=2",)
 # Ranks, flags, and which of the four steps has no usable sample.
 CASES = {
     "dp2": (2, ("--micro-batch-size", "1"), 2),
-    "dp2-sharded-packs": (2, (*SHARDED, *PACKS, "--bf16"), 3),
+    "dp2-sharded-packs": (2, (*OVERLAP, *PACKS, "--bf16"), 3),
     "hetero-dp": (2, ("--enable-encoder-hetero-dp", *TP2), 2),
-    "full-separated-vpp": (2, (*FULL, "separated", *VPP2, *SHARDED, "--bf16"), 1),
+    "full-separated-vpp": (2, (*FULL, "separated", *VPP2, *OVERLAP, "--bf16"), 1),
     "full-streamed": (2, (*FULL, "streamed"), 2),
     "apart": (3, ("model.image_encoder.rank_offset=2",), 2),
     "experts": (2, ("--model-name", "qwen3_vl_moe_tiny"), 2),

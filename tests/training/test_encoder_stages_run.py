@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from compared_runs import first_weights, same, train
+from compared_runs import same, train
 
 pytestmark = pytest.mark.slow
 
@@ -14,10 +14,9 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def run_staged(flags, tmp_path_factory):
+def run_staged(flags, weights, tmp_path_factory):
     """Flags from the same weights on, the steps of three ranks, and their checkpoint half-way."""
     folder = tmp_path_factory.mktemp("staged")
-    weights = first_weights(flags, folder / "weights")
     flags = [*flags, "--load-hf", weights, "--train-iters", str(STEPS)]
     flags += ["--lr-decay-style", "constant", "--clip-grad", "0.5"]
     saving = ("--save", str(folder / "run"), "--save-interval", str(SAVED_AFTER))

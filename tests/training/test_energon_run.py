@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from energon_folders import of_demo
+from layout_flags import PP2
 from ranks import RankError, run_ranks
 
 from loongplug.training.run import run
 
-PP2 = ("--pipeline-model-parallel-size", "2")
 ENERGON = ("--dataloader-type", "energon")
 
 

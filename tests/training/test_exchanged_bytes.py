@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from free_passes import free_passes
+from layout_flags import TP2_PP2
 from ranks import run_ranks
 
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.training.run import run
 
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 TP, HIDDEN, STREAMS, BYTES = 2, 128, 3, 4  # of the tiny model: two deepstack features, fp32
 MERGED = 4  # patches to a token
 STAGES = ("model.image_encoder.rank_offset=1", "model.image_encoder.pipeline_model_parallel_size=2")

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from digits.make import make_demo_data
+from layout_flags import TP2
 from ranks import RankError, run_ranks
 
 from loongplug.checkpoint import hf_export
 from loongplug.convert.rank import convert
 from loongplug.training.progress import StepReport
 from loongplug.training.run import run
-
-TP2 = ("--tensor-model-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")

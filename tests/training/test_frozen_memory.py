@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_flags import VPP2
 from ranks import run_ranks
 
 from loongplug.hetero.exchange import AllToAll
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 PP = ("--pipeline-model-parallel-size", "2")
 TP = ("--tensor-model-parallel-size", "2")
-VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 MODULES = {
     "image_encoder": "model.image_encoder.freeze=true",
     "image_projector": "model.image_projector.freeze=true",
@@ -179,7 +179,7 @@ LAYOUTS = {
     "hetero-dp": (*TP, "--enable-encoder-hetero-dp"),
     "full": (
         *PP,
-        *VPP,
+        *VPP2,
         "--enable-full-hetero-dp",
         "--full-hetero-dp-schedule",
         "separated",

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import first_weights, same, train
+from compared_runs import same, train
+from layout_flags import DP, FULL, OVERLAP, PP2, SP, TP2, VPP2
 from PIL import Image
 from ranks import run_ranks
 
@@ -14,12 +15,6 @@ from loongplug.hetero.executor import Executor
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
-
-TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
-VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-DP = ("--enable-encoder-hetero-dp", *TP2)
-FULL = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated", *PP2)
 
 
 def rows(count: int, *, with_images: dict[int, list[tuple[int, int]]], folder: Path) -> str:
@@ -40,7 +35,6 @@ def rows(count: int, *, with_images: dict[int, list[tuple[int, int]]], folder: P
     return str(path)
 
 
-SP = "--sequence-parallel"
 BIG, SMALL = (256, 192), (32, 32)  # 48 tokens and 1
 # Which of the eight rows of each step have images.
 ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
@@ -65,9 +59,8 @@ CASES: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def flags(flags, tmp_path_factory):
+def flags(flags, weights):
     """Two steps from weights that all runs load, one sample a microbatch."""
-    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
     return [*flags, "--load-hf", weights, "--train-iters", "2", "--micro-batch-size", "1"]
 
 
@@ -100,7 +93,7 @@ def test_few_images_and_uneven_ones(alone, data, name):
 
 def test_evaluation_takes_each_row_once_and_leaves_training_alone(flags, demo, tmp_path, capfd):
     """The mean over five rows, as they are in one step alone, where no place is blank."""
-    layout = (*FULL, *VPP, *OVERLAP)
+    layout = (*FULL, *VPP2, *OVERLAP)
     few = demo / "five.jsonl"  # beside its images
     few.write_text("".join((demo / "test.jsonl").open().readlines()[:5]))
     evaluation = ("--valid-data-path", str(few), "--eval-interval", "1")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from compared_runs import before, exit_code, first_weights, same, steps, train
+from compared_runs import before, exit_code, same, steps, train
+from layout_flags import DP, FULL
 from parity.gradient_faults import divide_by_the_replicas
 from ranks import RankError, run_ranks
 
@@ -18,14 +19,6 @@ from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
 
-DP = ("--enable-encoder-hetero-dp", "--tensor-model-parallel-size", "2")
-FULL = (
-    "--enable-full-hetero-dp",
-    "--full-hetero-dp-schedule",
-    "separated",
-    "--pipeline-model-parallel-size",
-    "2",
-)
 MESSAGE = "this rank is unwell"
 
 # Where an error or a signal comes from.
@@ -92,9 +85,8 @@ def test_sigterm_in_a_phase_saves_and_ends_all(flags, whole, tmp_path, phase):
 
 
 @pytest.fixture(scope="module")
-def compared(flags, tmp_path_factory):
+def compared(flags, weights):
     """Flags of a run of one step, and what the single rank makes of it."""
-    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
     run = [*flags, "--load-hf", weights, "--train-iters", "1"]
     return run, train(run)
 

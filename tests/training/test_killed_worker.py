@@ -6,13 +6,13 @@ import signal
 
 import pytest
 import torch.distributed as dist
+from layout_flags import TP2_PP2
 from ranks import RankError, run_ranks
 
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
 
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 SENTENCE = "A data loading process has died"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared_runs import first_weights, same, train
+from layout_flags import OVERLAP, PP2, SP, TP2
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -22,13 +23,10 @@ LORA = (
     *("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=8"),
     *("+model.image_encoder.lora.rank=2", "+model.image_projector.freeze=True"),
 )
-TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
-SP = "--sequence-parallel"
 RECOMPUTE = (
     *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
     *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
 )
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 # The model, ranks and flags.
 LAYOUTS = {
     "full": ("qwen3_vl_tiny", 4, ("--enable-full-hetero-dp", *TP2, *PP2, SP, *RECOMPUTE, *OVERLAP)),

@@ -9,6 +9,7 @@ from typing import Any
 import compared_runs
 import pytest
 import torch
+from layout_flags import OVERLAP, PP2, SINGLES, TP2, VPP2
 from lazy_copies import LazyCopies
 from micro.memory_counter import all_to_alls_apart
 from ranks import run_ranks
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.slow
 FEATURES, STATE = "--full-hetero-dp-cpu-offload", "--offload-encoder-state"
 ACTIVATIONS = "--offload-encoder-activations"
 ALL = (FEATURES, ACTIVATIONS, STATE)
-TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
-VPP2 = ("--num-virtual-stages-per-pipeline-rank", "2")
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-SINGLES = ("--micro-batch-size", "1")
 FROZEN = "+model.image_encoder.freeze=True"
 # Activations leave unit by unit: the same passes on both sides, for the same bits.
 SINGLY = "+model.image_encoder.joined_rows=1"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared_runs import losses as train
+from layout_flags import TP2_PP2
 from pages.commands import section
 from ranks import run_ranks
 from tensor_files import assert_same_weights
@@ -24,8 +25,6 @@ from loongplug.training.config import available_models, compose_model
 
 PACKAGE, MODEL = "qwen2_vl", "qwen2_vl_tiny"
 OUTSIDE = Path(__file__).resolve().parents[1] / "models" / "outside"
-TP2 = ("--tensor-model-parallel-size", "2")
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import first_weights, same, train
+from compared_runs import same, train
 from compared_runs import steps as steps_of
 from cut_images import cut
 from ranks import run_ranks
@@ -54,14 +54,13 @@ def with_cut_images(rows: list[str], numbers: list[int], *, demo: Path, folder: 
 
 
 @pytest.fixture(scope="module")
-def evaluated(flags, demo, tmp_path_factory):
+def evaluated(flags, weights, demo, tmp_path_factory):
     """Two steps, each an epoch, from weights that all runs load; an evaluation behind each.
 
     The last sample of the first epoch is damaged, and one in the middle of the second; so is one of
     the evaluation's, which goes through it one by one.
     """
     folder = tmp_path_factory.mktemp("data")
-    weights = first_weights(flags, folder / "weights")
     sees = [row for row in (demo / "train.jsonl").read_text().splitlines() if '"image"' in row]
     first, second = (epoch_permutation(ROWS, seed=SEED, epoch=each) for each in (0, 1))
     bad = [int(first[-1]), int(second[ROWS // 2])]

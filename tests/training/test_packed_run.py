@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared_runs import first_weights
+from layout_flags import TP2_PP2
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,7 +32,6 @@ PAIRS = (
     *("--packing", "--packing-look-ahead", "2", "--seq-length", "160"),
     *("--micro-batch-size", "1", "--global-batch-size", "4"),
 )
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 
 

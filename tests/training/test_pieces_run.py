@@ -5,23 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import Steps, first_weights, same, steps, train
+from compared_runs import Steps, same, steps, train
 from cut_images import cut
 from digits.sounds import make_sound_data
+from layout_flags import BALANCED, DP, FULL, OVERLAP, SP, TP2
 from PIL import Image
 
 from loongplug.hetero.executor import Executor
 
 pytestmark = pytest.mark.slow
 
-PP2, TP2 = ("--pipeline-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2")
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
-DP, FULL = (
-    ("--enable-encoder-hetero-dp", *TP2),
-    ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated", *PP2),
-)
-SP = "--sequence-parallel"
 OFFLOADS = (
     *("--full-hetero-dp-cpu-offload", "--offload-encoder-activations", "--offload-encoder-state"),
 )
@@ -58,9 +51,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(flags, folder) -> list[str]:
+def run(flags, weights, folder) -> list[str]:
     """Flags of two steps from weights that all runs load."""
-    weights = first_weights(flags, folder / "hf")
     (folder / "rows.jsonl").write_text("\n".join(rows(folder)))
     data = ("--train-data-path", str(folder / "rows.jsonl"), "--media-root", str(folder))
     return [*flags, "--load-hf", weights, "--train-iters", "2", *data]

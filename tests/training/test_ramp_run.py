@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_runs import Steps, first_weights, same, steps, train
+from compared_runs import Steps, same, steps, train
 from cut_images import cut
+from layout_flags import BALANCED, OVERLAP, PP2, SEPARATED, TP2
 from ranks import RankError
 
 from loongplug.data.assignment import Assignment
@@ -14,12 +15,8 @@ from loongplug.data.source import LocalSource
 
 pytestmark = pytest.mark.slow
 
-TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
-SEPARATED = ("--full-hetero-dp-schedule", "separated")  # whose units are balanced by cost
 SHARDED = "--use-distributed-optimizer"
-OVERLAP = (SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
-BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
 SINGLES, WORKERS = ("--micro-batch-size", "1"), ("--num-workers", "2")
 # Steps of 6, 6, 10, 14, 14: an odd number of microbatches of 2 in each.
 SIZES = [6, 6, 10, 14, 14]
@@ -42,9 +39,8 @@ def some_bad(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def grows(flags, some_bad, demo, tmp_path_factory) -> list[str]:
+def grows(flags, weights, some_bad, demo) -> list[str]:
     """Flags of all runs but for the batch and the layout."""
-    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
     return [
         *(*flags, *some_bad, "--load-hf", weights, "--train-iters", "5"),
         *("--lr-decay-style", "linear", "--min-lr", "1e-5", "--lr-warmup-iters", "2"),

@@ -2,10 +2,10 @@
 
 import pytest
 from compared_runs import same, train
+from layout_flags import TP2
 
 pytestmark = pytest.mark.slow
 
-TP2 = ("--tensor-model-parallel-size", "2")
 SP = (*TP2, "--sequence-parallel")
 RECOMPUTE = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),

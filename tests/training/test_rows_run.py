@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_flags import VIRTUAL
 from ranks import run_ranks
 
 from loongplug.training import rank_data
@@ -22,12 +23,10 @@ def reports(rank: int, *, flags: list[str], whole: bool) -> list[StepReport]:
         rank_data.row_lengths_of, training_run.row_lengths_of = before
 
 
-PP2 = ("--pipeline-model-parallel-size", "2")
-VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 BALANCED = ("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.01")
 CASES: dict[str, Any] = {
-    "experts-pp2-vpp2": ("qwen3_vl_moe_tiny", (*VPP2, *BALANCED), 2),
+    "experts-pp2-vpp2": ("qwen3_vl_moe_tiny", (*VIRTUAL, *BALANCED), 2),
     "experts-ep2-dp2": ("qwen3_vl_moe_tiny", ("--expert-model-parallel-size", "2", *BALANCED), 2),
 }
 

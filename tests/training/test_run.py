@@ -10,6 +10,7 @@ import pytest
 import torch
 from compared_runs import exit_code, first_weights
 from compared_runs import losses as train
+from layout_flags import TP2_PP2, VIRTUAL
 from ranks import RankError, run_ranks
 from transformers import AutoModelForImageTextToText
 
@@ -22,9 +23,8 @@ def losses_and_tokens(rank: int, *, flags: list[str]) -> tuple[list[float], list
 
 
 @pytest.fixture(scope="module")
-def single(flags, tmp_path_factory):
+def single(flags, weights):
     """Weights and losses of the single-rank run that all layouts are held against."""
-    weights = first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")
     return weights, train(flags, "--load-hf", weights)
 
 
@@ -43,8 +43,6 @@ def whole(flags, tmp_path_factory):
 
 
 TIED = "model.foundation.tie_word_embeddings=true"
-VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
 
 

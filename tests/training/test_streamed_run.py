@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from compared_runs import Steps, same, steps, train
 from free_passes import free_passes
+from layout_flags import OVERLAP, SEPARATED, SINGLES
 
 from loongplug.hetero.executor import Executor
 from loongplug.observe.trace_file import read_folder
@@ -14,10 +15,7 @@ from loongplug.observe.trace_file import read_folder
 pytestmark = pytest.mark.slow
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp")
-SEPARATED = ("--full-hetero-dp-schedule", "separated")
 STREAMED = ("--full-hetero-dp-schedule", "auto")
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-SINGLES = ("--micro-batch-size", "1")
 
 
 def streams(rank: int, *, flags: list[str], at_least: int) -> Steps:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compared_runs import first_weights
 from cut_images import cut
+from layout_flags import TP2_PP2, VIRTUAL
 from PIL import Image
 from ranks import RankError, run_ranks
 
@@ -21,14 +21,11 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
 
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
-
 
 @pytest.fixture(scope="module")
-def flags(flags, tmp_path_factory):
+def flags(flags, weights):
     """With weights, so that runs in several layouts can be compared."""
-    return [*flags, "--load-hf", first_weights(flags, tmp_path_factory.mktemp("weights") / "hf")]
+    return [*flags, "--load-hf", weights]
 
 
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
