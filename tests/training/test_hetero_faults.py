@@ -105,7 +105,7 @@ def divided(rank: int, *, flags: list[str]) -> Any:
 
 
 @pytest.mark.quick
-def test_a_wrong_factor_of_a_gradient_shows_in_its_norm(compared):
+def test_a_wrong_factor_shows_in_the_norm(compared):
     flags, ((expected_loss, expected_norm),) = compared
     flags = [*flags, *FULL, "--micro-batch-size", "1"]
     ((loss, norm),) = run_ranks(divided, 2, flags=flags, timeout=120.0)[0]
