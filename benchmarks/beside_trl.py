@@ -27,7 +27,7 @@ from rich.table import Table
 
 from loongplug.bench.step import spread
 from loongplug.consoles import table_console
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 
 RANKS, SEED = 2, 1234
 WARMUP = 1  # the first step, as in the metrics of a run

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from loongplug.data import images
+from loongplug.data import media_files
 
 
 def behind_a_sleep(work, milliseconds):
@@ -34,7 +34,8 @@ def behind_a_sleep(work, milliseconds):
 
 
 load, layer = map(float, sys.argv[5:7])
-images.decode_image = behind_a_sleep(images.decode_image, load)  # before others take it from there
+# Before others take it from there.
+media_files.decode_image = behind_a_sleep(media_files.decode_image, load)
 from loongplug.verify.ranks import join, run_ranks
 from loongplug.verify.runs import preload
 from modes.levels_work import SETTINGS, Work, level_variants, write_levels_data

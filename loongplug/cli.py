@@ -25,9 +25,8 @@ from loongplug.commands.options import (
     Warmup,
     user_errors,
 )
+from loongplug.data.data_options import MAX_ROW_MIB, PixelLimits, RowAccess, Transparency
 from loongplug.data.object_store import file_named
-from loongplug.data.pixel_limits import PixelLimits, Transparency
-from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.output_files import PREDICTIONS, check_output
 

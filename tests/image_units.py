@@ -3,10 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loongplug.data.assignment import EncoderUnits, PlannedShare, PlannedUnit
-from loongplug.data.extents import MediumExtent
 from loongplug.data.microbatch import Media, MediaInput, Microbatch, Share
-from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
+from loongplug.data.planned_media import (
+    EncoderUnits,
+    LoadedUnit,
+    MediaBatch,
+    PlannedShare,
+    PlannedUnit,
+    UnitMedium,
+)
+from loongplug.data.sample import MediumExtent
 
 ENCODER = "image_encoder"
 KINDS = ("image", "video")

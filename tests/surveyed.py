@@ -10,12 +10,11 @@ from typing import Any
 
 from loongplug.data.blend import Rows
 from loongplug.data.conversation import Medium
-from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.extent_index import IndexedExtents
-from loongplug.data.extents import ExtentTable
-from loongplug.data.positions import Grid
+from loongplug.data.dataset import ChatDataset, Survey, Surveyor
+from loongplug.data.extent_index import ExtentTable, IndexedExtents
 from loongplug.data.processor import Processor
-from loongplug.data.survey import Survey, Surveyor, SurveySettings
+from loongplug.data.sample import Grid, Sample
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.video import VideoProcessor, video_style_of
 
 

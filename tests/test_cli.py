@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import loongplug
 from loongplug.cli import app
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import PixelLimits, RowAccess
 
 pytestmark = pytest.mark.quick
 

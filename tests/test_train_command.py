@@ -175,7 +175,7 @@ def test_what_libraries_tell_those_who_write_code_is_left_out():
             (DeprecationWarning, "megatron.core.utils"),
             (UserWarning, "megatron.core.optimizer"),
             (UserWarning, "torch.distributed.checkpoint.utils"),
-            (UserWarning, "loongplug.data.images"),
+            (UserWarning, "loongplug.data.media_files"),
             (FutureWarning, "a_package_of_the_user"),
         ):
             warnings.warn_explicit("old", kind, "file.py", 1, module=module)

@@ -42,7 +42,7 @@ class Data:
     def tokens_of_first(self, count: int) -> list[int]:
         """Tokens of the first samples, before padding."""
         from loongplug.data.dataset import ChatDataset
-        from loongplug.data.processor import load_processor
+        from loongplug.data.processor_folder import load_processor
 
         dataset = ChatDataset(
             self.rows,

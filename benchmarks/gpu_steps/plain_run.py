@@ -127,12 +127,12 @@ def _model(run: ModelRun, *, settings: PlainSettings, data: Data, device: str) -
 def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]:
     from micro.plain_loop import loaded_alone
 
-    from loongplug.data.assignment import EncoderUnits
     from loongplug.data.dataset import ChatDataset
     from loongplug.data.loader import MicrobatchLoader
-    from loongplug.data.processor import load_processor
+    from loongplug.data.planned_media import EncoderUnits
+    from loongplug.data.processor_folder import load_processor
+    from loongplug.data.sample_order import StepSizes
     from loongplug.data.source import LocalSource
-    from loongplug.data.step_sizes import StepSizes
 
     processor = load_processor(data.processor)
     dataset = ChatDataset(

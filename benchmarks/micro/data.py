@@ -14,8 +14,8 @@ from rich.table import Table
 
 from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import load_processor
-from loongplug.data.template import TrainingPhase
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.tokens import TrainingPhase
 from loongplug.data.video import video_style_of
 
 _CHUNK = 16  # samples at a time, as a worker is asked for them

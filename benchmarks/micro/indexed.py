@@ -12,13 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.extent_index import IndexedExtents
-from loongplug.data.extents import ExtentTable
+from loongplug.data.extent_index import ExtentTable, IndexedExtents
 from loongplug.data.packing import LOOK_AHEAD
-from loongplug.data.processor import load_processor
-from loongplug.data.row_plan import Packing, packs_of_epochs
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample_order import Packing, StepSizes, packs_of_epochs
 from loongplug.data.source import LocalSource
-from loongplug.data.step_sizes import StepSizes
 
 _SEED = 1
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2VLImageProcessorPil
 
-from loongplug.data.image_patches import QwenPatches
+from loongplug.data.media_loader import PixelBytes
+from loongplug.data.processor import QwenPatches
 
 _MB = 1e6
 
@@ -75,7 +76,7 @@ def _measured(*, height: int, width: int, rounds: int) -> PixelFigures:
         return rows
 
     values, rows = theirs(), ours()
-    assert torch.equal(values, patches.pixel_bytes.decoded(rows)), "other pixels"
+    assert torch.equal(values, PixelBytes.of_images(patches).decoded(rows)), "other pixels"
     made: dict[Callable[[], Tensor], list[float]] = {theirs: [], ours: []}
     decoded: list[float] = []
     for _ in range(rounds):
@@ -84,7 +85,7 @@ def _measured(*, height: int, width: int, rounds: int) -> PixelFigures:
             make()
             taken.append((process_time() - began) * 1e3)
         began = process_time()
-        patches.pixel_bytes.decoded(rows)
+        PixelBytes.of_images(patches).decoded(rows)
         decoded.append((process_time() - began) * 1e3)
     return PixelFigures(
         height=height,

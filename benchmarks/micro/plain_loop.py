@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from loongplug.data.assignment import EncoderUnits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, RowLengths
-from loongplug.data.media import coded_media
+from loongplug.data.media_loader import coded_media
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.processor import load_processor
+from loongplug.data.planned_media import EncoderUnits
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
-from loongplug.data.step_sizes import StepSizes
 from loongplug.training.config import compose_model
 from loongplug.training.delivery import ReplicaDelivery
 from micro.against_transformers import (

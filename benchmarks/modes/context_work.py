@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.tiny_processor import write_processor
 from modes.levels_work import SEQ_LENGTH, write_levels_data
 

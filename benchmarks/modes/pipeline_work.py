@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any, Final
 
-from loongplug.data.assignment import Assignment
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.planned_media import Assignment
+from loongplug.data.sample import Grid
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.audio_sizes import SAMPLE_RATE
+from loongplug.data.media_sizes import SAMPLE_RATE
 from loongplug.verify.tiny_rows import write_sound
 
 _LOUDEST = 0.5  # of what 16 bits hold: voices differ more than speakers before a microphone do

@@ -32,7 +32,7 @@ from loongplug.checkpoint.tensor_files import (
 )
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
 from loongplug.checkpoint.tracker import TRACKER
-from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
+from loongplug.data.processor_folder import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.hf_mapping import Bundle, Source
 from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read

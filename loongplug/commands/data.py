@@ -30,11 +30,11 @@ from loongplug.commands.options import (
     phase_named,
     user_errors,
 )
-from loongplug.data.rows import MAX_ROW_MIB
+from loongplug.data.data_options import MAX_ROW_MIB
 from loongplug.platform.without_torch import transformers_without_torch
 
 if TYPE_CHECKING:
-    from loongplug.data.survey import SurveySettings
+    from loongplug.data.survey_settings import SurveySettings
 
 _SMALL = 2**20  # bytes of a file that is looked through first
 _TEXT = re.compile(r"\.jsonl?$")
@@ -175,7 +175,7 @@ def data_inspect(
 
 
 def _settings(context: typer.Context) -> "SurveySettings":
-    from loongplug.data.survey import SurveySettings
+    from loongplug.data.survey_settings import SurveySettings
 
     phase = phase_named(context.params["training_phase"])
     return SurveySettings.of(context.params, training_phase=phase)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from loongplug.data.kept_files import LOG, alone, places, require_version, version
-from loongplug.data.media_files import InlineFile, MediaRoot
+from loongplug.data.cache_folder import LOG, alone, places
+from loongplug.data.data_options import ANY_ROW, RowAccess
+from loongplug.data.media_files import InlineFile, MediaRoot, require_version, version
 from loongplug.data.object_store import RemoteFile
-from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
+from loongplug.data.row_files import media_root_of, parse_row_json
 from loongplug.output_files import put_whole
 
 _PARQUET = b"PAR1"
@@ -59,7 +60,7 @@ class ArrowRows:
         self.files, parquet = _files(path)  # those that the rows are of, in their order
         self._versions = [version(file) for file in self.files]
         self._names = self.files if copy_of is None else [copy_of]
-        self._media_root = access.media_of(copy_of or self.files[0])
+        self._media_root = media_root_of(copy_of or self.files[0], access)
         self._batches: list[tuple[int, int, Any]] = []  # file, first row of the file's, rows
         for number, file in enumerate(self.files):
             first = 0

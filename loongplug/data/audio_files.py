@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.audio_sizes import SAMPLE_RATE
 from loongplug.data.av_files import AvKind, imported_av, opened_stream
 from loongplug.data.conversation import AudioClip
 from loongplug.data.media_files import MediaFile, opened_media
+from loongplug.data.media_sizes import SAMPLE_RATE
 
 # All that FFmpeg opens, by its names; a sound may be that of a video.
 CONTAINERS = (

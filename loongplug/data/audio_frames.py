@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from loongplug.data.audio_sizes import HOP, SAMPLE_RATE, AudioSizes
-from loongplug.data.positions import Grid
+from loongplug.data.media_sizes import HOP, SAMPLE_RATE, AudioSizes
+from loongplug.data.sample import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

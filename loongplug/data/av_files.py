@@ -7,7 +7,7 @@ from io import FileIO
 from typing import Any, Literal
 
 from loongplug.data.media_files import MediaFile, opened_media
-from loongplug.data.object_store import StoreError
+from loongplug.data.object_store import DataSourceError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def opened_stream(
                 if not streams:
                     raise ValueError(f"it has no {kind.name} stream")
                 yield container, streams[0]
-        except StoreError:
+        except DataSourceError:
             raise
         # Of damaged files, decoders raise any kind, MemoryError among them.
         except Exception as error:

@@ -1,108 +1,70 @@
-"""Samples that cannot be used: what is wrong with them, and what becomes of them in training."""
+"""Bad samples and odd rows in training: what becomes of them, and how many there are."""
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Literal, get_args
 
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.object_store import StoreError
-from loongplug.data.remarks import Remarks
-
-# row: no JSON, or no known schema. media: a file is missing, or its header says that it cannot be
-# used. text: the chat template, its image tokens. length: longer than a sequence. pixels: the
-# header is right, but what follows is damaged. masked: the row's own loss or weight leaves it out,
-# which is no fault and ends no run.
-BadKind = Literal["row", "media", "text", "length", "pixels", "masked"]
-BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
-
-# What is odd about videos that are used all the same: of any such video, and of the one.
-OddVideos = list[tuple[str, str]]
+from loongplug.data.sample import BadSample, BadSampleError, OddVideos, Remark
 
 BadSamplePolicy = Literal["skip", "fatal"]
 BAD_SAMPLE_POLICIES: tuple[BadSamplePolicy, ...] = get_args(BadSamplePolicy)
-
-_MOST = 500  # characters of a message about one row
-_MOST_ALIKE = 5  # that are printed
-_OWN_WORDS = re.compile(r"""'[^']*'|"[^"]*"|\S*[\d./]\S*""")  # of a row, not of its fault
-_LONG_WORD = re.compile(r"(?<=\s)(\S{40})\S{20,}(\S{30})")
-
 _LOG = logging.getLogger(__name__)
+_MOST = 1000  # keys that are counted apart: hostile rows may have a new one each
+_MOST_KEYS = 20  # in one line
 
 
-@dataclass(frozen=True)
-class BadSample:
-    """Why a sample cannot be used; ``message`` says where it stands (``path:line``)."""
+class Remarks:
+    """On how many rows each remark is, and where the first of them stands."""
 
-    kind: BadKind
-    message: str
+    def __init__(self, *, literal_markers: bool = False, indexed: bool = False) -> None:
+        """``literal_markers``: marks as text are meant; ``indexed``: an index has told of rows."""
+        self.found: dict[Remark, tuple[int, str]] = {}
+        self._silent = ("mark",) * literal_markers + ("key", "mark", "masked") * indexed
+        self._told = 0
 
-    def __post_init__(self) -> None:
-        """Bound the message, which may quote the row: its long words, then its middle go."""
-        if len(self.message) > _MOST:
-            short = _LONG_WORD.sub(r"\1...\2", self.message)
-            if len(short) > _MOST:
-                short = f"{short[: _MOST - 205]} ... {short[-200:]}"
-            object.__setattr__(self, "message", short)
+    def add(self, remarks: Iterable[Remark], *, where: str, rows: int = 1) -> None:
+        """Count the remarks on a row, or on so many, the first of which stands at ``where``."""
+        for remark in remarks:
+            many = remark[0] == "key" and len(self.found) >= _MOST and remark not in self.found
+            known = ("key", "...") if many else remark
+            if remark[0] not in self._silent:
+                count, first = self.found.get(known, (0, where))
+                self.found[known] = count + rows, first
 
+    def news(self) -> list[str]:
+        """Lines on keys and marks that were new since the last call; more rows may have them."""
+        new = list(islice(self.found.items(), self._told, None))
+        self._told = len(self.found)
+        return _lines({each: (0, where) for each, (_, where) in new if each[0] in ("key", "mark")})
 
-class BadSampleError(ValueError):
-    """A sample cannot be used; the message is that of ``sample``."""
-
-    def __init__(self, sample: BadSample) -> None:
-        super().__init__(sample.message)
-        self.sample = sample
-
-
-@contextmanager
-def bad_as(kind: BadKind) -> Iterator[None]:
-    """Makes a ValueError within a BadSampleError of this kind, but for one of no sample's fault."""
-    try:
-        yield
-    except (StoreError, ChangedFileError):
-        raise
-    except ValueError as error:
-        raise BadSampleError(BadSample(kind, str(error))) from error
+    def totals(self) -> list[str]:
+        """Lines on all: on keys, on each mark, on rows left out, on each kind of odd videos."""
+        return _lines(self.found)
 
 
-@contextmanager
-def told(before: str, behind: str = "") -> Iterator[None]:
-    """Has a ValueError within say where or of what it is, and perhaps what helps."""
-    try:
-        yield
-    except (StoreError, ChangedFileError):
-        raise
-    except ValueError as error:
-        raise ValueError(f"{before}{error}{behind}") from error
-
-
-class PrintedFaults:
-    """Bad samples on standard output: the first of each fault, and how many there are more.
-
-    Two have one fault if they differ in numbers, names of files and what is quoted alone.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[str, int]] = {}  # where the first is, and how many there are
-
-    def add(self, bad: BadSample) -> None:
-        """Print it, if few are like it so far."""
-        fault = _OWN_WORDS.sub("", bad.message)
-        # Names of files may be bytes that are no text, which could not be printed.
-        line = bad.message.encode(errors="backslashreplace").decode()
-        first, count = self._found.get(fault, (line.split(": ")[0], 0))
-        self._found[fault] = first, count + 1
-        if count < _MOST_ALIKE:
-            print(line, flush=True)
-
-    def end(self) -> None:
-        """Print how many were not."""
-        for first, count in self._found.values():
-            if count > _MOST_ALIKE:
-                print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)
+def _lines(found: Mapping[Remark, tuple[int, str]]) -> list[str]:
+    """Without numbers of rows that are 0."""
+    lines, keys = [], {name: told for (kind, name), told in found.items() if kind == "key"}
+    if keys:
+        names = [f"{name!r:.60}" + f" ({rows})" * (rows > 0) for name, (rows, _) in keys.items()]
+        names[_MOST_KEYS:] = [f"{len(keys) - _MOST_KEYS} others"] * (len(keys) > _MOST_KEYS)
+        rows, where = next(iter(keys.values()))
+        head = "rows that have them" if rows else f"the first at {where}"
+        lines.append(f"keys without a use ({head}): {', '.join(names)}")
+    for (kind, name), (rows, where) in found.items():
+        first = f" in {rows} rows" * (rows > 0) + f", the first at {where}"
+        if kind == "mark":
+            lines.append(
+                f"{name} as text{first}: no medium takes its place."
+                " Give the rows their media, or --literal-markers if text is meant"
+            )
+        elif kind == "masked":
+            lines.append(f"{rows} rows left out by loss or weight, the first at {where}")
+        elif kind == "video":
+            lines.append(f"videos with {name}, decoded {rows} times, the first: {where}")
+    return lines
 
 
 class BadSamples:

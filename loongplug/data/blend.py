@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.arrow_rows import ArrowRows, is_arrow
-from loongplug.data.bad_samples import told
+from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.energon import EnergonRows, is_energon
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.object_store import RemoteFile, data_copy, file_named
-from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import told
 from loongplug.data.schemas import ROW_KEYS
 
 Source = JsonlIndex | EnergonRows | ArrowRows
-
 _MOST_ROWS = 2**28  # of a mixture by weights, whose order takes some 3 GB then
 
 

@@ -1,6 +1,7 @@
 """What ``loongplug data check`` and ``index`` do: survey every row, tell faults, keep an index."""
 
 import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,17 +14,26 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.data.bad_samples import PrintedFaults
+from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import Source, open_source, parse_blend
-from loongplug.data.extent_index import NotKeptError, keep_table, kept_table, made_of, path_of
-from loongplug.data.extents import ExtentTable, RowExtent
+from loongplug.data.dataset import Survey, Surveyor
+from loongplug.data.extent_index import (
+    ExtentTable,
+    NotKeptError,
+    keep_table,
+    kept_table,
+    made_of,
+    path_of,
+)
 from loongplug.data.packing import LOOK_AHEAD, packs_once
 from loongplug.data.processor import Processor
-from loongplug.data.remarks import Remark, Remarks
-from loongplug.data.survey import Survey, Surveyor, SurveySettings
+from loongplug.data.sample import BadSample, Remark, RowExtent
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.workers import Pool, WorkerSettings, map_rows
 
 _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
+_MOST_ALIKE = 5  # that are printed
+_OWN_WORDS = re.compile(r"""'[^']*'|"[^"]*"|\S*[\d./]\S*""")  # of a row, not of its fault
 
 
 def check(
@@ -48,7 +58,7 @@ def check(
     console = table_console(stderr=True)
     paths = parse_blend(data, flag="--data").paths
     sources = [open_source(path, access=settings.access) for path in paths]
-    surveyor = settings.surveyor(seq_length=seq_length)
+    surveyor = Surveyor.of(settings, seq_length=seq_length)
     found = _Found(surveyor, console, literal_markers=literal_markers)
     for source in sources:
         rows = survey_rows(source, surveyor, decodes=True)
@@ -85,7 +95,7 @@ def index(
     console = table_console(stderr=True)
     paths = dict.fromkeys(parse_blend(data, flag="FILES").paths)
     sources = [open_source(path, split="train", access=settings.access) for path in paths]
-    surveyor = settings.surveyor()
+    surveyor = Surveyor.of(settings)
     kept = []
     for source in sources:
         # Its remarks are told where it is used.
@@ -238,13 +248,35 @@ def fill_words(tokens: Sequence[int], *, seq_length: int) -> str:
     if not fitting:
         return said
     padded = sum(fitting) / (len(fitting) * seq_length)
-    packed = sum(fitting) / (packs_of(fitting, seq_length=seq_length) * seq_length)
+    packs = packs_once(fitting, seq_length=seq_length, look_ahead=LOOK_AHEAD)  # as training packs
+    packed = sum(fitting) / (sum(1 for _ in packs) * seq_length)
     return (
         f"{said} Padded to that length, sequences are {padded:.1%} full; with --packing,"
         f" {packed:.1%} (of these rows in this order)."
     )
 
 
-def packs_of(tokens: Sequence[int], *, seq_length: int) -> int:
-    """How many sequences training would pack samples of such lengths into, in this order."""
-    return sum(1 for _ in packs_once(tokens, seq_length=seq_length, look_ahead=LOOK_AHEAD))
+class PrintedFaults:
+    """Bad samples on standard output: the first of each fault, and how many there are more.
+
+    Two have one fault if they differ in numbers, names of files and what is quoted alone.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}  # where the first is, and how many there are
+
+    def add(self, bad: BadSample) -> None:
+        """Print it, if few are like it so far."""
+        fault = _OWN_WORDS.sub("", bad.message)
+        # Names of files may be bytes that are no text, which could not be printed.
+        line = bad.message.encode(errors="backslashreplace").decode()
+        first, count = self._found.get(fault, (line.split(": ")[0], 0))
+        self._found[fault] = first, count + 1
+        if count < _MOST_ALIKE:
+            print(line, flush=True)
+
+    def end(self) -> None:
+        """Print how many were not."""
+        for first, count in self._found.values():
+            if count > _MOST_ALIKE:
+                print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)

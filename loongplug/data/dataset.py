@@ -1,85 +1,226 @@
-"""Samples: what a row of a JSONL file becomes before it is put into a microbatch."""
+"""A dataset of chats: rows by index, surveyed, to samples with tokens, labels and positions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import inf
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import Rows, Source, sources_of
-from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium, Video, VideoClip
+from loongplug.data.conversation import (
+    Conversation,
+    Medium,
+    Named,
+    Video,
+    VideoClip,
+    parse_conversation,
+)
 from loongplug.data.extent_index import IndexedExtents
-from loongplug.data.extents import UNUSABLE, MediumExtent, RowExtent
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kept_files import ChangedFileError
+from loongplug.data.kinds import KINDS, Context, each_of, kind_of, opened
+from loongplug.data.media_files import ChangedFileError, InlineFile
 from loongplug.data.object_store import StoreError
-from loongplug.data.positions import mrope_position_ids, plain_position_ids
 from loongplug.data.processor import Processor
-from loongplug.data.remarks import Remark
-from loongplug.data.survey import Surveyor
-from loongplug.data.template import TrainingPhase, shortest_sample
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import (
+    MAKE_AGAIN,
+    MASKED,
+    UNUSABLE,
+    BadSample,
+    BadSampleError,
+    MediumExtent,
+    Remark,
+    RowExtent,
+    Sample,
+    bad_as,
+    mrope_position_ids,
+    plain_position_ids,
+    runs_of,
+)
+from loongplug.data.survey_settings import SurveySettings
+from loongplug.data.tokens import (
+    Tokens,
+    TrainingPhase,
+    require_length,
+    shortest_sample,
+    tokenize_conversation,
+)
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
+from loongplug.data.workers import ByteBoundedCache
+
+_KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One row, tokenized and not padded; its media are known by their extents.
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What a row becomes: nothing, with the reasons in ``findings``, for one that has faults."""
 
-    Its renderings, mostly one, follow each other; each has its own positions and all media that it
-    shows. ``labels[t]`` is the token that follows ``input_ids[t]``, and ``loss_mask[t]`` is 1 where
-    that token counts. Nothing follows a rendering's last token: its label is itself, its mask 0.
-    """
-
-    input_ids: NDArray[np.int64]  # [n]
-    labels: NDArray[np.int64]  # [n]
-    loss_mask: NDArray[np.float32]  # [n]
-    position_ids: NDArray[np.int64]  # [3, n]
-    extent: RowExtent
     where: str  # path:line
-    bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
+    findings: tuple[BadSample, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    media: tuple[Medium, ...] = ()  # of the row
+    tokens: Tokens | None = None
+    extent: RowExtent = UNUSABLE
+    turns_differ: bool = False  # as of the tokens
+
+
+class Surveyor:
+    """Surveys rows, in whatever process; samples above ``seq_length`` have a fault."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        *,
+        videos: VideoProcessor,
+        phase: TrainingPhase,
+        seq_length: float = inf,
+    ) -> None:
+        self.processor = processor
+        self.videos = videos
+        self._phase = phase
+        self._seq_length = seq_length
+        self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
     @classmethod
-    def blank(cls, bad: BadSample | None = None) -> "Sample":
-        """No tokens: what stands for a sample that cannot be used, or fills a microbatch up."""
-        return cls.outline(UNUSABLE, bad=bad)
+    def of(cls, settings: SurveySettings, *, seq_length: float = inf) -> Self:
+        """By the folder's processor, for a model whose tokens are the folder's."""
+        processor = settings.processor()
+        style = VideoStyle(timestamps=settings.timestamps)
+        videos = VideoProcessor(processor, style, fps=settings.video_fps)
+        phase = settings.training_phase
+        return cls(processor, videos=videos, phase=phase, seq_length=seq_length)
 
-    @classmethod
-    def outline(cls, extent: RowExtent, *, bad: BadSample | None = None) -> "Sample":
-        """A sample without a text: of its tokens, those alone that hold places of media."""
-        tokens = np.zeros(extent.tokens, dtype=np.int64)
-        for run in extent.runs:
-            tokens[run.begin : run.begin + run.length] = run.token
-        return cls(
-            input_ids=tokens,
-            labels=tokens,
-            loss_mask=np.zeros(len(tokens), dtype=np.float32),
-            position_ids=np.zeros((3, len(tokens)), dtype=np.int64),
-            extent=extent,
-            where="",
-            bad=bad,
+    def __call__(
+        self, rows: Rows, index: int, *, known: RowExtent | None = None, decodes: bool = False
+    ) -> Survey:
+        """Of a row; ``findings`` are all that is wrong with its media, else the first fault.
+
+        Opens the media's headers, unless the row's extent is ``known``. With ``decodes``, decodes
+        them too, each file once while it is remembered; a fault that shows only then, and one of
+        length, leave the row its tokens.
+        """
+        where = rows.where(index)
+        context = Context(self.processor, self.videos, where)
+        findings: list[BadSample] = []
+        remarks: tuple[Remark, ...] = ()
+        try:
+            conversation = self.conversation(rows, index)
+            remarks = conversation.remarks
+            if MASKED in remarks:
+                masked = BadSample("masked", f"{where}: left out by its loss or weight.")
+                raise BadSampleError(masked)
+            if known is not None:
+                extents = known.media
+                numbered = dict(enumerate(extents))
+                media = tuple(self.known_media(conversation, rows, index, numbered).values())
+            else:
+                with bad_as("media"):
+                    named = conversation.media(rows.media_root(index))
+                found = each_of(partial(self._opened, where=where, decodes=decodes), named)
+                for _, _, faults, odd in found:
+                    findings += faults
+                    remarks += odd
+                if any(each.kind == "media" for each in findings):
+                    return Survey(where=where, findings=tuple(findings), remarks=remarks)
+                media = tuple(medium for medium, _, _, _ in found if medium is not None)
+                extents = tuple(extent for _, extent, _, _ in found if extent is not None)
+            with bad_as("text"):
+                tokens = tokenize_conversation(
+                    conversation,
+                    self.processor,
+                    phase=self._phase,
+                    placeholders=[
+                        KINDS[extent.kind].placeholder(medium, extent.grid, context)
+                        for medium, extent in zip(media, extents, strict=True)
+                    ],
+                )
+        except BadSampleError as error:
+            return Survey(where=where, findings=(*findings, error.sample), remarks=remarks)
+        try:
+            require_length(*tokens.lengths, where=where, seq_length=self._seq_length)
+        except BadSampleError as error:
+            findings.append(error.sample)
+        begins = np.cumsum((0, *tokens.lengths[:-1]))
+        return Survey(
+            where=where,
+            findings=tuple(findings),
+            remarks=remarks,
+            media=media,
+            tokens=tokens,
+            turns_differ=tokens.turns_differ,
+            extent=RowExtent(
+                lengths=tokens.lengths,
+                shown=tokens.media,
+                media=extents,
+                runs=runs_of(tokens.ids, self.processor.places(*KINDS)),
+                # Nothing says a rendering's first token beforehand.
+                trained=int(tokens.trained.sum() - tokens.trained[begins].sum()),
+                answers=tokens.answers,
+            ),
         )
 
-    def __len__(self) -> int:
-        """Tokens."""
-        return len(self.input_ids)
+    def conversation(self, rows: Rows, index: int) -> Conversation:
+        """What the row says; BadSampleError where it is none."""
+        with bad_as("row"):
+            ignored = rows.access.ignored if rows.access.ignore_keys else ()
+            return parse_conversation(rows.read(index), where=rows.where(index), ignored=ignored)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(
-            each.nbytes for each in (self.input_ids, self.labels, self.loss_mask, self.position_ids)
-        )
+    def known_media(
+        self, conversation: Conversation, rows: Rows, index: int, known: Mapping[int, MediumExtent]
+    ) -> dict[int, Medium]:
+        """Those of a row's media whose extents are ``known``, by their numbers; opens no header.
+
+        Raises:
+            ChangedFileError: the row has fewer.
+        """
+        where = conversation.where
+        with bad_as("media"):
+            named = conversation.media(rows.media_root(index))
+        if max(known, default=-1) >= len(named):
+            raise ChangedFileError(
+                f"{where}: the row has {len(named)} media, fewer than by its index. {MAKE_AGAIN}"
+            )
+        context = Context(self.processor, self.videos, where)
+        return {
+            number: KINDS[extent.kind].known(named[number], extent, context)
+            for number, extent in known.items()
+        }
+
+    def _opened(
+        self, named: Named, *, where: str, decodes: bool
+    ) -> tuple[Medium | None, MediumExtent | None, list[BadSample], tuple[Remark, ...]]:
+        """The medium and its extent, if its header can be used; faults, and what is odd."""
+        try:
+            with bad_as("media"):
+                medium, extent = opened(named, Context(self.processor, self.videos, where))
+        except BadSampleError as error:
+            return None, None, [error.sample], ()
+        fault: str | None = None
+        odd: tuple[Remark, ...] = ()
+        if decodes:
+            # One within a row is there once, and would be kept whole.
+            file = kind_of(medium).files(medium)[0]
+            fault, odd = (_fault if isinstance(file, InlineFile) else self._fault)(medium)
+        faults = [] if fault is None else [BadSample("pixels", f"{where}: {fault}")]
+        return medium, extent, faults, odd
+
+
+def _fault(medium: Medium) -> tuple[str | None, tuple[Remark, ...]]:
+    """Why the pixels or the sound cannot be read, if they cannot; else what is odd of a video."""
+    try:
+        return None, tuple(("video", odd) for odd in kind_of(medium).checked(medium))
+    except ValueError as error:
+        return str(error).removeprefix(": "), ()
 
 
 class ChatDataset:
     """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
 
-    Reads headers of media only, and none of rows whose ``extents`` are known: a sample's text,
-    labels and positions come out the same on every rank, whether that rank loads the images or not.
+    Reads headers of media only, and none of rows whose ``extents`` are known: a sample comes out
+    the same on every rank, whether that rank loads the images or not.
     ``video_style`` is the model family's, and ``plain_positions`` whether it counts tokens alone.
     ``video_fps`` is how many frames to take per second of video files whose row does not say.
     """
@@ -126,7 +267,7 @@ class ChatDataset:
 
     def text_parts(self, indices: Sequence[int]) -> list[Sample]:
         """The samples; those that cannot be used are blank and say why."""
-        parts: list[Sample] = []
+        parts = list[Sample]()
         for index in indices:
             try:
                 parts.append(self[index])
@@ -137,8 +278,8 @@ class ChatDataset:
             except StoreError as error:
                 raise ValueError(f"{self.rows.where(index)}: {error}") from error
             except Exception as error:  # no fault of the row, but it helps to know which
-                where = self.rows.where(index)
-                raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+                said = f"{self.rows.where(index)}: {type(error).__name__}: {error}"
+                raise RuntimeError(said) from error
         return parts
 
     @property

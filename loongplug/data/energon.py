@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.bad_samples import told
-from loongplug.data.kept_files import require_version, version
-from loongplug.data.media_files import TarMember, open_media_file
-from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
+from loongplug.data.data_options import ANY_ROW, RowAccess
+from loongplug.data.media_files import TarMember, open_media_file, require_version, version
+from loongplug.data.row_files import parse_row_json
+from loongplug.data.sample import told
 
 _META = ".nv-meta"
 _META_STEP = re.compile("__.+__", re.DOTALL)  # of a member's path, which is then no sample's

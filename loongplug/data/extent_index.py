@@ -8,23 +8,157 @@ is compared with the index.
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from loongplug.data import kept_files
+from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import Blend, Rows, Source, sources_of
+from loongplug.data.cache_folder import places
 from loongplug.data.energon import EnergonRows
-from loongplug.data.extents import ExtentTable, RowExtent
 from loongplug.data.fingerprint import processor_digest, source_digest
-from loongplug.data.survey import SurveySettings
+from loongplug.data.sample import MASKED, MEDIA_KINDS, MediaRun, MediumExtent, Remark, RowExtent
+from loongplug.data.survey_settings import SurveySettings
+from loongplug.output_files import put_whole
 
+_VERSION = "3"
 _ANY = "any"  # no row's turns differ, whatever --multi-turn says of them
 _LAST = ".last"  # in the name of an index of that rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtentTable:
+    """The extents of a file's rows in their order; arrays of what rows have lie end to end."""
+
+    tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
+    trained: NDArray[np.int32]  # [rows]
+    answers: NDArray[np.int32]  # [rows]
+    ends: NDArray[np.int64]  # [rows, 3]: of its renderings, media and runs in the following
+    renderings: NDArray[np.int32]  # [renderings, 2]: tokens, shown
+    kinds: NDArray[np.int8]  # [media]
+    grids: NDArray[np.int32]  # [media, 3]
+    details: NDArray[np.float64]  # [media, 5], filled up with -1
+    runs: NDArray[np.int32]  # [runs, 3]
+    remarks: Remarks  # where the first stands is the row's number
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[RowExtent, Sequence[Remark]]]) -> Self:
+        """Of each row's extent and the remarks on it, taken one after the other."""
+        remarks = Remarks()
+        values: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _ARRAYS.items()}
+        for number, (row, said) in enumerate(rows):
+            remarks.add(said, where=str(number))
+            for name, found in {
+                "tokens": [row.tokens],
+                "trained": [row.trained],
+                "answers": [row.answers],
+                "ends": [len(row.lengths), len(row.media), len(row.runs)],
+                "renderings": chain(*zip(row.lengths, row.shown, strict=True)),
+                "kinds": [MEDIA_KINDS.index(each.kind) for each in row.media],
+                "grids": chain(*(each.grid for each in row.media)),
+                "details": chain(*((*x.detail, -1, -1, -1, -1, -1)[:5] for x in row.media)),
+                "runs": chain(*row.runs),
+            }.items():
+                values[name].extend(found)
+        arrays = {name: _shaped(np.asarray(each), name) for name, each in values.items()}
+        return cls(**arrays | {"ends": arrays["ends"].cumsum(axis=0)}, remarks=remarks)
+
+    def row(self, number: int) -> RowExtent:
+        """The extent of one row."""
+        begins = self.ends[number - 1] if number else (0, 0, 0)
+        renderings, media, runs = map(slice, begins, self.ends[number])
+        kinds, grids = self.kinds[media].tolist(), self.grids[media].tolist()
+        pairs = self.renderings[renderings].tolist()
+        return RowExtent(
+            lengths=tuple(tokens for tokens, _ in pairs),
+            shown=tuple(shown for _, shown in pairs),
+            media=tuple(
+                MediumExtent(
+                    MEDIA_KINDS[kind], (time, height, width), tuple(x for x in said if x >= 0)
+                )
+                for kind, (time, height, width), said in zip(
+                    kinds, grids, self.details[media].tolist(), strict=True
+                )
+            ),
+            runs=tuple(MediaRun(*each) for each in self.runs[runs].tolist()),
+            trained=int(self.trained[number]),
+            answers=int(self.answers[number]),
+        )
+
+    def unusable(self, seq_length: float) -> int:
+        """How many rows are bad or longer than ``seq_length``, but for those left out."""
+        masked, _ = self.remarks.found.get(MASKED, (0, ""))
+        return int(((self.tokens == 0) | (self.tokens > seq_length)).sum()) - masked
+
+    @property
+    def digest(self) -> int:
+        """Of all arrays."""
+        found = 0
+        for name in _ARRAYS:
+            found = zlib.crc32(np.ascontiguousarray(getattr(self, name)).data, found)
+        return found
+
+    def write(self, place: Path, note: Mapping[str, Any]) -> None:
+        """Put the file in its place at once, with a ``note`` on what it was made of."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        said = json.dumps([note, list(self.remarks.found.items())])
+        with put_whole(place) as whole:
+            save_file(arrays, whole, metadata={"loongplug extents": _VERSION, "said": said})
+
+    @classmethod
+    def read(cls, place: Path) -> tuple[Any, Self]:
+        """The note and the table; ValueError with what is wrong with the file."""
+        try:
+            with safe_open(place, framework="numpy") as file:  # checks sizes and offsets
+                known = file.metadata() or {}
+        except OSError as error:
+            raise ValueError(f"cannot be read ({error.strerror or error})") from error
+        except SafetensorError as error:
+            raise ValueError("is no index of this version of LoongPlug, or cut off") from error
+        if known.get("loongplug extents") != _VERSION:
+            raise ValueError("is no index of this version of LoongPlug")
+        note, found = json.loads(known["said"])
+        remarks = Remarks()
+        for (kind, name), (count, row) in found:
+            remarks.add([(kind, name)], where=row, rows=count)
+        return note, cls(**_mapped(place), remarks=remarks)
+
+
+# The type of each array, by its code, and how many values a row of it has.
+_ARRAYS: dict[str, tuple[str, int]] = {
+    "tokens": ("i", 1),
+    "trained": ("i", 1),
+    "answers": ("i", 1),
+    "ends": ("q", 3),
+    "renderings": ("i", 2),
+    "kinds": ("b", 1),
+    "grids": ("i", 3),
+    "details": ("d", 5),
+    "runs": ("i", 3),
+}
+
+
+def _shaped(values: NDArray[Any], name: str) -> NDArray[Any]:
+    code, width = _ARRAYS[name]
+    return values.view(code).reshape((-1, width) if width > 1 else -1)
+
+
+def _mapped(place: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file, of which memory holds what is looked at."""
+    content = np.memmap(place, dtype=np.uint8, mode="r")
+    start = 8 + int(content[:8].view(np.uint64)[0])
+    header = json.loads(content[8:start].tobytes())
+    spans = {name: slice(*(start + x for x in header[name]["data_offsets"])) for name in _ARRAYS}
+    return {name: _shaped(content[span], name) for name, span in spans.items()}
 
 
 class NotKeptError(ValueError):
@@ -168,7 +302,7 @@ def path_of(source: Source) -> Path:
 
 def _places_of(source: Source, settings: SurveySettings, name: str) -> list[Path]:
     split = f".{source.split or 'all'}" if isinstance(source, EnergonRows) else ""
-    beside, cached = kept_files.places(path_of(source).absolute(), suffix=f"{split}{name}.lengths")
+    beside, cached = places(path_of(source).absolute(), suffix=f"{split}{name}.lengths")
     folder = settings.index_dir
     # With a digest of the path: files of one name may lie in several folders.
     return [beside, cached] if folder is None else [folder / f"{cached.name[:8]}-{beside.name}"]

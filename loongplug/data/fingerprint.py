@@ -21,7 +21,6 @@ from loongplug.data.processor import Processor
 # to look at terabytes of rows before each start.
 SAMPLED_BYTES = 16 * 2**20
 BLOCK_BYTES = 64 * 2**10
-
 _PROCESSOR_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

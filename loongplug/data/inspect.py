@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
+from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import open_rows
+from loongplug.data.dataset import Survey, Surveyor
 from loongplug.data.kinds import KINDS, kind_of
-from loongplug.data.positions import among
 from loongplug.data.processor import Processor
-from loongplug.data.remarks import Remarks
-from loongplug.data.survey import Survey, SurveySettings
+from loongplug.data.sample import among
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.workers import map_rows
 from loongplug.output_files import MADE_BY, check_pictures
 
@@ -42,7 +43,7 @@ def inspect(
         raise ValueError(f"--samples is {samples}: expected 0 or more.")
     check_pictures(plots, ["lengths.png", "images.png"])  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
-    surveyor = settings.surveyor()
+    surveyor = Surveyor.of(settings)
     rows = open_rows(data, flag="--data", seed=0, access=settings.access)
     remarks = Remarks(literal_markers=literal_markers)
     for index in np.linspace(0, len(rows) - 1, min(samples, len(rows))).round().astype(int):

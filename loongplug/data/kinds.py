@@ -11,8 +11,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from loongplug.data.audio_files import audio_length, decode_audio
-from loongplug.data.audio_sizes import SAMPLE_RATE
-from loongplug.data.bad_samples import OddVideos, told
 from loongplug.data.conversation import (
     AnyVideo,
     AudioClip,
@@ -23,12 +21,11 @@ from loongplug.data.conversation import (
     VideoClip,
     VideoHeader,
 )
-from loongplug.data.extents import MediumExtent
-from loongplug.data.images import decode_image, file_version, image_size
-from loongplug.data.media_files import MediaFile
+from loongplug.data.media_files import MediaFile, decode_image, file_version, image_size
+from loongplug.data.media_sizes import SAMPLE_RATE
 from loongplug.data.object_store import RemoteFile
-from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
+from loongplug.data.sample import Grid, MediumExtent, OddVideos, told
 from loongplug.data.video import VideoProcessor, decode_video, patch_times, video_size
 
 if TYPE_CHECKING:

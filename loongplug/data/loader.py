@@ -12,18 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.assignment import PlannedUnit
-from loongplug.data.dataset import Sample
-from loongplug.data.extents import RowExtent
 from loongplug.data.microbatch import ALL_TEXT, Media, Microbatch, TextNeeds, Unit
-from loongplug.data.positions import among
+from loongplug.data.planned_media import PlannedMicrobatch, PlannedUnit
 from loongplug.data.processor import Processor
-from loongplug.data.source import LocalSource, PlannedMicrobatch
+from loongplug.data.sample import RowExtent, Sample, among
+from loongplug.data.source import LocalSource
 
 Heard = Callable[[], Collection[int]]  # which samples have bad media: the call waits for it
 # What this rank encodes of an encoder's unit, None where that is nothing; and of parts of it.
 Delivery = Callable[[PlannedUnit], tuple[Media | None, Sequence[Heard]]]
-
 _ALIGNED = 8  # each rank's tokens are a multiple of it: kernels read operands by 16 bytes
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.context.token_split import OwnPart, TokenSplit
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

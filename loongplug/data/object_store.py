@@ -7,7 +7,6 @@ choose a protocol by it: whatever it says, it is a bucket and a key of S3.
 import io
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,20 +15,22 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from loongplug.data.kept_files import LOG, alone, user_cache
+from loongplug.data.cache_folder import LOG, alone, user_cache
 from loongplug.output_files import put_whole
 
 SCHEME = "s3://"
 Version = tuple[int, str]  # size in bytes and tag of a file, as the store says them
-
 _BUFFER = 64 * 2**10  # bytes of one request, where a file is read piece by piece
 _CHUNK = 64 * 2**20  # bytes of one request, where a file is copied
-_LEFT_FREE = 0.1  # of the disk: media are kept until no more is free
 _BUCKET = re.compile(r"[a-zA-Z0-9._-]{1,255}")
 _SAID_LATER = "403"  # what S3 answers where it is asked for no content, and cannot say why
 
 
-class StoreError(ValueError):
+class DataSourceError(ValueError):
+    """A store or a file of rows cannot be read any more: no sample's fault, so it ends a run."""
+
+
+class StoreError(DataSourceError):
     """The store cannot be asked: no sample's fault, and ranks may differ, so it ends a run."""
 
 
@@ -60,16 +61,6 @@ class RemoteFile:
         return self.url.rpartition("/")[0]
 
 
-def is_remote(name: str | Path) -> bool:
-    """Whether this names something on an object store."""
-    return isinstance(name, str) and name.startswith(SCHEME)
-
-
-def file_named(name: str | Path) -> Path | RemoteFile:
-    """The file of this path or URL."""
-    return RemoteFile.named(str(name)) if is_remote(name) else Path(name)
-
-
 def remote_version(file: RemoteFile) -> Version:
     """What the store has now: another one once the file is written again; see open_remote."""
     with _asking(file) as store:
@@ -79,9 +70,9 @@ def remote_version(file: RemoteFile) -> Version:
 def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     """The file's bytes as they are now, to be closed by the caller.
 
-    From the copy that was kept of this version, or with ``keep`` is, unless the disk has little
-    room left; else pieces are read as they are asked for. Raises OSError for a file that is not
-    there, may not be read or lies elsewhere, StoreError where the store cannot be asked.
+    From the copy that was kept of this version, or with ``keep`` is, unless the disk is full; else
+    pieces are read as they are asked for. Raises OSError for a file that is not there, may not be
+    read or lies elsewhere, StoreError where the store cannot be asked.
     """
     opened, version = _opened(file)
     place = _place(file, version)
@@ -89,7 +80,7 @@ def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     try:
         if _is_kept(place, size):
             return place.open("rb")
-        if keep and _has_room(place.parent, size):
+        if keep:
             _copy(file, opened, place)
             return place.open("rb")
     except OSError as error:  # the next best is to keep nothing
@@ -160,17 +151,6 @@ def _place(file: RemoteFile, version: Version) -> Path:
 
 def _is_kept(place: Path, size: int) -> bool:
     return place.is_file() and place.stat().st_size == size
-
-
-def _has_room(folder: Path, size: int) -> bool:
-    disk = shutil.disk_usage(folder)
-    if disk.free - size >= _LEFT_FREE * disk.total:
-        return True
-    _say_once(
-        f"The disk of {folder.parent} has little room left: more images and videos of {SCHEME} are"
-        " read again each time."
-    )
-    return False
 
 
 @cache  # once in a process, however many files there are
@@ -295,3 +275,8 @@ def _store(process: int) -> Any:
             " 'loongplug[s3]'."
         ) from error
     return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+
+
+def file_named(name: str | Path) -> Path | RemoteFile:
+    """The file of this path or URL."""
+    return RemoteFile.named(str(name)) if str(name).startswith(SCHEME) else Path(name)

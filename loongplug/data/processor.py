@@ -1,52 +1,232 @@
-"""The tokenizer and the processors of a model's media, from one folder in Hugging Face format."""
+"""Processors of a model's folder: its tokenizer and what cuts its images to rows of patches."""
 
-import sys
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from transformers import (
-    AutoTokenizer,
     GotOcr2ImageProcessorPil,
+    LlavaImageProcessorPil,
     PreTrainedTokenizerBase,
     Qwen2VLImageProcessorPil,
-    WhisperFeatureExtractor,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from loongplug.data.audio_frames import AudioFrames
-from loongplug.data.audio_sizes import AudioSizes
-from loongplug.data.bad_samples import told
-from loongplug.data.folder_files import (
-    COMBINED_FILE,
-    IMAGE_FILE,
-    MODEL_FILE,
-    read_json,
-    separate_template,
-)
-from loongplug.data.image_patches import (
-    FixedPatches,
-    ImagePatches,
-    PatchSizes,
-    QwenPatches,
-    limited,
-    processor_kind,
-)
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
-from loongplug.data.special_text import SpecialTexts
+from loongplug.data.data_options import PixelLimits, Transparency
+from loongplug.data.media_sizes import PatchSizes
+from loongplug.data.sample import Grid
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
-_CLASS = "processor_class"
-_LEAST, _LARGEST = sys.float_info.min, sys.float_info.max  # of numbers above 0
-QWEN_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-_HEARING = "WhisperFeatureExtractor"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_CHANNELS = 3
+_MOST_RATIO = 200  # of an image's sides, as Qwen's processors have it
+_MOST_PADDED = 178_956_970  # pixels of a padded image, as many as an image may have
 MultiTurn = Literal["split", "last"]
+
+
+class ImagePatches(ABC):
+    """An image processor of transformers, and how what it makes becomes rows of patches.
+
+    The rows of a frame are ordered by merge block: all patches that become one visual token stand
+    together, blocks row by row. A row has the patch's values by channel, time, row and column.
+    """
+
+    transform: Any  # the image processor; always the Pillow one
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of a row: channels * temporal * patch * patch."""
+        return _CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+    @abstractmethod
+    def grid(self, height: int, width: int) -> Grid:
+        """What becomes of an image of this size; ValueError for one that cannot be used."""
+
+    @abstractmethod
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+        """Of each image in RGB its rows as bytes, and their grid."""
+
+    def _transformed(self, transform: Any, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """What the processor makes of bytes, but for the scale of their values."""
+        made: dict[str, Tensor] = transform(
+            images=list(images), return_tensors="pt", do_rescale=False, do_normalize=False
+        )
+        assert str(made["pixel_values"].dtype) == "torch.uint8", made["pixel_values"].dtype
+        return made
+
+    @abstractmethod
+    def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
+        """What the model in transformers is given, of the rows of images one after the other.
+
+        ``pixels`` are [patches, patch_dim], ``grid_thw`` [images, 3].
+        """
+
+
+class QwenPatches(ImagePatches):
+    """Images keep their shape, and nearly their size, between limits; Qwen's VL families."""
+
+    def __init__(self, transform: Qwen2VLImageProcessorPil) -> None:
+        self.transform = transform
+        self.patch_size = transform.patch_size
+        self.temporal_patch_size = transform.temporal_patch_size
+        self.spatial_merge_size = transform.merge_size
+
+    def grid(self, height: int, width: int) -> Grid:
+        size, patch = self.transform.size, self.patch_size
+        height, width = smart_resize(
+            height,
+            width,
+            factor=patch * self.spatial_merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return 1, height // patch, width // patch
+
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+
+        transform = copy(self.transform)
+        transform.patchify = cut_once  # transformers' repeats frames, in float32
+        features = self._transformed(transform, images)
+        grids = features["image_grid_thw"]
+        pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
+        # A view would keep the whole call's pixels alive.
+        return [
+            (part.clone(), tuple(grid)) for part, grid in zip(pixels, grids.tolist(), strict=True)
+        ]
+
+    def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": pixels, "image_grid_thw": grid_thw}
+
+
+class FixedPatches(ImagePatches):
+    """Every image becomes one frame of the same size, or several such tiles (InternVL).
+
+    A grid's time counts the tiles; each is a picture of its own. What is left of a frame's height
+    and width beside whole patches is dropped, as a convolution drops it.
+    """
+
+    temporal_patch_size = 1
+
+    def __init__(self, transform: Any, sizes: PatchSizes) -> None:
+        """ValueError where images are not of one size: the model's, and of whole visual tokens."""
+        self.transform = transform
+        self.patch_size = sizes.patch_size
+        self.spatial_merge_size = sizes.spatial_merge_size
+        self.size = _size_of_frames(transform)  # height, width in pixels
+        self._rows, self._columns = (side // self.patch_size for side in self.size)
+        merge, patch, model = self.spatial_merge_size, self.patch_size, sizes.image_size
+        wrong = ""
+        if model not in (None, *self.size):
+            wrong = f"but the model takes {model} x {model}"
+        elif not self._rows or not self._columns or self._rows % merge or self._columns % merge:
+            wrong = f"which are not whole visual tokens of {merge} x {merge} patches of {patch} x"
+            wrong += f" {patch} pixels"
+        if wrong:
+            raise ValueError(
+                f"it makes images of {self.size[0]} x {self.size[1]} pixels, {wrong}: put in the"
+                " one that belongs to this model"
+            )
+
+    def grid(self, height: int, width: int) -> Grid:
+        transform = self.transform
+        pads = bool(getattr(transform, "do_pad", False))
+        if pads or transform.size.get("shortest_edge"):  # else nothing grows with the ratio
+            ratio = max(height, width) / min(height, width)
+            if ratio > _MOST_RATIO:
+                raise ValueError(
+                    f"one side is {ratio:.0f} times the other, where {_MOST_RATIO} is the most"
+                )
+        if pads and max(height, width) ** 2 > _MOST_PADDED:
+            raise ValueError(
+                f"padded to a square, it has more than {_MOST_PADDED} pixels: make it smaller"
+            )
+        tiles = 1
+        if isinstance(transform, GotOcr2ImageProcessorPil):
+            tiles = transform.get_number_of_image_patches(height, width)
+        return tiles, self._rows, self._columns
+
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+
+        grids = [self.grid(image.height, image.width) for image in images]
+        # [frames, channels, height, width]
+        frames = self._transformed(self.transform, images)["pixel_values"]
+        counts = [tiles for tiles, _, _ in grids]
+        assert frames.shape == (sum(counts), _CHANNELS, *self.size), (frames.shape, grids)
+        made = frames.split(counts)
+        size = {"patch": self.patch_size, "merge": self.spatial_merge_size}
+        return [(cut(part, **size), grid) for part, grid in zip(made, grids, strict=True)]
+
+    def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": self.frames(pixels)}
+
+    def frames(self, pixels: Tensor) -> Tensor:
+        """The frames [frames, channels, height, width] of rows; zero beside whole patches."""
+        patch, merge = self.patch_size, self.spatial_merge_size
+        blocks = self._rows // merge, self._columns // merge
+        rows = pixels.reshape(-1, *blocks, merge, merge, _CHANNELS, patch, patch)
+        whole = rows.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(
+            -1, _CHANNELS, self._rows * patch, self._columns * patch
+        )
+        frames = pixels.new_zeros(len(whole), _CHANNELS, *self.size)
+        frames[:, :, : whole.shape[2], : whole.shape[3]] = whole
+        return frames
+
+
+def _size_of_frames(transform: Any) -> tuple[int, int]:
+    """Height and width of all that the processor makes."""
+    pads = bool(getattr(transform, "do_pad", False))
+    if pads and not isinstance(transform, LlavaImageProcessorPil):
+        raise ValueError("do_pad, which this class does behind all else: leave it out")
+    crops = bool(getattr(transform, "do_center_crop", False))
+    resized = (transform.size if transform.do_resize else None) or {}
+    size = transform.crop_size if crops else resized
+    square = size.get("shortest_edge") if pads and not crops else None
+    height: Any = square or size.get("height")
+    width: Any = square or size.get("width")
+    if not all(type(side) is int and 0 < side <= 2**14 for side in (height, width)):
+        raise ValueError(
+            f"size {transform.size} and crop_size {getattr(transform, 'crop_size', None)}, which"
+            " do not make all images one size: copy the file from the model that it belongs to"
+        )
+    return height, width
+
+
+def cut(frames: Tensor, *, patch: int, merge: int) -> Tensor:
+    """Rows [patches, channels * patch * patch] of frames [frames, channels, height, width].
+
+    Of whole merge blocks, ordered as :class:`~loongplug.data.processor.ImagePatches` says.
+    """
+    count, channels, height, width = frames.shape
+    rows, columns = height // patch, width // patch
+    sizes: Sequence[int] = (rows // merge, merge, patch, columns // merge, merge, patch)
+    pieces = frames[:, :, : rows * patch, : columns * patch].reshape(count, channels, *sizes)
+    # [frames, block rows, block columns, merge, merge, channels, patch, patch]
+    return pieces.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, channels * patch * patch)
+
+
+def cut_once(
+    image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[NDArray[np.uint8], int, int]:
+    """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
+    import torch
+
+    rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
+    return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,228 +277,6 @@ class Processor:
         return tuple(self.tokens.get(f"{name}_{side}_token_id", "") for side in ("start", "end"))
 
 
-def load_processor(
-    folder: str | Path,
-    *,
-    tokens: Mapping[str, str] | None = None,
-    patch_sizes: PatchSizes | None = None,
-    audio_sizes: AudioSizes | None = None,
-    special_tokens_in_text: bool = False,
-    multi_turn: MultiTurn = "last",
-    train_template_thought: bool = False,
-    pixel_limits: PixelLimits = FOLDERS_LIMITS,
-    transparency: Transparency = "white",
-) -> Processor:
-    """Load tokenizer, chat template and processors from ``folder``, without any network.
-
-    ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
-    folder does not say its own, and ``audio_sizes`` the model's, which count in any case; without
-    them, all is as the folder says. Images or sounds that the family has no token for are left out.
-    ``pixel_limits`` stand above the folder's; the rest is as of the flags.
-
-    Raises ValueError for what is missing, damaged, not known or does not fit the model, and for
-    limits that leave no size.
-    """
-    folder = Path(folder)
-    _require_files(folder)
-    read = AutoTokenizer.from_pretrained
-    tokenizer = _loaded(read, folder, names=TOKENIZER_FILES, trust_remote_code=False)
-    if (file := separate_template(folder)) is not None:
-        tokenizer.chat_template = read_json(file).get("chat_template")
-    images = _load_images(folder, patch_sizes) if _has_images(folder) else None
-    if images is not None:
-        limited(images, pixel_limits)
-    elif tokens is not None and "image_token_id" in tokens:
-        raise ValueError(
-            f"No image processor in {folder}, which is for sounds: name the folder that belongs to"
-            " this model."
-        )
-    hears = _hearing_kind(folder) == _HEARING if tokens is None else "audio_token_id" in tokens
-    audio = _load_audio(folder, audio_sizes) if hears else None
-    if tokens is None:
-        tokens = _folders_tokens(folder, tokenizer, images, audio)
-    tokens = {**tokens, **_around_images(tokenizer, images)}
-    texts = list(tokens.values())
-    return Processor(
-        tokenizer=tokenizer,
-        images=images,
-        folder=folder,
-        tokens=tokens,
-        token_ids=_special_ids(tokenizer, tokens, folder=folder),
-        special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
-        multi_turn=multi_turn,
-        trains_thoughts=train_template_thought,
-        end_token=tokenizer.eos_token,
-        end_token_id=tokenizer.eos_token_id,
-        pad_token_id=(
-            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        ),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        pixel_limits=pixel_limits,
-        transparency=transparency,
-        audio=audio,
-    )
-
-
-def _hearing_kind(folder: Path) -> Any:
-    """What the folder calls its feature extractor, as transformers finds it; None without."""
-    combined = _combined(folder)
-    found = combined.get("feature_extractor", combined.get("audio_processor"))
-    settings = found if isinstance(found, Mapping) else read_json(folder / IMAGE_FILE)
-    return settings.get("feature_extractor_type")
-
-
-def _has_images(folder: Path) -> bool:
-    """Whether there is an image processor; one of the oldest folders does not say its kind."""
-    own = read_json(folder / IMAGE_FILE)
-    named = "image_processor" in _combined(folder) or "image_processor_type" in own
-    return named or _hearing_kind(folder) != _HEARING
-
-
-def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
-    """The folder's feature extractor, if any, for a model of the ``given`` or its own sizes."""
-    kind = _hearing_kind(folder)
-    if kind is None:
-        return None
-    if kind != _HEARING:
-        raise ValueError(
-            f"The feature extractor in {folder} is a {kind!r:.80}, where a WhisperFeatureExtractor"
-            " was expected: copy the file from the model that the folder belongs to."
-        )
-    read = WhisperFeatureExtractor.from_pretrained
-    extractor = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
-    with told(f"{folder / MODEL_FILE} cannot be used: ", "."):
-        sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE))
-    if sizes is None:
-        raise ValueError(
-            f"{folder} does not say how many tokens a sound has: put the model's {MODEL_FILE}"
-            " there."
-        )
-    with told(f"The feature extractor in {folder} cannot be used: ", "."):
-        return AudioFrames(extractor, sizes)
-
-
-def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
-    """The folder's image processor; ``given`` sizes count where the folder has none."""
-    read = Qwen2VLImageProcessorPil.get_image_processor_dict  # whatever the kind
-    config, _ = _loaded(read, folder, names=IMAGE_PROCESSOR_FILES)
-    with told(f"The image processor in {folder} has ", "."):
-        kind = processor_kind(config.get("image_processor_type"))
-    transform = _loaded(kind.from_pretrained, folder, names=IMAGE_PROCESSOR_FILES)
-    with told(f"The image processor in {folder} has ", "."):
-        require_scaling(transform)
-    if kind is Qwen2VLImageProcessorPil:
-        return QwenPatches(transform)
-    if kind is GotOcr2ImageProcessorPil and _combined(folder)[_CLASS] == "InternVLProcessor":
-        transform.crop_to_patches = True  # which that class asks for, whatever the file says
-    said = [sizes for sizes in (_folders_patches(folder), given) if sizes is not None]
-    if not said:
-        raise ValueError(
-            f"{folder} does not say how large patches are, neither does its image processor:"
-            f" put the model's {MODEL_FILE} there."
-        )
-    size = next((sizes.image_size for sizes in reversed(said) if sizes.image_size), None)
-    with told(f"The image processor in {folder} cannot be used: ", "."):
-        # The folder's own sizes of patches: whether they are the model's is asked with all else.
-        return FixedPatches(transform, replace(said[0], image_size=size))
-
-
-def _combined(folder: Path) -> Mapping[str, Any]:
-    """What the folder says of the whole: of tokenizer, template and image processor."""
-    own = read_json(folder / IMAGE_FILE)
-    return {_CLASS: own.get(_CLASS), **read_json(folder / COMBINED_FILE)}
-
-
-def _folders_patches(folder: Path) -> PatchSizes | None:
-    """By config.json, else by what LLaVA's processor is told; None where neither says."""
-    combined = _combined(folder)
-    more = combined.get("num_additional_image_tokens")
-    strategy = combined.get("vision_feature_select_strategy")
-    if more is not None and strategy is not None and more != (strategy == "default"):
-        raise ValueError(
-            f"{folder / COMBINED_FILE} has num_additional_image_tokens {more} and"
-            f" vision_feature_select_strategy {strategy!r:.40}, so that images have another number"
-            " of tokens than patches: expected 1 with 'default', or 0 with 'full'."
-        )
-    config = read_json(folder / MODEL_FILE)
-    with told(f"{folder / MODEL_FILE} cannot be used: ", "."):
-        by_processor = {"vision_config": {"patch_size": combined.get("patch_size")}}
-        return PatchSizes.of_config(config) or PatchSizes.of_config(by_processor)
-
-
-def _around_images(tokenizer: Any, images: ImagePatches | None) -> dict[str, str]:
-    """What InternVL's processor writes around an image's token, which stands alone in templates."""
-    if images is None or not isinstance(images.transform, GotOcr2ImageProcessorPil):
-        return {}
-    found = {side: getattr(tokenizer, f"{side}_image_token", None) for side in ("start", "end")}
-    return {f"image_{side}_token_id": text for side, text in found.items() if text}
-
-
-def _folders_tokens(
-    folder: Path, tokenizer: Any, images: ImagePatches | None, audio: AudioFrames | None
-) -> Mapping[str, str]:
-    """Those of the family that the folder is for, as its tokenizer and processor name them."""
-    if audio is not None:
-        return {
-            field: getattr(tokenizer, name, None) or usual
-            for field, (name, usual) in _NAMES.items()
-            if images is not None or field.startswith("audio")
-        }
-    assert images is not None
-    if isinstance(images, QwenPatches):
-        return QWEN_TOKENS
-    said = [
-        getattr(tokenizer, "context_image_token", None),  # InternVL's
-        getattr(tokenizer, "image_token", None),
-        _combined(folder).get("image_token"),
-    ]
-    image = next((text for text in said if isinstance(text, str)), "<image>")
-    return {"image_token_id": image}
-
-
-# How tokenizers of families with sounds name these tokens, and what they are where one does not.
-_NAMES = {
-    "image_token_id": ("image_token", "<|IMAGE|>"),
-    "video_token_id": ("video_token", "<|VIDEO|>"),
-    "vision_start_token_id": ("vision_bos_token", "<|vision_bos|>"),
-    "vision_end_token_id": ("vision_eos_token", "<|vision_eos|>"),
-    "audio_token_id": ("audio_token", "<|AUDIO|>"),
-    "audio_start_token_id": ("audio_bos_token", "<|audio_bos|>"),
-    "audio_end_token_id": ("audio_eos_token", "<|audio_eos|>"),
-}
-
-
-def require_scaling(transform: Any) -> None:
-    """ValueError for an image or video processor that cannot make pixels finite numbers."""
-    colours = "three finite numbers{}, for red, green and blue"
-    for name, count, least, expected in (
-        ("image_mean", 3, -_LARGEST, colours.format("")),
-        ("image_std", 3, _LEAST, colours.format(" above 0")),
-        ("rescale_factor", 1, _LEAST, "a finite number above 0, such as 1 / 255"),
-    ):
-        value = getattr(transform, name)
-        values = [value] if count == 1 else value if isinstance(value, Sequence) else []
-        numbers = (type(each) in (int, float) and least <= each <= _LARGEST for each in values)
-        if len(values) != count or not all(numbers):
-            raise ValueError(
-                f"{name} {value!r:.80}: expected {expected}. Copy the file from the model that it"
-                " belongs to"
-            )
-
-
-def _loaded(read: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
-    """What transformers makes of the files; whatever it raises, the folder is to blame."""
-    try:
-        return read(str(folder), local_files_only=True, **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{' or '.join(names)} in {folder}, or what stands beside it, cannot be read "
-            f"({type(error).__name__}: {reason:.300}). Copy the files from the model that they "
-            "belong to."
-        ) from error
-
-
 def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None) -> None:
     """Refuse a processor that was made for another model.
 
@@ -344,41 +302,21 @@ def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None
         )
 
 
-def _require_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(
-            f"No tokenizer folder at {folder}: looked for a folder with"
-            f" {' or '.join(TOKENIZER_FILES)} and {' or '.join(IMAGE_PROCESSOR_FILES)}. Give the"
-            " path of a downloaded Hugging Face model or of a folder made by"
-            " scripts/make_demo_data.py."
-        )
-    for kind, names in (
-        ("tokenizer", TOKENIZER_FILES),
-        ("image processor", IMAGE_PROCESSOR_FILES),
-    ):
-        if not any((folder / name).is_file() for name in names):
-            raise ValueError(
-                f"No {kind} in {folder}: looked for {' or '.join(names)}. Copy the file from the"
-                " model that this folder belongs to."
-            )
+@dataclass(frozen=True)
+class SpecialTexts:
+    """A tokenizer's special tokens by how they are written, and their ids."""
 
+    pattern: re.Pattern[str]
+    ids: frozenset[int]
 
-def _special_ids(tokenizer: Any, tokens: Mapping[str, str], *, folder: Path) -> dict[str, int]:
-    vocab = tokenizer.get_vocab()
-    missing = [text for text in tokens.values() if text not in vocab]
-    if missing:
-        raise ValueError(
-            f"The tokenizer in {folder} has no {', '.join(missing)}: the tokenizer of the model's"
-            " family was expected. Use the tokenizer of the vision model, not of its text model."
-        )
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"The tokenizer in {folder} has no chat template: put chat_template.jinja into the"
-            " folder."
-        )
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"The tokenizer in {folder} names no eos_token, the token that ends an answer: set it"
-            " in tokenizer_config.json."
-        )
-    return {name: vocab[text] for name, text in tokens.items()}
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, more: Sequence[str]) -> SpecialTexts:
+        """Those that the tokenizer calls special, and ``more``."""
+        added = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        texts = added | set(tokenizer.all_special_tokens) | set(more)
+        ids = set(tokenizer.convert_tokens_to_ids(sorted(texts))) - {tokenizer.unk_token_id, None}
+        # The longest first: a regular expression takes the first that fits.
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        return cls(re.compile("|".join(map(re.escape, longest_first))), frozenset(ids))

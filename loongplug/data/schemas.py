@@ -1,7 +1,7 @@
 """The shapes that rows of JSONL files may have, checked by pydantic."""
 
-import reprlib
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,41 +20,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from loongplug.data.conversation import map_texts
 from loongplug.data.media_files import InlineFile
-from loongplug.data.rows import parse_row_json
+from loongplug.data.row_files import parse_row_json
+from loongplug.data.schema_errors import MEANINGS, described
 
-_MOST_ERRORS = 3  # of one row in one message
 _JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
-
 LEAST_FPS = 1e-3  # of a video: slower ones have times beyond what positions can count
-
-# What keys mean that LoongPlug does not use. Nothing: they are no matter of training, and may stand
-# anywhere. The others are refused; so are all that are not here, but in turns and parts alone.
-_MEANINGS = {
-    key: meaning
-    for keys, meaning in {
-        "id uuid message_id parent_id turn_id name timestamp created created_at time date detail"
-        " lang language model source metadata finish_reason cache_control": "",
-        "rejected rejected_response rejected_messages rejected_images rejected_videos"
-        " rejected_audios chosen": "another answer to compare with: LoongPlug trains on one",
-        "tools functions tool_calls function_call": "tools: LoongPlug takes them from tools beside"
-        " messages, tool_calls of an answer and the role tool",
-        "objects": "boxes or points of objects: LoongPlug does not write them into the text",
-        "img imgs image_path image_paths image_url image_urls video_path video_paths video_url"
-        " video_urls audio_path audio_paths audio_url audio_urls": "media: LoongPlug takes them"
-        " from images, videos and audios",
-        "mask masks loss_mask loss_scale train_mask weights sample_weight train_on_inputs": "a"
-        " mask: LoongPlug takes it from loss and weight of a turn",
-        "instruction input output query response history": "turns: LoongPlug takes them from"
-        " instruction, input, output and history, or from query, response and history",
-        "kto_tag": "whether the answer is wanted: LoongPlug trains on all it is given",
-        "system system_prompt": "what the system says: LoongPlug takes it from system beside turns",
-        "documents chat_template chat_template_kwargs enable_thinking reasoning_content": "what the"
-        " chat template is given: LoongPlug gives it the messages alone",
-    }.items()
-    for key in keys.split()
-}
 
 
 def _encodable(text: str) -> str:
@@ -80,7 +51,8 @@ def _parsed(value: Any) -> Any:
         value = _JSON.validate_python(
             parse_row_json(value.encode()) if isinstance(value, str) else value
         )
-        return map_texts(value, _encodable)
+        json.dumps(value, ensure_ascii=False).encode()  # an error for half of a character
+        return value
     except ValueError as error:
         raise PydanticCustomError(
             "no_json", "It is not what JSON can say, in whole words"
@@ -148,7 +120,7 @@ class _Schema(BaseModel):
                     used[key] = each
             elif not _is_empty(each):
                 known = f"LoongPlug knows {', '.join(fields)} there"
-                meaning = _MEANINGS.get(key, "" if cls.is_row else known)
+                meaning = MEANINGS.get(key, "" if cls.is_row else known)
                 if meaning and key not in ignored:
                     reason = meaning if cls.is_row else known
                     shown = key.encode(errors="backslashreplace").decode()
@@ -169,9 +141,11 @@ class Url(_Schema):
 UrlOrString = Annotated[
     Annotated[Name, Tag("<string>")] | Annotated[Url, Tag("<object>")], _string_or("<object>")
 ]
+
 Source = Annotated[
     Annotated[Name, Tag("<string>")] | Annotated[Frames, Tag("<frames>")], _string_or("<frames>")
 ]
+
 _BY_LIST = Discriminator(lambda value: "<list>" if isinstance(value, list) else "<one>")
 Files = Annotated[Annotated[File, Tag("<one>")] | Annotated[list[File], Tag("<list>")], _BY_LIST]
 Videos = Annotated[Annotated[Name, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
@@ -236,6 +210,7 @@ AnyPart = Annotated[
     | AudioUrlPart,
     Field(discriminator="type"),
 ]
+
 Parts = Annotated[list[AnyPart], Field(min_length=1)]
 
 
@@ -322,7 +297,6 @@ class TextRow(_Row):
 
 
 AnyRow = MessagesRow | ConversationsRow | AlpacaRow | QueryRow | TextRow
-
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
     ("messages", MessagesRow, '{"messages": [{"role": "user", "content": "..."}, ...]}'),
     (
@@ -335,6 +309,7 @@ _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
     ("query", QueryRow, '{"query": "...", "response": "..."}'),
     ("text", TextRow, '{"text": "..."}'),
 )
+
 ROW_KEYS = frozenset(
     field.alias or name for _, row, _ in _BY_KEY for name, field in row.model_fields.items()
 )
@@ -360,10 +335,7 @@ def validate_row(row: dict[str, Any], *, ignored: Collection[str]) -> tuple[AnyR
             unused: set[str] = set()
             return schema.model_validate(row, context=(ignored, unused)), unused
         except ValidationError as error:
-            details = error.errors(include_url=False)
-            found = "; ".join(_describe(detail, row) for detail in details[:_MOST_ERRORS])
-            more = f"; and {len(details) - _MOST_ERRORS} more" * (len(details) > _MOST_ERRORS)
-            raise ValueError(f"{found}{more}. A row looks like {example}.") from error
+            raise ValueError(f"{described(error, row)}. A row looks like {example}.") from error
     known = " or ".join(f'"{key}" as in {example}' for key, _, example in _BY_KEY)
     raise ValueError(
         f"unknown schema with keys {sorted(row)}: expected {known}; or say by --columns"
@@ -376,36 +348,3 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_empty, value.values()))
     return value is None or value in ("", [], "[]", "{}")
-
-
-def _describe(detail: Any, row: dict[str, Any]) -> str:
-    location = detail["loc"]
-    missing = detail["type"] == "missing"
-    path, value = _place(location[:-1] if missing else location, row)
-    if missing:
-        return f"{path}.{location[-1]} is missing".removeprefix(".")
-    if detail["type"] == "key":
-        key = detail["ctx"]["key"]
-        return (
-            f"{path or 'the row'} has the key {key!r:.80} ({detail['msg']}): write what is meant"
-            " as LoongPlug knows it, drop the key, or name it in --ignore-keys"
-        )
-    reason = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{path} is {reprlib.repr(value)}, but {reason}"
-
-
-def _place(location: Sequence[int | str], value: Any) -> tuple[str, Any]:
-    """The path in the row as in Python, and what is there; of pydantic's steps, tags are left out.
-
-    Ours are in angle brackets, but a part's is its type, and follows the part's number.
-    """
-    path, number = "", False
-    for step in location:
-        of_part = number and isinstance(value, dict) and step == value.get("type")
-        number = isinstance(step, int)
-        # What is JSON within a text is no place in the row.
-        known = step in value if isinstance(value, dict) else number and isinstance(value, list)
-        if known and not of_part:
-            path += f"[{step}]" if number else f".{step}"
-            value = value[step]
-    return path.removeprefix("."), value

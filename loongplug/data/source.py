@@ -4,59 +4,37 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain, count, islice, repeat, tee
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import tee
+from typing import Any
 
-from loongplug.data.assignment import EncoderUnits, PlannedUnit, planned_units
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.extents import UNUSABLE, RowExtent
-from loongplug.data.positions import Grid
-from loongplug.data.row_plan import (
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.media_loader import PlanJob, StepMaker
+from loongplug.data.planned_media import (
+    EncoderUnits,
+    LoadedUnit,
+    MeasuredSamples,
+    MediaBatch,
+    MicrobatchText,
+    PlannedMicrobatch,
+    StepDraft,
+    planned_units,
+)
+from loongplug.data.sample import UNUSABLE, Sample, as_indexed
+from loongplug.data.sample_order import (
     START,
     Evaluation,
     Packing,
     PackStream,
     ResumePoint,
     SampleOrder,
+    StepSizes,
     padded_slots,
 )
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.survey import MAKE_AGAIN
-from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.data.workers import IN_PROCESS, Ordered, Pool, WorkerSettings
 
 _MEDIA_CACHE_BYTES = 256 * 2**20
-_CHUNK = 16  # samples that are measured at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedMicrobatch:
-    """What is known of a microbatch before its text and its media are there."""
-
-    number: int  # in its replica's step
-    extents: tuple[RowExtent, ...]  # of all its samples
-    units: Mapping[str, PlannedUnit]  # by the encoder's name
-    text: Callable[[], tuple[Sample, ...]]
-    replica: int = 0  # by its data parallel rank
-    taken: range | None = None  # which of its samples; None: all
-    begins: ResumePoint | None = None  # where a source of packs goes on that begins with it
-
-    @property
-    def trained(self) -> int:
-        """Tokens of all its samples that count, if their media can be used."""
-        return sum(each.trained for each in self.extents)
-
-    @cached_property
-    def samples(self) -> tuple[Sample, ...]:
-        """Those that are taken; waits for them. To be asked for in the microbatches' order.
-
-        Raises:
-            ValueError: one cannot be used; with file and line.
-        """
-        found = self.text()
-        return found if self.taken is None else found[self.taken.start : self.taken.stop]
 
 
 class LocalSource:
@@ -71,10 +49,8 @@ class LocalSource:
     rank of a replica makes all of its text, and all make the same; with an index and without
     ``text``, a rank makes none. Media are loaded as ``encoders``, by name, say. No communication.
 
-    Which microbatches there are depends on neither the number of processes nor the split over
-    ranks. ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an
-    endless stream, over and over. ``bad_samples`` says what becomes of a sample that cannot be
-    used.
+    ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an endless
+    stream, over and over. ``bad_samples`` says what becomes of a sample that cannot be used.
 
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
     whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
@@ -112,7 +88,6 @@ class LocalSource:
         self._encoders = encoders
         self._bad_samples = bad_samples or BadSamples()
         self._same = same
-        self._settings = workers
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # media that this rank has read for its microbatches
         self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
@@ -120,15 +95,14 @@ class LocalSource:
         self._steps_to_plan = sizes.microbatches(each=self._each, consumed=consumed_samples)
         self._step = self._number = 0  # parts of the step that is planned, and the next
         self._index = 0  # of the next text
-        self._drafts: deque[_Draft] = deque()
+        self._drafts: deque[StepDraft] = deque()
         self._planned: deque[PlannedMicrobatch] = deque()
         self._fault: Exception | None = None  # of planning ahead, until that is reached
         self._to_load: deque[_Load] = deque()
         self._loading: set[_Load] = set()
-        # What processes keep is theirs alone: together they keep what one would.
-        share = max(1, workers.processes)
+        share = max(1, workers.processes)  # together they keep what one would
         dataset.share_cache(share)
-        making = _Making(dataset, encoders, cache_bytes=_MEDIA_CACHE_BYTES // share)
+        making = StepMaker(dataset, encoders, cache_bytes=_MEDIA_CACHE_BYTES // share)
         self._bytes_of = making.load.bytes_of
         self._pool: Pool[Any, Any] = Pool(making, settings=workers)
         order = SampleOrder(len(dataset), seed=seed)
@@ -145,7 +119,7 @@ class LocalSource:
             place = resume or START
             packing = Packing(seq_length=dataset.seq_length, look_ahead=look_ahead)
             if self._extents is None:
-                measured = _Measured(self._pool, order, place)
+                measured = MeasuredSamples(self._pool, order, place)
                 self._read = measured.chunks
                 packs = PackStream(measured.length, packing=packing, place=place)
                 slots = packs.slots(order, consumed=consumed_samples, taken=measured.taken, **own)
@@ -168,10 +142,8 @@ class LocalSource:
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """The microbatches of the next step, in their order.
 
-        Each is planned when it is asked for, unless the assignment compares all of a step.
-
-        Raises:
-            ValueError: a row cannot be used; with file and line.
+        Each is planned when it is asked for, unless the assignment compares all of a step. Raises
+        ValueError, with file and line, for a row that cannot be used.
         """
         step = next(self._steps) * len(self._parts)
         return map(self._take, range(step))  # unlike a generator, outlives an error
@@ -230,7 +202,7 @@ class LocalSource:
                 )
             )
 
-    def _drafted(self) -> "_Draft":
+    def _drafted(self) -> StepDraft:
         """What is known of the next microbatches that are assigned together."""
         numbers = self._together()
         texts = [self._next_text() for _ in numbers]
@@ -250,11 +222,11 @@ class LocalSource:
         }
         plans: dict[str, tuple[Any, Future[Any]]] = {}
         for name, encoder in self._encoders.items():
-            if encoder.assignment.by_plan is not None and self._settings.processes:
+            if encoder.assignment.by_plan is not None and self._pool.settings.processes:
                 grids = tuple(each.grids for each in media[name])
-                plans[name] = grids, self._pool.submit(_PlanJob(name, grids), soon=True)
+                plans[name] = grids, self._pool.submit(PlanJob(name, grids), soon=True)
         self._number = numbers.stop
-        return _Draft(numbers, self._step, texts, media, plans)
+        return StepDraft(numbers, self._step, texts, media, plans)
 
     def _together(self) -> range:
         """The next microbatches that are assigned together."""
@@ -266,14 +238,14 @@ class LocalSource:
         last = any(number in each.together(self._step) for each in assignments)
         return range(number, self._step if last else number + 1)
 
-    def _next_text(self) -> "_Text":
+    def _next_text(self) -> MicrobatchText:
         slot = next(self._slots)
         blank = max(0, self._micro_batch_size - len(slot.rows))
         rows = (*slot.rows, *(-1,) * blank)
         number, part = divmod(self._index, len(self._parts))
         self._index += 1
         replica, taken = self._parts[part]
-        made = partial(_Text, replica, taken, number, rows)
+        made = partial(MicrobatchText, replica, taken, number, rows)
         if self._extents is None:
             samples = self._samples_of(rows)
             if self._packed and sum(map(len, samples)) > (most := self._dataset.seq_length):
@@ -293,15 +265,15 @@ class LocalSource:
         assert self._samples is not None, "there is no index, or a text is asked for"
         return (*self._samples(), *(Sample.blank(),) * rows.count(-1))
 
-    def _text(self, text: "_Text") -> tuple[Sample, ...]:
+    def _text(self, text: MicrobatchText) -> tuple[Sample, ...]:
         samples = text.samples
         if samples is None and self._samples is None:
             return tuple(map(Sample.outline, text.extents))
         if samples is None:
-            samples = tuple(map(_as_planned, self._samples_of(text.rows), text.extents))
+            samples = tuple(map(as_indexed, self._samples_of(text.rows), text.extents))
             self._same(text.replica, text.number, samples, text.begins)
         for sample in samples:
-            if self._bad_samples.speaks:  # else another rank of the replica counts the row
+            if sample.remarks and self._bad_samples.speaks:  # else another rank counts the row
                 self._bad_samples.remarks.add(sample.remarks, where=sample.where)
             if sample.bad is not None:
                 self._bad_samples.meet(sample.bad)
@@ -322,7 +294,8 @@ class LocalSource:
         load.work = None  # else rows would be held as long as somebody holds the microbatch
         self._loading.discard(load)
         self.decoded += loaded.decoded
-        self._bad_samples.used(loaded.odd)
+        if loaded.odd:
+            self._bad_samples.used(loaded.odd)
         self._bad_samples.media[load.unit.encoder] += len(load.unit.media)
         for bad in loaded.bad.values():
             self._bad_samples.meet(bad)
@@ -331,7 +304,8 @@ class LocalSource:
 
     def _work_ahead(self) -> None:
         """Begin to load what is needed next, and to plan behind it; waits for nothing."""
-        most = self._settings.processes * self._settings.depth
+        settings = self._pool.settings
+        most = settings.processes * settings.depth
         try:
             while self._fault is None and len(self._loading) < most:
                 # Planners keep the plans of some 30 steps.
@@ -345,7 +319,7 @@ class LocalSource:
                     self._plan()
                     continue
                 ahead = sum(each.nbytes for each in self._loading)
-                if not self._to_load or ahead > self._settings.most_bytes:
+                if not self._to_load or ahead > settings.most_bytes:
                     break
                 load = self._to_load[0]
                 load.work = self._pool.submit(load.unit)  # of a pool that is over, an error
@@ -360,54 +334,6 @@ class LocalSource:
         return self._read is None or self._read.made(len(self._together()))
 
 
-class _Measured:
-    """The samples of a stream of positions, which are read ahead until they are in packs."""
-
-    def __init__(self, pool: Pool[Any, Any], order: SampleOrder, place: ResumePoint) -> None:
-        positions = chain((each for each, _ in place.state.held), count(place.state.read))
-        chunks = (order.indices(islice(positions, _CHUNK)) for _ in repeat(None))
-        self.chunks = pool.ordered(map(tuple, chunks))
-        self._samples = chain.from_iterable(self.chunks)
-        self._held: dict[int, Sample] = {}
-        self.own: deque[list[Sample]] = deque()  # of packs that were taken
-
-    def length(self, position: int) -> int:
-        """As :class:`~loongplug.data.row_plan.PackStream` asks for it."""
-        sample = self._held[position] = next(self._samples)
-        return len(sample)
-
-    def taken(self, pack: Sequence[int], own: bool) -> None:
-        """A pack was made."""
-        samples = [self._held.pop(position) for position in pack]
-        if own:
-            self.own.append(samples)
-
-
-class _Making:
-    """Makes samples of rows, the rows of units' media, and plans; stateless but for caches."""
-
-    def __init__(
-        self, dataset: ChatDataset, encoders: Mapping[str, EncoderUnits], *, cache_bytes: int
-    ) -> None:
-        self._dataset = dataset
-        self._encoders = encoders
-        self.load = UnitLoader(dataset, cache_bytes=cache_bytes)
-
-    def __call__(self, job: "tuple[int, ...] | MediaBatch | _PlanJob") -> Any:
-        if isinstance(job, MediaBatch):
-            return self.load(job)
-        if isinstance(job, _PlanJob):
-            by_plan = self._encoders[job.encoder].assignment.by_plan
-            assert by_plan is not None, "it is asked for"
-            return by_plan.plan(job.media)
-        return self._dataset.text_parts(job)
-
-
-class _PlanJob(NamedTuple):
-    encoder: str
-    media: Sequence[Sequence[Grid]]
-
-
 @dataclass(eq=False)
 class _Load:
     """A share's media, which are to be loaded here."""
@@ -415,39 +341,3 @@ class _Load:
     unit: MediaBatch
     nbytes: int  # of its rows, once loaded
     work: Future[LoadedUnit] | None = None
-
-
-class _Text(NamedTuple):
-    """A microbatch's text: which rows, and the samples where they were made to know extents."""
-
-    replica: int
-    taken: range | None  # of its samples; None: all
-    number: int  # of all of the replica's
-    rows: tuple[int, ...]  # of the dataset; -1: a blank one
-    extents: tuple[RowExtent, ...]
-    begins: ResumePoint | None
-    samples: tuple[Sample, ...] | None
-
-
-class _Draft(NamedTuple):
-    """Parts of a step's microbatches that are assigned together; plans are being made."""
-
-    numbers: range  # of the parts, of so many in the step
-    step: int
-    texts: Sequence[_Text]
-    media: Mapping[str, Sequence[MediaBatch]]
-    plans: Mapping[str, tuple[Any, Future[Any]]]
-
-
-def _as_planned(sample: Sample, extent: RowExtent) -> Sample:
-    """The sample, if it is what its index says; of one that is gone, the room that it leaves."""
-    if sample.bad is not None:
-        return Sample.outline(extent, bad=sample.bad)
-    found = sample.extent
-    if (found.lengths, found.runs) != (extent.lengths, extent.runs):
-        raise ValueError(
-            f"{sample.where}: the sample has {found.tokens} tokens, but {extent.tokens} by the"
-            " index (0: it could not be used), or media at other places: the row, or what reads"
-            f" it, has changed since. {MAKE_AGAIN}"
-        )
-    return sample

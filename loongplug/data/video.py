@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.bad_samples import OddVideos, told
 from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
+from loongplug.data.data_options import Transparency
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
-from loongplug.data.images import decode_image, image_size
-from loongplug.data.media_files import MediaFile
-from loongplug.data.pixel_limits import Transparency
-from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor, require_scaling
+from loongplug.data.media_files import MediaFile, decode_image, image_size
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import require_scaling
+from loongplug.data.sample import Grid, OddVideos, told
 from loongplug.data.video_files import decode_frames, video_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loongplug.data.pixel_bytes import PixelBytes
 
 _USUAL_FPS = 2.0
 
@@ -145,16 +142,13 @@ class VideoProcessor:
         frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
         return self._processed(video, frames, where=where)[1]
 
-    @cached_property
-    def pixel_bytes(self) -> PixelBytes:
-        """What becomes of rows of bytes; ValueError where the folder has no video processor."""
-        from loongplug.data.pixel_bytes import PixelBytes
-
-        transform = self._loaded(where=str(self._processor.folder))
-        return PixelBytes.of_videos(transform, frames=self._processor.vision.temporal_patch_size)
+    @property
+    def transform(self) -> Any:
+        """The processor of transformers; ValueError where the folder has none for videos."""
+        return self._loaded(where=str(self._processor.folder))
 
     def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
-        """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
+        """The rows of the video's frames as bytes, and their grid.
 
         [frames * height * width, channels * pixels] uint8; ValueError for one that cannot be used.
         """
@@ -171,7 +165,8 @@ class VideoProcessor:
         stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
         patches, grid = self._processed(video, stacked, where=where)
         assert patches.dtype == torch.uint8, patches.dtype
-        return self.pixel_bytes.frame_rows(patches, grid, frames=len(video.times)), grid
+        together = self._processor.vision.temporal_patch_size
+        return _frame_rows(patches, grid, frames=len(video.times), together=together), grid
 
     def _processed(self, video: AnyVideo, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
         """What the processor makes of bytes, but for the scale of their values."""
@@ -200,6 +195,20 @@ class VideoProcessor:
             self._processor.pixel_limits.limit(transform, "video_", patch=token)
             self._transform = transform
         return self._transform
+
+
+def _frame_rows(patches: Tensor, grid: Grid, *, frames: int, together: int) -> Tensor:
+    """The rows of bytes of a video's first ``frames``, of patches as a processor cuts them.
+
+    A patch has so many ``together``.
+
+    [time * height * width, channels * frames of a patch * pixels] uint8 to
+    [frames * height * width, channels * pixels].
+    """
+    time, height, width = grid
+    each = patches.view(time, height * width, 3, together, -1)
+    rows = each.permute(0, 3, 1, 2, 4).reshape(time * together * height * width, -1)
+    return rows[: frames * height * width].clone()  # a view would keep what is repeated
 
 
 def _name(video: AnyVideo) -> str:

@@ -1,4 +1,4 @@
-"""Work ahead of its use, in forked processes.
+"""Work ahead of its use, in forked processes, and a cache of what was made.
 
 Not by concurrent.futures' own pool: it waits for its jobs when the interpreter exits and, for
 ever, for the rest of a result whose process was killed as it sent it.
@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -269,3 +269,33 @@ def _end_with_the_parent() -> None:
     while os.getppid() == parent.pid:  # processes that were forked later keep the sentinel quiet
         wait([parent.sentinel], 2.0)
     os._exit(1)
+
+
+class ByteBoundedCache[K: Hashable, V]:
+    """Values by key, at most ``max_bytes`` of them by the sizes that the caller states."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The value of ``key``, which counts as used now, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: K, value: V, *, size: int) -> None:
+        """Keep a value of ``size`` bytes, unless it is larger than the whole cache."""
+        if size > self._max_bytes:
+            return
+        self._bytes += size - self._entries.pop(key, (value, 0))[1]
+        self._entries[key] = value, size
+        while self._bytes > self._max_bytes:
+            _, (_, dropped) = self._entries.popitem(last=False)
+            self._bytes -= dropped

@@ -11,9 +11,10 @@ import torch
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.data.positions import Grid
-from loongplug.data.source import EncoderUnits, LocalSource
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.planned_media import EncoderUnits
+from loongplug.data.sample import Grid
+from loongplug.data.sample_order import StepSizes
+from loongplug.data.source import LocalSource
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.placement import ApartPiece
 from loongplug.models.entries import encoders

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaToCome, Unit
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_tokens_evenly
 from loongplug.estimate.tape import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.consoles import table_console
-from loongplug.data.audio_sizes import AudioSizes
-from loongplug.data.image_patches import PatchSizes
+from loongplug.data.data_options import (
+    ANY_ROW,
+    FOLDERS_LIMITS,
+    PixelLimits,
+    RowAccess,
+    Transparency,
+)
+from loongplug.data.media_sizes import AudioSizes, PatchSizes
 from loongplug.data.object_store import RemoteFile
-from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits, Transparency
-from loongplug.data.processor import Processor, load_processor, require_fit
-from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.processor import Processor, require_fit
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.metrics import Metric, metric_named

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loongplug.data.conversation import Video, VideoClip
 from loongplug.data.kinds import KINDS, kind_of
-from loongplug.data.media import MediaLoader
+from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.evaluate.questions import Question

@@ -6,17 +6,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.bad_samples import bad_as
 from loongplug.data.blend import Rows, open_source
-from loongplug.data.conversation import Conversation, Medium
-from loongplug.data.extents import MediumExtent
-from loongplug.data.formats import parse_conversation
+from loongplug.data.conversation import Conversation, Medium, parse_conversation
+from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.kinds import KINDS, Context, opened
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
-from loongplug.data.remarks import MASKED
-from loongplug.data.rows import ANY_ROW, RowAccess
-from loongplug.data.template import tokenize_prompt
+from loongplug.data.sample import MASKED, MediumExtent, bad_as
+from loongplug.data.tokens import tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 _TASK_KEYS = ("task", "kind")

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Self
 
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.models.amounts import frame_macs
 from loongplug.models.architecture import EncoderArchitecture
 

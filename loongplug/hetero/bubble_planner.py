@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from math import prod
 
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.hetero.balance import cut, in_passes, shares_of
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.encoder_steps import EncoderWork, Stream

@@ -16,7 +16,7 @@ from itertools import chain
 from math import inf, prod
 from typing import Literal, NamedTuple, Self
 
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import Mapping, is_carried

@@ -16,7 +16,7 @@ from loongplug.models.rope_settings import (
 )
 
 if TYPE_CHECKING:
-    from loongplug.data.positions import Grid
+    from loongplug.data.sample import Grid
     from loongplug.data.video import VideoStyle
 
 # The sections of transformers' config.json, with the modules that each describes.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from loongplug.data.cache import ByteBoundedCache
+from loongplug.data.workers import ByteBoundedCache
 from loongplug.platform.devices import to_device
 
 

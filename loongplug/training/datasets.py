@@ -10,23 +10,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from loongplug.data.bad_samples import BadSamples
+from loongplug.data.bad_samples import BadSamples, Remarks
 from loongplug.data.blend import Source, parse_blend
+from loongplug.data.cache_folder import LOG, said_by
+from loongplug.data.chat_template import habits_of
 from loongplug.data.check import index_beside
+from loongplug.data.data_options import PixelLimits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import IndexedExtents, path_of
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.image_patches import PatchSizes
-from loongplug.data.kept_files import LOG, said_by
 from loongplug.data.kinds import TOKEN_IDS
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.media_sizes import PatchSizes
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import Processor, load_processor, require_fit
-from loongplug.data.remarks import Remarks
-from loongplug.data.row_plan import Evaluation, Packing
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.template import habits_of
+from loongplug.data.processor import Processor, require_fit
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample_order import Evaluation, Packing, StepSizes
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.entries import encoders

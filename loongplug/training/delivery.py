@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from loongplug.data.assignment import PlannedShare, PlannedUnit
-from loongplug.data.dataset import Sample
 from loongplug.data.loader import Heard
-from loongplug.data.media import CodedMedia
+from loongplug.data.media_loader import CodedMedia
 from loongplug.data.microbatch import MediaToCome
-from loongplug.data.units import MediaBatch
+from loongplug.data.planned_media import MediaBatch, PlannedShare, PlannedUnit
+from loongplug.data.sample import Sample
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.store_keys import comes
 from loongplug.parallel.verdict import SharedFaultError

@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.observe.recorder import NOTHING, Recorder

@@ -6,9 +6,8 @@ from typing import Any
 
 from loongplug.context.row_parts import BALANCES
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
+from loongplug.data.data_options import MAX_ROW_MIB, TRANSPARENCIES
 from loongplug.data.packing import LOOK_AHEAD
-from loongplug.data.pixel_limits import TRANSPARENCIES
-from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.hetero.modes import SCHEDULES
 from loongplug.platform.choice import add_device_flag
 from loongplug.schedule.tensor_names import NAMES

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from loongplug.data.bad_samples import BAD_KINDS
+from loongplug.data.sample import BAD_KINDS
 from loongplug.output_files import write_figures
 from loongplug.training.forward_step import ForwardStep
 

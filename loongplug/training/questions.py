@@ -8,13 +8,12 @@ from itertools import islice
 import numpy as np
 
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.extents import RowExtent
+from loongplug.data.dataset import ChatDataset
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import Evaluation
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.survey import require_length
+from loongplug.data.sample import RowExtent, Sample
+from loongplug.data.sample_order import Evaluation, StepSizes
+from loongplug.data.tokens import require_length
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.evaluate.questions import Question, questions_of
 from loongplug.parallel.states import decoder_layout

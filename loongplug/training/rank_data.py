@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from torch.distributed import PrefixStore, Store
 
 from loongplug.context.row_parts import RowParts
-from loongplug.data.assignment import ONE_REPLICA, Assignment, EncoderUnits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import Delivery, MicrobatchLoader, RowLengths
-from loongplug.data.media import CodedMedia, coded_media
+from loongplug.data.media_loader import CodedMedia, coded_media
 from loongplug.data.microbatch import TextNeeds
-from loongplug.data.row_plan import ResumePoint
+from loongplug.data.planned_media import ONE_REPLICA, Assignment, EncoderUnits
+from loongplug.data.sample_order import ResumePoint
 from loongplug.data.source import LocalSource
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from loongplug.data.blend import Rows, open_rows, sources_of
+from loongplug.data.cache_folder import said_by
+from loongplug.data.data_options import RowAccess
 from loongplug.data.extent_index import IndexedExtents, command_for
-from loongplug.data.kept_files import said_by
-from loongplug.data.row_plan import Packing, packs_of_epochs
-from loongplug.data.rows import RowAccess
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.survey import SurveySettings
+from loongplug.data.sample_order import Packing, StepSizes, packs_of_epochs
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.training.rules.rule import data_parallel_size, evaluates
 from loongplug.training.step_sizes import step_sizes
 

@@ -15,8 +15,8 @@ from loongplug.checkpoint.agreement import of_all_ranks, raise_together
 from loongplug.checkpoint.kept import KeptCheckpoints
 from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.checkpoint.save_lock import LOCK_FILE
+from loongplug.data.bad_samples import Remarks
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.remarks import Remarks
 from loongplug.hetero.engine import Engine
 from loongplug.models.amounts import ModelAmounts
 from loongplug.models.hf_mapping import Mapping

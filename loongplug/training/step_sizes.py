@@ -8,7 +8,7 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any
 
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.sample_order import StepSizes
 
 
 def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.hetero.bubble_planner import StreamedCosts, Units
 from loongplug.hetero.step_costs import PassCosts, PieceCost
 from loongplug.models.amounts import ModelAmounts

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.blend import parse_blend
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.sample_order import StepSizes
 from loongplug.hetero.modes import modes_of
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_mapping import Mapping, is_carried

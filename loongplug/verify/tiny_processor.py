@@ -14,8 +14,8 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from loongplug.data.audio_sizes import HOP, SAMPLE_RATE
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE
+from loongplug.data.media_sizes import HOP, SAMPLE_RATE
 
 Kind = Literal["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "qwen2_audio", "qwen2_5_omni"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from loongplug.data.audio_sizes import SAMPLE_RATE
+from loongplug.data.media_sizes import SAMPLE_RATE
 
 # With it, microbatches next to each other have media of the same sizes: only what is compared can
 # tell them apart.

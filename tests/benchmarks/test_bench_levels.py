@@ -21,7 +21,7 @@ from modes.levels_work import (
     write_levels_data,
 )
 
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.observe.trace_file import TraceEvent
 
 MS = 1_000_000

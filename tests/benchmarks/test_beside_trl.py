@@ -23,7 +23,7 @@ from modes.levels_work import write_levels_data
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from loongplug.data.row_plan import SampleOrder
+from loongplug.data.sample_order import SampleOrder
 
 
 @pytest.mark.quick

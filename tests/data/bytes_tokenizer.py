@@ -5,8 +5,7 @@ import dataclasses
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from loongplug.data.processor import Processor
-from loongplug.data.special_text import SpecialTexts
+from loongplug.data.processor import Processor, SpecialTexts
 
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),

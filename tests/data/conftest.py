@@ -12,8 +12,9 @@ from PIL import Image
 from surveyed import settings_of
 from video_reference import Family, make_family
 
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.survey import SurveySettings
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.verify.tiny_processor import write_processor
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from loongplug.data.conversation import Conversation, Message, Part
 from loongplug.data.processor import Processor
-from loongplug.data.template import Tokens
+from loongplug.data.tokens import Tokens
 
 
 def conversation(*messages: tuple[str, str | Sequence[Part]], plain: bool = False) -> Conversation:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from image_units import ENCODER, image_units, media_of
 
-from loongplug.data.assignment import PlannedUnit
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import Delivery, MicrobatchLoader
-from loongplug.data.media import coded_media
+from loongplug.data.media_loader import coded_media
+from loongplug.data.planned_media import PlannedUnit
+from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
-from loongplug.data.step_sizes import StepSizes
 from loongplug.training.delivery import ReplicaDelivery
 
 

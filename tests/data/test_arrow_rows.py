@@ -18,12 +18,12 @@ from loongplug.cli import app
 from loongplug.data import arrow_rows as module
 from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import open_rows
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.media import MediaLoader
+from loongplug.data.media_files import ChangedFileError
+from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor
-from loongplug.data.rows import RowAccess
 from loongplug.evaluate.questions import read_questions
 
 pytestmark = pytest.mark.quick

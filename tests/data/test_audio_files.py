@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from loongplug.data.audio_files import audio_length, decode_audio, samples_at_16k
 from loongplug.data.conversation import AudioClip
-from loongplug.data.media_files import InlineFile, TarMember
 
 av = pytest.importorskip("av", reason="sounds need PyAV: pip install 'loongplug[video]'")
 
@@ -122,16 +121,6 @@ def test_lengths_of_others_are_those_that_are_decoded(
     assert 0.4 < np.abs(sound[4_000:-4_000]).max() < 0.6
     # What is too long anyway is not decoded to its end.
     assert 100 < audio_length(path, where=WHERE, enough=100) < 8_000 or name == "float.wav"
-
-
-def test_members_and_files_in_rows_are_files(tmp_path: Path) -> None:
-    path = tmp_path / "a.wav"
-    write_wav(path, noise(3_000), rate=8_000)
-    expected, content = heard(path), path.read_bytes()
-    np.testing.assert_array_equal(heard(InlineFile("audio/wav", content)), expected)
-    (tmp_path / "a.tar").write_bytes(bytes(512) + content + bytes(512))
-    member = TarMember(tmp_path / "a.tar", "a.wav", 512, len(content))
-    np.testing.assert_array_equal(heard(member), expected)
 
 
 def float_wav(path: Path, numbers: np.ndarray) -> Path:

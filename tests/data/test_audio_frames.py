@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from loongplug.data.audio_frames import AudioFrames
-from loongplug.data.audio_sizes import AudioSizes
+from loongplug.data.media_sizes import AudioSizes
 
 pytestmark = pytest.mark.quick
 

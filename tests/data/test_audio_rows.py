@@ -26,21 +26,21 @@ from surveyed import grids_of, media_in, settings_of, survey_of
 from transformers import Qwen2AudioProcessor, Qwen2VLImageProcessorPil
 
 from loongplug.data.audio_files import decode_audio
-from loongplug.data.audio_sizes import AudioSizes
-from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
 from loongplug.data.check import index, tokens_of
 from loongplug.data.conversation import AudioClip
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.extents import ExtentTable
+from loongplug.data.extent_index import ExtentTable
 from loongplug.data.fingerprint import processor_digest
 from loongplug.data.inspect import describe
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kinds import KINDS
-from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import InlineFile
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.rows import RowAccess
+from loongplug.data.media_loader import MediaLoader
+from loongplug.data.media_sizes import AudioSizes
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import BadSampleError
 
 pytestmark = pytest.mark.quick
 
@@ -194,20 +194,6 @@ def test_plain_text_has_the_marks_around_a_sound(
     assert dataset.processor.tokenizer.decode(trained) == "A cow.<|im_end|>"
 
 
-def test_what_looks_like_a_sound_in_the_text_is_text(
-    tmp_path: Path, write_rows: Write, folder: Path, hearing: Processor
-) -> None:
-    write_wav(tmp_path / "a.wav", noise(1_600))
-    path = write_rows(asked(audio("a.wav"), text("".join(AUDIO)), answer=AUDIO[0]))
-    sample = chats(path, hearing)[0]
-    assert [(sample.input_ids == each).sum() for each in hearing.token_ids.values()].count(1) == 2
-    assert (sample.input_ids == hearing.token_ids["audio_token_id"]).sum() == 2
-    allowed = load_processor(folder, special_tokens_in_text=True)
-    with pytest.raises(BadSampleError, match="audio tokens in the text for 1 audios") as caught:
-        chats(path, allowed)[0]
-    assert caught.value.sample.kind == "text"
-
-
 def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: Processor) -> None:
     write_wav(tmp_path / "a.wav", noise(3_200, seed=1))
     write_wav(tmp_path / "b.wav", noise(6_400, seed=2))
@@ -322,31 +308,14 @@ def test_media_that_a_model_does_not_take_are_refused(
         assert caught.value.sample.kind == "media"
 
 
-def test_sounds_are_confined_like_images(
-    tmp_path: Path, write_rows: Write, hearing: Processor
-) -> None:
-    write_wav(tmp_path / "a.wav", noise(3_200))
-    (tmp_path / "inside").mkdir()
-    path = write_rows(asked(audio("../a.wav"), text("What?")))
-    access = RowAccess(media_root=tmp_path / "inside", confine_media=True)
-    rows = open_rows([str(path)], flag="--x", seed=0, access=access)
-    with pytest.raises(BadSampleError, match=r"audio .* and --confine-media takes only"):
-        chats(rows, hearing)[0]
-
-
-@pytest.mark.parametrize("as_struct", [True, False])
-def test_sounds_in_a_table(
-    tmp_path: Path, write_rows: Write, hearing: Processor, as_struct: bool
-) -> None:
+def test_sounds_in_a_table(tmp_path: Path, write_rows: Write, hearing: Processor) -> None:
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     write_wav(tmp_path / "a.wav", noise(3_200))
     row = asked({"type": "audio"}, text("What?"))
     row["messages"][1]["content"] = [text("A cow.")]  # a column is of one kind
-    content: Any = (tmp_path / "a.wav").read_bytes()
-    if as_struct:
-        content = {"bytes": content, "path": "a.wav"}
+    content = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
     table = pa.table({"messages": [row["messages"]], "audios": [[content]]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     found = chats(open_rows([str(tmp_path / "rows.parquet")], flag="--x", seed=0), hearing)
@@ -400,22 +369,6 @@ def test_check_inspect_and_index_take_sounds(
     assert ["audio", "tokens", "25", "25", "25", "25"] in [
         line.split() for line in capsys.readouterr().err.splitlines()
     ]
-
-
-def test_a_fault_behind_the_header_is_found_by_check(
-    tmp_path: Path, write_rows: Write, hearing: Processor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_wav(tmp_path / "a.wav", noise(3_200))
-
-    def refuse(clip: AudioClip, *, where: str) -> None:
-        raise ValueError(f"{where}: audio {clip.path} is damaged.")
-
-    monkeypatch.setattr("loongplug.data.kinds.decode_audio", refuse)
-    path = write_rows(asked(audio("a.wav"), text("What?")))
-    checked = survey_of(hearing, JsonlIndex(path), 0)
-    (finding,) = checked.findings
-    assert finding.kind == "pixels"
-    assert finding.message.endswith(f"rows.jsonl:1: audio {tmp_path / 'a.wav'} is damaged.")
 
 
 @pytest.mark.parametrize("published", [True, False])

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from loongplug.data.blend import Blend, BlendSpec, open_rows, parse_blend
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import RowAccess
+from loongplug.data.row_files import JsonlIndex
 
 pytestmark = pytest.mark.quick
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
+from loongplug.data.chat_template import render_chat
 from loongplug.data.conversation import Conversation, Message
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.template import render_chat, tokenize_conversation
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.tokens import tokenize_conversation
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,12 @@ from surveyed import survey_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data import survey
+from loongplug.data import survey_settings
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.rows import RowAccess
+from loongplug.data.media_files import ChangedFileError
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
 from loongplug.data.workers import Pool, WorkerSettings, map_rows
 
 Row = Callable[..., dict[str, Any]]
@@ -107,22 +106,6 @@ def test_every_fault_is_found_with_its_place(
             raise ValueError(one.message)
 
 
-@pytest.mark.quick
-def test_rows_without_faults_are_those_that_training_takes(
-    processor: Processor, bad_file: tuple[Path, list[Fault]]
-) -> None:
-    """Of text parts; what only decoding can find is not among them."""
-    path, faults = bad_file
-    dataset = ChatDataset(path, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
-    bad = {fault.line for fault in faults if "damaged" not in fault.message}
-    for index in range(len(dataset)):
-        if index + 1 in bad:
-            with pytest.raises(ValueError, match=f"^{path}:{index + 1}: "):
-                dataset[index]
-        else:
-            dataset[index]
-
-
 def run_check(*arguments: str | Path) -> tuple[int, list[str], str]:
     result = CliRunner().invoke(app, ["data", "check", *(str(a) for a in arguments)])
     return result.exit_code, result.stdout.splitlines(), result.stderr
@@ -200,7 +183,7 @@ def test_a_file_that_changes_ends_the_command(
         path.write_text("{}\n")  # the rows are open by then
         return load_processor(*arguments, **options)
 
-    monkeypatch.setattr(survey, "load_processor", load)
+    monkeypatch.setattr(survey_settings, "load_processor", load)
     options = ("--tokenizer-model", processor_folder, "--seq-length", SEQ_LENGTH)
     code, printed, errors = run_check(path, *options, "--processes", 2)
     assert (code, printed, errors.count("has changed since")) == (1, [], 1)
@@ -266,47 +249,15 @@ def test_options_that_are_wrong_end_with_one_sentence(
         assert " 0" in errors
 
 
-@pytest.mark.quick
-def test_media_start_at_the_media_root(
-    processor: Processor,
-    write_image: Callable[..., str],
-    row: Row,
-    tmp_path: Path,
-) -> None:
-    name = write_image("a.png", height=32, width=32)
-    (tmp_path / "elsewhere").mkdir()
-    path = tmp_path / "elsewhere" / "rows.jsonl"
-    path.write_text(json.dumps(row("Read", "1", images=(name,))) + "\n")
-    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
-    assert [one.kind for one in checker(JsonlIndex(path), 0).findings] == ["media"]
-    assert checker(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0).findings == ()
-
-
 def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:
     console = Console(stderr=True)
     return list(map_rows(task, count, processes=processes, console=console, title="test"))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 5])
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 200])
+@pytest.mark.parametrize("processes", [1, 5])
+@pytest.mark.parametrize("count", [0, 1, 33, 200])
 def test_rows_come_in_order_whatever_the_number_of_processes(count: int, processes: int) -> None:
     assert gather(lambda row: row * row, count, processes) == [row * row for row in range(count)]
-
-
-@pytest.mark.quick
-def test_work_is_shared_among_processes() -> None:
-    assert len(set(gather(lambda _: time.sleep(0.01) or os.getpid(), 128, 4))) == 4
-
-
-@pytest.mark.quick
-def test_an_exception_in_a_process_reaches_the_caller() -> None:
-    def fail(row: int) -> int:
-        if row == 70:
-            raise RuntimeError("row 70")
-        return row
-
-    with pytest.raises(RuntimeError, match="row 70"):
-        gather(fail, 100, 2)
 
 
 def test_a_killed_process_is_an_error_and_no_hang() -> None:

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 from loongplug.commands.data import data as data_commands
 from loongplug.data import media_files
 from loongplug.data.blend import Rows, open_rows
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.images import decode_image, image_size
-from loongplug.data.media_files import ConfinedFolder, open_media_file
+from loongplug.data.media_files import ConfinedFolder, decode_image, image_size, open_media_file
+from loongplug.data.media_loader import UnitLoader
 from loongplug.data.processor import Processor
-from loongplug.data.rows import RowAccess
-from loongplug.data.units import UnitLoader
 from loongplug.evaluate.questions import read_questions
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,8 @@ from qwen_templates import QWEN3
 from surveyed import media_in
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
 
 av = pytest.importorskip(
     "av", reason="the samples have video files: pip install 'loongplug[video]'"

@@ -18,16 +18,18 @@ from surveyed import grids_of, settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data.bad_samples import BadSampleError
+from loongplug.data.chat_template import habits_of
 from loongplug.data.check import index
 from loongplug.data.conversation import Conversation, Message
-from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import IndexedExtents, kept_table
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.loader import collate
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_plan import ResumePoint
-from loongplug.data.template import Tokens, habits_of, tokenize_conversation, tokenize_prompt
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import BadSampleError, Sample
+from loongplug.data.sample_order import ResumePoint
+from loongplug.data.tokens import Tokens, tokenize_conversation, tokenize_prompt
 from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick

@@ -20,13 +20,13 @@ from surveyed import grids_of, media_in, settings_of
 
 from loongplug.data.blend import open_rows
 from loongplug.data.check import check
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.rows import RowAccess
+from loongplug.data.media_files import ChangedFileError
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.workers import WorkerSettings
 
 pytest.importorskip("megatron.energon")
@@ -443,16 +443,3 @@ def test_without_the_package_one_sentence_names_the_extra(
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match=r"pip install 'loongplug\[energon\]'"):
         EnergonRows(prepared, split="train")
-
-
-def test_the_rows_file_formats_are_those_of_jsonl(tmp_path: Path, demo: Path) -> None:
-    """A row that is not a list goes through as it is."""
-    row = json.loads((demo / "train.jsonl").read_text().splitlines()[0])
-    row["id"] = 7
-    for part in row["messages"][0]["content"]:
-        if part["type"] == "image":
-            part["image"] = "png"
-    rows = of_samples(tmp_path / "d", {"json": row, "png": png()})
-    assert rows.read(0) == row
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert JsonlIndex(tmp_path / "rows.jsonl").read(0) == row

@@ -11,7 +11,7 @@ from surveyed import indexed
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import Evaluation, Packing
+from loongplug.data.sample_order import Evaluation, Packing
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,9 @@ import pytest
 
 from loongplug.data import fingerprint as module
 from loongplug.data.fingerprint import content_digest, fingerprint
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
 from loongplug.data.video import VideoProcessor, video_style_of
 
 pytestmark = pytest.mark.quick
@@ -81,21 +82,6 @@ def test_a_moved_file_is_the_same_and_other_settings_are_not(
     other.write_text("{}\n")
     both = [JsonlIndex(moved), JsonlIndex(other)]
     assert fingerprint(both, processor) != fingerprint(both[::-1], processor)
-
-
-def test_another_template_is_another_stream(
-    rows: Path, tmp_path: Path, processor: Processor
-) -> None:
-    folder = tmp_path / "processor"
-    folder.mkdir()
-    for file in processor.folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    copied = load_processor(folder)
-    assert fingerprint([JsonlIndex(rows)], copied) == fingerprint([JsonlIndex(rows)], processor)
-    template = folder / "chat_template.jinja"
-    assert template.is_file()
-    template.write_text(template.read_text() + "\n")
-    assert fingerprint([JsonlIndex(rows)], copied) != fingerprint([JsonlIndex(rows)], processor)
 
 
 def test_the_head_of_a_large_file_counts(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:

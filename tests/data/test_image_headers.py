@@ -11,11 +11,11 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from loongplug.data.conversation import Medium, Video
-from loongplug.data.image_patches import QwenPatches
-from loongplug.data.images import decode_image, image_size
 from loongplug.data.kinds import KINDS, Context
-from loongplug.data.media import MediaLoader
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.media_files import decode_image, image_size
+from loongplug.data.media_loader import MediaLoader
+from loongplug.data.processor import Processor, QwenPatches
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 WHERE = "rows.jsonl:4"

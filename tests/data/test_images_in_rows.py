@@ -11,10 +11,10 @@ import pytest
 from surveyed import media_in, survey_of
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import InlineFile
+from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor
+from loongplug.data.row_files import JsonlIndex
 
 pytestmark = pytest.mark.quick
 

@@ -14,15 +14,14 @@ from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data import check, extents
+from loongplug.data import check, extent_index
 from loongplug.data.blend import open_rows, sources_of
 from loongplug.data.check import index, index_beside
-from loongplug.data.dataset import ChatDataset
-from loongplug.data.extent_index import IndexedExtents, kept_table
-from loongplug.data.extents import ExtentTable
-from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.dataset import ChatDataset, Surveyor
+from loongplug.data.extent_index import ExtentTable, IndexedExtents, kept_table
 from loongplug.data.processor import Processor
-from loongplug.data.survey import SurveySettings
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.workers import Pool
 
 pytestmark = pytest.mark.quick
@@ -52,7 +51,7 @@ def run_check(path: Path, settings: SurveySettings) -> Any:
 def beside(path: Path, settings: SurveySettings) -> None:
     """As a run has it made, to the end."""
     sources = sources_of(open_rows([str(path)], flag="", seed=1))
-    surveyor = settings.surveyor(seq_length=SEQ_LENGTH)  # a run's knows its --seq-length
+    surveyor = Surveyor.of(settings, seq_length=SEQ_LENGTH)  # a run's knows its --seq-length
     works: list[Future[None]] = []
     submit = Pool.submit
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +64,7 @@ def beside(path: Path, settings: SurveySettings) -> None:
 def content(place: Path) -> Any:
     """Note and arrays of an index."""
     note, table = ExtentTable.read(place)
-    arrays = {name: getattr(table, name) for name in extents._ARRAYS}
+    arrays = {name: getattr(table, name) for name in extent_index._ARRAYS}
     return note, {name: each.tolist() for name, each in arrays.items()}, table.remarks.found
 
 
@@ -110,7 +109,7 @@ def test_a_check_does_without_an_index_where_none_can_be_kept(
     def refuse(place: Path) -> Any:
         raise PermissionError(13, "read-only")
 
-    monkeypatch.setattr(extents, "put_whole", refuse)
+    monkeypatch.setattr(extent_index, "put_whole", refuse)
     found = run_check(path, settings)
     assert (found.exit_code, found.stdout) == (1, expected.stdout)
     assert "3 cannot be used" in found.stderr
@@ -176,7 +175,7 @@ def test_it_ends_with_its_pool(
     closing: list[Callable[[], None]] = []
     monkeypatch.setattr("loongplug.data.workers.atexit.register", closing.append)
     sources = sources_of(open_rows([str(path)], flag="", seed=1))
-    pool = index_beside(sources, settings.surveyor(), settings)
+    pool = index_beside(sources, Surveyor.of(settings), settings)
     assert closing == [pool.close]
     pool.close()
     os.close(read)

@@ -28,27 +28,6 @@ def trained(
     return [processor.tokenizer.decode(run) for run in runs]
 
 
-TURNS = {
-    "conversations": [
-        {"from": "human", "value": "<image>\nnot this"},
-        {"from": "gpt", "value": "31"},
-        {"from": "human", "value": "nor <image> this"},
-        {"from": "gpt", "value": "7"},
-        {"from": "gpt", "value": "8"},
-    ],
-    "images": ["a.png", "a.png"],
-    "system": "nor that",
-}
-
-
-def test_answers_with_their_end_and_nothing_else(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
-) -> None:
-    write_image("a.png", height=64, width=64)
-    answers = trained(TURNS, write_rows(TURNS), processor)
-    assert answers == ["31<|im_end|>", "7<|im_end|>", "8<|im_end|>"]
-
-
 def test_plain_text_is_trained_whole_with_an_end(
     processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
 ) -> None:

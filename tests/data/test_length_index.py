@@ -16,16 +16,16 @@ from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data import extents
+from loongplug.data import extent_index
 from loongplug.data.blend import Blend, Rows, open_rows
 from loongplug.data.check import index
+from loongplug.data.data_options import PixelLimits, RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import IndexedExtents, kept_table
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.rows import RowAccess
-from loongplug.data.survey import SurveySettings
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.survey_settings import SurveySettings
 
 pytestmark = pytest.mark.quick
 
@@ -226,7 +226,7 @@ def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
     path: Path, settings: SurveySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    put_whole = extents.put_whole
+    put_whole = extent_index.put_whole
 
     def refuse(place: Path) -> Any:
         if place.parent == path.parent:
@@ -235,11 +235,11 @@ def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
 
     make(path, settings)
     path.write_text(path.read_text() + "\n")  # what lies beside it does not fit any more
-    monkeypatch.setattr(extents, "put_whole", refuse)
+    monkeypatch.setattr(extent_index, "put_whole", refuse)
     make(path, settings)
     assert kept_table(JsonlIndex(path), settings) is not None
     assert len(os.listdir(tmp_path / "cache" / "loongplug")) == 1
-    monkeypatch.setattr(extents, "put_whole", lambda _: refuse(path))
+    monkeypatch.setattr(extent_index, "put_whole", lambda _: refuse(path))
     assert "cannot be kept anywhere" in command(path, "--tokenizer-model", settings.folder).stderr
 
 

@@ -1,11 +1,9 @@
 """Lengths of samples, and what packing makes of them."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from loongplug.data.check import fill_words, length_table, packs_of
+from loongplug.data.check import fill_words, length_table
 
 pytestmark = pytest.mark.quick
 
@@ -26,9 +24,3 @@ def test_the_words_count_what_does_not_fit_and_what_packing_fills() -> None:
     assert fill_words([11], seq_length=10) == (
         "100.0% of the samples are longer than --seq-length 10."
     )
-
-
-@given(st.lists(st.integers(0, 10), min_size=1, max_size=600))
-def test_packs_are_no_fewer_than_the_tokens_need(lengths: list[int]) -> None:
-    packs = packs_of(lengths, seq_length=10)
-    assert -(-sum(lengths) // 10) <= packs <= len(lengths)

@@ -26,18 +26,16 @@ from surveyed import survey_of
 from transformers import CLIPImageProcessorPil, GotOcr2ImageProcessorPil, LlavaProcessor
 from transformers.utils import is_torchvision_available
 
-from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kinds import Placeholder
-from loongplug.data.processor import Processor, load_processor, require_fit
-from loongplug.data.template import (
-    shortest_sample,
-    tokenize_conversation,
-    tokenize_prompt,
-)
+from loongplug.data.media_loader import PixelBytes
+from loongplug.data.processor import Processor, require_fit
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import BadSampleError
+from loongplug.data.tokens import shortest_sample, tokenize_conversation, tokenize_prompt
 
 pytestmark = pytest.mark.quick
 
@@ -105,7 +103,7 @@ def test_prompts_are_those_of_llava_s_processor(llava: Processor, name: str) -> 
     assert ours[0] == llava.tokenizer.bos_token_id
     if number:
         ((coded, grid),) = llava.images.coded([picture])
-        rows = llava.images.pixel_bytes.decoded(coded)
+        rows = PixelBytes.of_images(llava.images).decoded(coded)
         assert grid == (1, 24, 24)
         again = llava.images.model_inputs(rows, torch.tensor([grid]))["pixel_values"]
         assert torch.equal(again, features["pixel_values"][:1])
@@ -294,28 +292,6 @@ def test_a_row_with_a_video_is_refused(llava: Processor, write_rows: Callable[..
         assert [finding.kind for finding in checked.findings] == ["media"]
 
 
-def test_a_damaged_image_is_its_sample_s_fault(
-    llava: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
-) -> None:
-    path = write_rows(*rows_with(write_image("a.png", height=40, width=90)))
-    image = path.parent / "a.png"
-    content = image.read_bytes()
-    image.write_bytes(content[: len(content) // 2])
-    dataset = ChatDataset(path, processor=llava, seq_length=640, training_phase="sft")
-    with pytest.raises(BadSampleError, match=f"^{path}:1: image .* is damaged"):
-        next(local_loader(dataset, micro_batch_size=2))
-    skipping = BadSamples("skip")
-    microbatch = next(local_loader(dataset, micro_batch_size=2, bad_samples=skipping)).heard()
-    assert dict(skipping.counts) == {"pixels": 1}
-    assert media_of(microbatch).rows.shape == (576, 588)
-    black = torch.zeros(576, 588, dtype=torch.uint8)
-    assert torch.equal(media_of(microbatch).rows, llava.vision.pixel_bytes.decoded(black))
-    assert microbatch.loss_mask is not None
-    trained = int(dataset[1].loss_mask.sum())
-    assert trained > 2
-    assert microbatch.loss_mask.sum(dim=1).tolist() == [0, trained]
-
-
 def test_only_what_the_family_has_is_compared(llava: Processor) -> None:
     fits: dict[str, int] = {"image_token_id": 4, "patch_size": 14, "vocab_size": 500}
     require_fit(llava, **fits)
@@ -363,6 +339,6 @@ def test_prompts_and_pixels_are_those_of_internvl_s_processor(tmp_path: Path) ->
     assert ours.tolist() == features["input_ids"][0].tolist()
     made = processor.images.coded(pictures)
     assert [grid for _, grid in made] == grids == [(3, 32, 32), (1, 32, 32)]
-    rows = processor.images.pixel_bytes.decoded(torch.cat([rows for rows, _ in made]))
+    rows = PixelBytes.of_images(processor.images).decoded(torch.cat([rows for rows, _ in made]))
     inputs = processor.images.model_inputs(rows, torch.tensor(grids))
     assert torch.equal(inputs["pixel_values"], features["pixel_values"])

@@ -11,12 +11,12 @@ from image_units import media_of, unit_of
 from local_loader import local_loader, require_alike
 from PIL import ImageFile
 
-from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import Evaluation
+from loongplug.data.sample import BadSampleError
+from loongplug.data.sample_order import Evaluation
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick

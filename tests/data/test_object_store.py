@@ -20,14 +20,13 @@ from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.data import object_store
-from loongplug.data.bad_samples import BadSampleError
 from loongplug.data.blend import open_rows
-from loongplug.data.conversation import VideoClip
+from loongplug.data.conversation import VideoClip, parse_conversation
+from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.formats import parse_conversation
-from loongplug.data.images import decode_image, image_size
-from loongplug.data.media import MediaLoader
+from loongplug.data.media_files import decode_image, image_size
+from loongplug.data.media_loader import MediaLoader, UnitLoader
 from loongplug.data.object_store import (
     RemoteFile,
     StoreError,
@@ -36,8 +35,7 @@ from loongplug.data.object_store import (
     remote_version,
 )
 from loongplug.data.processor import Processor
-from loongplug.data.rows import ANY_ROW, RowAccess
-from loongplug.data.units import UnitLoader
+from loongplug.data.sample import BadSampleError
 from loongplug.data.video_files import decode_frames, video_header
 from loongplug.data.workers import Pool, WorkerSettings
 
@@ -111,22 +109,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_mixed(s3: S3) -> None:
         opened.seek(900_000)
         with pytest.raises(OSError, match="no longer exists"):
             opened.read(10)
-
-
-def test_a_full_disk_keeps_no_media(
-    s3: S3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    usage = object_store.shutil.disk_usage("/")
-    monkeypatch.setattr(
-        object_store.shutil,
-        "disk_usage",
-        lambda folder: usage._replace(total=10**9, free=10**8),  # a tenth
-    )
-    for name in ("a.png", "b.png"):
-        file = RemoteFile.named(s3.put(name, picture(32, 48)))
-        assert decode_image(file, where=WHERE).size == (48, 32)
-    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.png"))
-    assert len([each for each in caplog.messages if "little room left" in each]) == 1
 
 
 @pytest.fixture

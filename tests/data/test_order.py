@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.data.row_plan import SampleOrder, epoch_permutation, microbatch_positions
+from loongplug.data.sample_order import SampleOrder, epoch_permutation, microbatch_positions
 
 pytestmark = pytest.mark.quick
 

@@ -16,14 +16,15 @@ from surveyed import grids_of, indexed
 
 from loongplug.context.row_parts import Balance, RowParts
 from loongplug.context.token_split import zigzag
-from loongplug.data.bad_samples import BadSampleError, BadSamples
+from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.packing import Pack, packs_once
 from loongplug.data.processor import Processor
-from loongplug.data.row_plan import (
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import BadSampleError
+from loongplug.data.sample_order import (
     START,
     Packing,
     PackStream,
@@ -140,13 +141,6 @@ def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> Non
         assert (pack.loss_mask[0, ends - 1] == 1).all()  # its neighbour learns to predict it
         starts = ends[:-1] + 1
         assert (pack.position_ids[:, 0, starts] == 0).all()
-
-
-def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
-    samples = [dataset[i] for i in range(2)]
-    full = sum(len(sample.input_ids) for sample in samples)
-    (pack,) = collate(samples, pad_token_id=0, seq_length=full, packed=True)
-    assert pack.tokens == pack.capacity == full
 
 
 def test_a_stream_of_packs_goes_on_from_any_place(dataset: ChatDataset) -> None:

@@ -8,9 +8,10 @@ from PIL import Image
 from video_reference import patches
 
 from loongplug.data.conversation import Video
+from loongplug.data.data_options import PixelLimits
 from loongplug.data.kinds import KINDS, Context
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 TOKEN = 32 * 32  # pixels of one visual token of the demo's models

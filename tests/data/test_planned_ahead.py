@@ -17,14 +17,14 @@ from image_units import ENCODER, image_units, unit_of
 from local_loader import local_source
 from surveyed import indexed
 
-from loongplug.data.assignment import Assignment
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.media_loader import UnitLoader
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.planned_media import Assignment, LoadedUnit, MediaBatch, PlannedMicrobatch
 from loongplug.data.processor import Processor
-from loongplug.data.source import LocalSource, PlannedMicrobatch
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
+from loongplug.data.sample import Grid
+from loongplug.data.sample_order import StepSizes
+from loongplug.data.source import LocalSource
 from loongplug.data.workers import Ordered, Pool, ProcessDiedError, WorkerSettings
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost

@@ -15,21 +15,18 @@ from surveyed import settings_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.data.arrow_rows import ArrowRows
-from loongplug.data.bad_samples import BadSample, BadSampleError, BadSamples
+from loongplug.data.bad_samples import BadSamples, Remarks
 from loongplug.data.blend import open_source
 from loongplug.data.check import index
-from loongplug.data.conversation import MediaPart
+from loongplug.data.conversation import MediaPart, parse_conversation
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import command_for, kept_table
-from loongplug.data.formats import parse_conversation
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media_files import InlineFile
 from loongplug.data.processor import Processor
-from loongplug.data.remarks import MASKED, Remarks
-from loongplug.data.rows import RowAccess
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import MASKED, BadSample, BadSampleError
+from loongplug.data.schema_errors import MEANINGS
 from loongplug.data.schemas import (
-    _MEANINGS,
     AlpacaRow,
     AudioPartRow,
     AudioUrlPart,
@@ -176,7 +173,7 @@ def test_any_unknown_key_of_a_turn_or_part_is_refused_by_name(
 ) -> None:
     _, way, _ = PLACES[schema]
     row = with_keys(schema, **{key: value})
-    assume(key not in keys_of(schema) and _MEANINGS.get(key) != "")
+    assume(key not in keys_of(schema) and MEANINGS.get(key) != "")
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way)[1:]
     shown = key.encode(errors="backslashreplace").decode()
     with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -472,20 +469,3 @@ def test_columns_that_say_nothing_or_two_things_are_refused(
     path = write_rows({"a": "x", "b": "y"})
     with pytest.raises(ValueError, match=message):
         open_source(path, access=RowAccess(columns=columns)).read(0)
-
-
-@pytest.mark.quick
-def test_one_image_stands_beside_messages_in_parquet(
-    tmp_path: Path, write_image: Callable[..., str]
-) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'loongplug[parquet]'")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    content = (tmp_path / write_image("i.png", height=32, width=32)).read_bytes()
-    turns = [USER | {"content": "<image>What?"}, ANSWER]
-    images = ({"bytes": None, "path": "i.png"}, {"bytes": content, "path": "else.png"})
-    table = pyarrow.Table.from_pylist([{"messages": turns, "image": image} for image in images])
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = ArrowRows(tmp_path / "rows.parquet")
-    for row, image in enumerate(("i.png", InlineFile("file", content))):
-        said = parse_conversation(rows.read(row), where="r:1").messages[0].parts
-        assert said == (MediaPart("image", image), "What?")

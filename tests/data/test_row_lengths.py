@@ -10,10 +10,10 @@ from image_units import ENCODER
 from local_loader import local_source
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.extents import RowExtent
 from loongplug.data.loader import MicrobatchLoader, RowLengths
 from loongplug.data.processor import Processor
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.sample import RowExtent
+from loongplug.data.sample_order import StepSizes
 from loongplug.training.rank_data import row_lengths_of
 
 pytestmark = pytest.mark.quick

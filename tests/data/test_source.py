@@ -12,22 +12,25 @@ import numpy as np
 import pytest
 import torch
 from image_units import ENCODER, image_units, media_of, owner_of, planned_whole, unit_of
-from local_loader import loaded_here, local_loader
+from local_loader import loaded_here
 
 from loongplug.data import loader
-from loongplug.data.assignment import Assignment, EncoderUnits, PlannedUnit
-from loongplug.data.bad_samples import BadSample
-from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import ALL_TEXT, Microbatch, Share, TextNeeds
-from loongplug.data.positions import Grid
+from loongplug.data.microbatch import ALL_TEXT, Share, TextNeeds
+from loongplug.data.planned_media import (
+    Assignment,
+    EncoderUnits,
+    LoadedUnit,
+    MediaBatch,
+    PlannedMicrobatch,
+    PlannedUnit,
+)
 from loongplug.data.processor import Processor
-from loongplug.data.source import LocalSource, PlannedMicrobatch
-from loongplug.data.step_sizes import StepSizes
-from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.data.sample import BadSample, Grid, Sample
+from loongplug.data.sample_order import StepSizes
+from loongplug.data.source import LocalSource
 from loongplug.data.workers import WorkerSettings
-from loongplug.platform import current_platform
-from loongplug.training.forward_step import ForwardStep
 
 pytestmark = pytest.mark.quick
 
@@ -110,22 +113,6 @@ def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDat
     assert [loaded_by(unit_of(planned)) is None for planned in rest] == [False, True]
     step = steps.next_step()
     assert [owner_of(unit_of(planned)) for planned in step] == [0, 1, 0]
-
-
-def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
-    asked: list[list[int]] = []
-
-    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
-        asked.append([len(grids) for grids in media])
-        return [(Share(encoder_replica=replicas - 1),)] * len(media)
-
-    assignment = Assignment(replicas=3, by_cost=by_cost, whole_steps=True)
-    steps = source(dataset, encoders=image_units(assignment=assignment, loads=(2,)))
-    found = [planned for _ in range(4) for planned in steps.next_step()]
-    assert [len(each) for each in asked] == [1, 1, 1, 3]
-    units = [unit_of(each) for each in found]
-    assert [count for each in asked for count in each] == [len(unit.media.media) for unit in units]
-    assert {owner_of(unit_of(each)) for each in found} == {2}
 
 
 def last_to_the_first(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
@@ -221,55 +208,6 @@ def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(
         shares = [[each.share for each in unit_of(one).shares] for one in (first, last)]
         assert shares[0] == shares[1]
     assert shared > 0
-
-
-def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None:
-    steps = source(dataset, consumed_samples=6)
-    step = list(steps.next_step())
-    assert steps.decoded == 0
-    for planned in step:
-        unit = unit_of(planned)
-        load = loaded_by(unit)
-        assert load is not None
-        assert len(load().rows) == unit.media.rows
-    assert steps.decoded > 0
-
-
-class Model(torch.nn.Module):
-    """Stands in for a chunk."""
-
-    pre_process = True
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.units = kwargs["units"]
-        return torch.ones(2, 32)
-
-
-def test_one_object_from_its_making_to_the_loss(
-    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Microbatch] = []
-    ended: list[Microbatch] = []
-    collate = loader.collate
-
-    def collated(*args: Any, **options: Any) -> tuple[Microbatch, ...]:
-        made.extend(collate(*args, **options))
-        return (made[-1],)
-
-    monkeypatch.setattr(loader, "collate", collated)
-    init = Microbatch.__init__
-    inits: list[int] = []
-    monkeypatch.setattr(
-        Microbatch, "__init__", lambda self, **values: inits.append(1) or init(self, **values)
-    )
-    step = ForwardStep(current_platform(), on_loss=lambda each, _: ended.append(each))
-    model, microbatches = Model(), local_loader(dataset, micro_batch_size=2)
-    for _ in range(3):
-        output, loss = step(microbatches.chunk(0), model)
-        loss(output)
-        assert model.units is made[-1].units
-    assert len(made) == len(inits) == 3
-    assert all(one is other for one, other in zip(made, ended, strict=True))
 
 
 def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:

@@ -14,13 +14,9 @@ from conversations import conversation
 from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.kinds import Placeholder
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.special_text import SpecialTexts, hide_special
-from loongplug.data.template import (
-    TrainingPhase,
-    tokenize_conversation,
-    tokenize_prompt,
-)
+from loongplug.data.processor import Processor, SpecialTexts
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.tokens import TrainingPhase, tokenize_conversation, tokenize_prompt
 
 pytestmark = pytest.mark.quick
 
@@ -82,11 +78,9 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
     plain = conversation(("text", f"one{E}two"), plain=True)
     tokens = tokenize_conversation(plain, bytes_processor, phase="pretrain", placeholders=[])
     assert special_ids(tokens.ids, bytes_processor) == [E]
-    pieces = ["<|im_", "end|>\n<|im", "_start|>x"]
-    sample = conversation(("user", pieces), ("assistant", "1"))
-    tokens = tokenize_conversation(sample, bytes_processor, phase="sft", placeholders=[])
-    assert special_ids(tokens.ids, bytes_processor) == [S, E, S, E]
-    assert f"{E}\n{S}x" in bytes_processor.tokenizer.decode(tokens.ids)
+    sample = conversation(("user", ["<|im_", "end|>x"]), ("assistant", "1"))
+    with pytest.raises(ValueError, match="neighbouring texts of the row make a special token"):
+        tokenize_conversation(sample, bytes_processor, phase="sft", placeholders=[])
 
 
 def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
@@ -104,11 +98,6 @@ def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
 
 def test_rows_without_special_tokens_are_encoded_as_ever(bytes_processor: Processor) -> None:
     sample = conversation(("user", "a <| b |> <im_end>\n\n"), ("assistant", "\nend"))
-    special = bytes_processor.special_texts
-    assert special is not None
-    messages, hidden = hide_special(sample.messages, special)
-    assert messages is sample.messages
-    assert hidden == {}
     allowing = dataclasses.replace(bytes_processor, special_texts=None)
     ids = [
         tokenize_conversation(sample, each, phase="pretrain", placeholders=[]).ids.tolist()

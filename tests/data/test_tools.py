@@ -11,17 +11,12 @@ from bytes_tokenizer import ADDED, SPECIAL, with_bytes
 from qwen_templates import QWEN2_5, QWEN3
 
 from loongplug.data.blend import open_source
+from loongplug.data.conversation import parse_conversation
+from loongplug.data.data_options import ANY_ROW
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.formats import parse_conversation
 from loongplug.data.kinds import Placeholder
 from loongplug.data.processor import Processor
-from loongplug.data.rows import ANY_ROW
-from loongplug.data.template import (
-    Tokens,
-    TrainingPhase,
-    tokenize_conversation,
-    tokenize_prompt,
-)
+from loongplug.data.tokens import Tokens, TrainingPhase, tokenize_conversation, tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.evaluate.questions import questions_of
 

@@ -15,14 +15,14 @@ from surveyed import grids_of, indexed
 from torch import Tensor
 
 from loongplug.data import kinds, video
-from loongplug.data.assignment import EncoderUnits
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.processor import Processor, load_processor
-from loongplug.data.survey import MAKE_AGAIN
-from loongplug.data.units import LoadedUnit
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.media_files import ChangedFileError
+from loongplug.data.planned_media import EncoderUnits, LoadedUnit
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.row_files import JsonlIndex
+from loongplug.data.sample import MAKE_AGAIN, Sample
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
@@ -179,13 +179,13 @@ def test_a_rank_of_eight_reads_an_eighth(
             dp_rank=rank,
             dp_size=8,
             seed=3,
-            workers=WorkerSettings(processes=processes),
+            workers=WorkerSettings(processes=processes, depth=3),
             **options,
         )
         own = sum(len(next(batches).lengths) for _ in range(4))
         batches.source.close()
         counts.append((len(noted.read_text().split()), own))
-    ahead = 3 * processes * (2 if packed else 1)  # of its own
+    ahead = 3 * processes * (4 if packed else 1)  # of its own; a pack has four samples at most
     assert all(own <= read <= own + ahead for read, own in counts), counts
     if not packed:
         assert [own for _, own in counts] == [4] * 8  # 32 rows in all
@@ -204,7 +204,7 @@ def test_a_rank_without_text_reads_no_row(
     def tokenized(*_: Any, **__: Any) -> Any:
         raise AssertionError("a text is made")
 
-    monkeypatch.setattr("loongplug.data.survey.tokenize_conversation", tokenized)
+    monkeypatch.setattr("loongplug.data.dataset.tokenize_conversation", tokenized)
     for planned, text in zip((x for _ in range(3) for x in silent.next_step()), texts, strict=True):
         for mine, theirs in zip(planned.samples, text, strict=True):
             assert mine.extent == theirs.extent

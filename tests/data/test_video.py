@@ -14,8 +14,9 @@ from video_reference import BLOCKS, Family, patches, read_frames, row_of, video
 
 from loongplug.data.conversation import Video
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.media import MediaLoader
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.media_loader import MediaLoader
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 WHERE = "rows.jsonl:4"

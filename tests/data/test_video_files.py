@@ -20,11 +20,10 @@ from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.kinds import extent_of
-from loongplug.data.media import MediaLoader
+from loongplug.data.media_loader import MediaLoader, UnitLoader
 from loongplug.data.processor import Processor
-from loongplug.data.units import UnitLoader
+from loongplug.data.row_files import JsonlIndex
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.data.video_files import decode_frames, video_header
 

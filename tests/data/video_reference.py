@@ -19,8 +19,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from loongplug.data.positions import Grid
+from loongplug.data.media_loader import PixelBytes
 from loongplug.data.processor import Processor
+from loongplug.data.sample import Grid
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 Row = dict[str, Any]
@@ -142,4 +143,4 @@ def reference(family: Family, row: Row, folder: Path) -> dict[str, Any]:
 def patches(videos: VideoProcessor, video: Any, *, where: str) -> tuple[torch.Tensor, Grid]:
     """The rows of values of a video, and their grid."""
     rows, grid = videos.coded(video, where=where)
-    return videos.pixel_bytes.of_video(rows, grid), grid
+    return PixelBytes.of_videos(videos.transform).of_video(rows, grid), grid

@@ -10,7 +10,7 @@ from PIL import Image
 from random_models import saved_model
 from transformers import CLIPImageProcessorPil, LlavaProcessor
 
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import load_model
 from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor

@@ -12,9 +12,8 @@ from digits.tasks import WORDS
 from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import load_processor
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import PixelLimits, RowAccess
+from loongplug.data.processor_folder import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions

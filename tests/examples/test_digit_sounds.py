@@ -18,7 +18,7 @@ from digits.sounds import make_sound_data
 from digits.speech import Utterance, speak
 from digits.tasks import AUDIO_TASKS, BOTH_TASKS, NUMBER_WORDS
 
-from loongplug.data.audio_sizes import SAMPLE_RATE, AudioSizes
+from loongplug.data.media_sizes import SAMPLE_RATE, AudioSizes
 from loongplug.verify.tiny_processor import MEL_BINS, SECONDS, VOCAB_SIZE
 
 Row = dict[str, Any]

@@ -17,9 +17,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.image_patches import PatchSizes
-from loongplug.data.processor import load_processor
-from loongplug.verify.tiny_processor import FixedImages
+from loongplug.data.processor_folder import load_processor
 
 Row = dict[str, Any]
 
@@ -91,15 +89,6 @@ def test_answers_are_right(demo: Path) -> None:
     assert asked == {task.name for task in (*TASKS, *NEW_TASKS)}
     for tasks in (TASKS, NEW_TASKS):
         assert sum(task.share for task in tasks) == pytest.approx(1)
-
-
-@pytest.mark.quick
-def test_new_questions_are_of_another_kind(demo: Path) -> None:
-    kinds = [{row["task"] for row in read(demo / name)} for name in FILES]
-    assert kinds[0] == kinds[1] == {task.name for task in TASKS}
-    assert kinds[2] == kinds[3] == {task.name for task in NEW_TASKS}
-    assert not kinds[0] & kinds[2]
-    assert [len(read(demo / name)) for name in FILES] == [TRAIN, TEST, TRAIN, TEST]
 
 
 @pytest.mark.quick
@@ -190,37 +179,6 @@ def test_every_sample_loads_for_a_model_whose_images_have_one_size(demo: Path) -
             assert spoken == f" {row['messages'][-1]['content']}"
             longest = max(longest, len(ids))
     assert longest > 6 * 16
-
-
-def test_every_sample_loads_for_a_model_whose_images_become_tiles(demo: Path) -> None:
-    """Twice as wide or high as the other side: two tiles and one of the whole, of 4 tokens each."""
-    fixed = FixedImages()
-    sizes = PatchSizes(patch_size=fixed.patch_size, spatial_merge_size=2, image_size=fixed.side)
-    processor = load_processor(demo / "processor_internvl", patch_sizes=sizes)
-    found = set()
-    for name in FILES:
-        dataset = ChatDataset(
-            demo / name,
-            processor=processor,
-            seq_length=128,
-            training_phase="sft",
-            plain_positions=True,
-        )
-        for index in range(len(dataset)):
-            sample, row = dataset[index], dataset.rows.read(index)
-            shapes = [scan(path)[1:] for path in parts(row, "image")]
-            tiles = [1 if height == width else 3 for height, width in shapes]
-            text = processor.tokenizer.decode(sample.input_ids)
-            places = re.findall(r"<img>((?:<IMG_CONTEXT>)+)</img>\n", text)
-            assert [len(each) // len("<IMG_CONTEXT>") for each in places] == [
-                4 * count for count in tiles
-            ]
-            assert processor.tokenizer.unk_token_id not in sample.input_ids
-            trained = sample.labels[sample.loss_mask > 0]
-            spoken = processor.tokenizer.decode(trained)
-            assert spoken == f"{row['messages'][-1]['content']}<|im_end|>"
-            found |= set(tiles)
-    assert found == {1, 3}
 
 
 @pytest.mark.quick

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from loongplug.checkpoint.atomic import AtomicSaves
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.units import UnitLoader
+from loongplug.data.media_loader import UnitLoader
 from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.wire import Wire

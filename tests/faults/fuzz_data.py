@@ -10,7 +10,7 @@ import numpy as np
 from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
 from PIL import Image
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.tiny_processor import FixedImages, Kind, write_processor
 
 ROWS = 40

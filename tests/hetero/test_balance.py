@@ -17,8 +17,8 @@ from surveyed import grids_of
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample import Grid
 from loongplug.hetero.balance import (
     Balance,
     balanced,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from streamed_steps import busiest, simulate
 from walked_plans import walked
 
-from loongplug.data.assignment import Assignment
 from loongplug.data.microbatch import Share
-from loongplug.data.positions import Grid
+from loongplug.data.planned_media import Assignment
+from loongplug.data.sample import Grid
 from loongplug.hetero.balance import Balance
 from loongplug.hetero.bubble_drafts import streamed as plan_of
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.hetero.balance import Balance, cut, imbalance, plan
 from loongplug.training.config import compose_model
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, PLACES, decoders, placements
 
-from loongplug.data.assignment import Assignment
+from loongplug.data.planned_media import Assignment
 from loongplug.hetero.placement import (
     Edge,
     PlacedEntry,

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from image_units import ENCODER, unit_of
 
-from loongplug.data.audio_sizes import AudioSizes
+from loongplug.data.media_sizes import AudioSizes
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.data.positions import Grid, mrope_position_ids
+from loongplug.data.sample import Grid, mrope_position_ids
 from loongplug.data.video import VideoStyle
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4

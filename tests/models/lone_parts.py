@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.models import audio_transformer, hf_mapping, patch_transformer, projectors
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.parts import Part, load

@@ -25,8 +25,8 @@ def test_what_is_passed_and_what_is_not(found: dict[str, dict[str, Files]]) -> N
     """Held against what one knows of these runs."""
     padded, packs = found[MICROBATCH.name].values()
     assert padded[0] == packs[0] == "data/loader.py"
-    assert {"data/jsonl.py", "data/template.py", "models/decoder.py"} <= {*padded} & {*packs}
-    assert padded.index("data/jsonl.py") < padded.index("models/decoder.py")
+    assert {"data/row_files.py", "data/tokens.py", "models/decoder.py"} <= {*padded} & {*packs}
+    assert padded.index("data/row_files.py") < padded.index("models/decoder.py")
     assert "data/packing.py" in {*packs} - {*padded}
     uniform, separated = found[FEATURE.name].values()
     assert uniform[0] == separated[0] == "models/multimodal.py"

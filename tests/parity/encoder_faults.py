@@ -10,7 +10,7 @@ from torch import Tensor
 from loongplug.hetero.operations import Cargo
 from parity.built_in import Faults, around, at
 
-SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.pixel_bytes"
+SOUNDS, IMAGES = "loongplug.models.audio_transformer.encoder", "loongplug.data.processor"
 WIRE = "loongplug.hetero.wire:Wire"
 
 FAULTS = Faults()

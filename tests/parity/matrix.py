@@ -20,7 +20,7 @@ from rich.console import Console
 
 import loongplug
 from loongplug.consoles import threadless_bars
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.plan import LEARNING_RATE, SAMPLES, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record

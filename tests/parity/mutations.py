@@ -379,7 +379,7 @@ def shift_a_boundary(original: Any, lengths: Any, **of: Any) -> Any:
 
 
 @fault("all replicas train on one replica's samples", spec="planner-data.md S3, batch multisets")
-@at("loongplug.data.row_plan:microbatch_positions", where=lambda *_, **of: of["dp_size"] > 1)
+@at("loongplug.data.sample_order:microbatch_positions", where=lambda *_, **of: of["dp_size"] > 1)
 def same_samples_everywhere(original: Any, *args: Any, **of: Any) -> Any:
     return original(*args, **of | {"dp_rank": 0})
 

@@ -24,7 +24,7 @@ NOT_HERE: tuple[tuple[str, str, str], ...] = (
     (
         "a row of pixels as bytes becomes one of values frame by frame, not channel by channel",
         "planner-data.md S3",
-        "The runs' images are gray, so no run shows it: `tests/data/test_pixel_bytes.py` does.",
+        "The runs' images are gray, so no run shows it: `tests/data/test_media_loader.py` does.",
     ),
     (
         "replicas plan by a time limit, or each by costs of its own",

@@ -7,9 +7,9 @@ import pytest
 from image_units import ENCODER, media_batch
 from ranks import run_ranks
 
-from loongplug.data.assignment import Assignment
 from loongplug.data.microbatch import Share
-from loongplug.data.row_plan import SampleOrder, padded_slots
+from loongplug.data.planned_media import Assignment
+from loongplug.data.sample_order import SampleOrder, padded_slots
 from loongplug.hetero.modes import balance_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider

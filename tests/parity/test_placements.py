@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.training.flags import read_command_line
 from parity.matrix import kept_media
 from parity.placement_cells import (

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from tensor_files import assert_same_weights
 
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.metrics import is_match
 from loongplug.evaluate.questions import read_questions

@@ -11,10 +11,9 @@ from layout_flags import BALANCED, PP2
 from ranks import run_ranks
 
 from loongplug.data import source
-from loongplug.data.assignment import PlannedUnit
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Share
-from loongplug.data.units import MediaBatch
+from loongplug.data.planned_media import MediaBatch, PlannedUnit
 from loongplug.hetero.balance import Balance
 from loongplug.training.config import compose_model
 from loongplug.training.delivery import ReplicaDelivery

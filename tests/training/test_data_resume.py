@@ -11,10 +11,10 @@ from surveyed import settings_of
 
 from loongplug.data.blend import open_rows
 from loongplug.data.check import index
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.processor import load_processor
-from loongplug.data.rows import RowAccess
+from loongplug.data.processor_folder import load_processor
 from loongplug.training.run import run
 
 PADDING = 0

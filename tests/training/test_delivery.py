@@ -9,14 +9,16 @@ import torch.distributed as dist
 from image_units import planned_whole
 from ranks import run_ranks
 
-from loongplug.data.assignment import PlannedUnit
-from loongplug.data.bad_samples import BadSample
-from loongplug.data.extents import MediumExtent
-from loongplug.data.media import CodedMedia
+from loongplug.data.media_loader import CodedMedia, PixelBytes
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.pixel_bytes import PixelBytes
-from loongplug.data.source import PlannedMicrobatch
-from loongplug.data.units import LoadedUnit, MediaBatch, UnitMedium
+from loongplug.data.planned_media import (
+    LoadedUnit,
+    MediaBatch,
+    PlannedMicrobatch,
+    PlannedUnit,
+    UnitMedium,
+)
+from loongplug.data.sample import BadSample, MediumExtent
 from loongplug.training.delivery import News, ReplicaDelivery, loaded_replicas, store_of_news
 
 pytestmark = pytest.mark.quick

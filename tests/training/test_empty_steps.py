@@ -15,8 +15,8 @@ from sweeps import sweep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from loongplug.data.check import index
-from loongplug.data.row_plan import epoch_permutation
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import RowAccess
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ from command_lines import command_line
 from surveyed import settings_of
 
 from loongplug.data.check import index
+from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import load_processor
-from loongplug.data.row_plan import Packing, PackStream, SampleOrder
-from loongplug.data.rows import RowAccess
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample_order import Packing, PackStream, SampleOrder
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.rows import training_rows, validation_rows
 

@@ -12,7 +12,7 @@ from ranks import RankError, run_ranks
 from surveyed import settings_of
 
 from loongplug.data.check import index
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import RowAccess
 from loongplug.training import datasets
 from loongplug.training.run import run
 

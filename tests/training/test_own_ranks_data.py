@@ -13,11 +13,11 @@ from cut_images import cut
 from ranks import run_ranks
 from surveyed import settings_of
 
-from loongplug.data import survey
+from loongplug.data import dataset
 from loongplug.data.check import index
+from loongplug.data.data_options import RowAccess
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.row_plan import epoch_permutation
-from loongplug.data.rows import RowAccess
+from loongplug.data.sample_order import epoch_permutation
 
 pytestmark = pytest.mark.slow
 
@@ -149,5 +149,5 @@ def test_who_encodes_alone_tokenizes_nothing_with_an_index(evaluated, alone, dem
 def tokenless_steps(rank: int, *, flags: list[str]):
     """What a run's steps are where the last rank cannot tokenize."""
     if rank == 2:
-        survey.tokenize_conversation = None
+        dataset.tokenize_conversation = None
     return steps_of(rank, flags=flags)

@@ -7,9 +7,9 @@ import pytest
 from image_units import image_units, unit_of
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import load_processor
+from loongplug.data.processor_folder import load_processor
+from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
-from loongplug.data.step_sizes import StepSizes
 from loongplug.training.questions import AskedRows, asking, end_tokens, questions_in
 
 pytestmark = pytest.mark.quick

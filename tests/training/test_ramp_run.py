@@ -10,7 +10,7 @@ from cut_images import cut
 from layout_flags import BALANCED, OVERLAP, PP2, SEPARATED, TP2
 from ranks import RankError
 
-from loongplug.data.assignment import Assignment
+from loongplug.data.planned_media import Assignment
 from loongplug.data.source import LocalSource
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import RankError, run_ranks
 
-from loongplug.data.bad_samples import BadSample
-from loongplug.data.dataset import Sample
-from loongplug.data.extents import MediumExtent, RowExtent
 from loongplug.data.packing import PackingState
-from loongplug.data.row_plan import ResumePoint
+from loongplug.data.sample import BadSample, MediumExtent, RowExtent, Sample
+from loongplug.data.sample_order import ResumePoint
 from loongplug.parallel.verdict import SharedFaultError
 from loongplug.training import delivery
 from loongplug.training.delivery import SameRows

@@ -13,7 +13,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from loongplug.checkpoint.same_rates import checked_rates
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.sample_order import StepSizes
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.step_sizes import _count_samples, parsed_schedule, step_sizes
 

@@ -15,9 +15,9 @@ from PIL import Image
 from ranks import RankError, run_ranks
 
 from loongplug.data import kinds, loader
-from loongplug.data.dataset import Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
+from loongplug.data.sample import Sample
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
 

@@ -14,7 +14,7 @@ from parity.mutations import give_a_gradient_to_the_wrong_owner, swap_two_microb
 from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, keep_parts, made_plan, write_changed_rows
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.plan import SAMPLES
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from loongplug.data.audio_sizes import AudioSizes
-from loongplug.data.positions import Grid
+from loongplug.data.media_sizes import AudioSizes
+from loongplug.data.sample import Grid
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.layer_names import LayerNames
 

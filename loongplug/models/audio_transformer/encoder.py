@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
 from loongplug.models.encoder import Carried, encoder_config
@@ -103,7 +103,7 @@ class AudioTransformer(StagedEncoder[AudioTransformerConfig]):
 
         Args:
             unit: rows are frames, each sound's followed by those behind it that the first
-                convolution reads (:class:`~loongplug.data.audio_sizes.AudioSizes`).
+                convolution reads (:class:`~loongplug.data.media_sizes.AudioSizes`).
 
         Returns:
             the normed states, of two each where they are pooled, one for each token in the order

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from loongplug.data.audio_sizes import AudioSizes
+from loongplug.data.media_sizes import AudioSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.data.step_sizes import StepSizes
+from loongplug.data.sample_order import StepSizes
 from loongplug.training.rules.rule import data_parallel_size, rule
 from loongplug.training.step_sizes import eval_sizes, step_sizes
 

@@ -10,7 +10,7 @@ from typing import Any
 from loongplug.data.arrow_rows import is_arrow
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
-from loongplug.data.object_store import is_remote
+from loongplug.data.media_files import is_remote
 from loongplug.data.schemas import LEAST_FPS
 from loongplug.training.rules.rule import rule, value_of
 

@@ -1,4 +1,4 @@
-"""What is made of a data file once and kept: beside it, or in the user's cache folder."""
+"""Where what is made of a data file once is kept: beside it, or in the user's cache folder."""
 
 import fcntl
 import hashlib
@@ -9,25 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
-
-
-def version(path: Path) -> tuple[int, int]:
-    """Size and time of change: equal to itself later only while nothing has written to the file."""
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns
-
-
-class ChangedFileError(ValueError):
-    """A file of rows is another one than at the start: that ends a run, it is no bad sample."""
-
-
-def require_version(path: Path, expected: tuple[int, int]) -> None:
-    """Raise ChangedFileError, alike for each row, where the file is not of this version."""
-    if not path.exists() or version(path) != expected:
-        raise ChangedFileError(
-            f"{path} has changed since the start of this run, which no longer knows where its rows "
-            "are: start the run again, and leave its data as they are."
-        )
 
 
 def places(path: Path, *, suffix: str) -> list[Path]:

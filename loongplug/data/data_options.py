@@ -1,17 +1,64 @@
-"""What is read of a row, and what is refused."""
+"""Options on data that commands share: sizes of images and videos, and what is read of rows."""
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
-from loongplug.data.media_files import ConfinedFolder, MediaRoot, RemoteFolder
-from loongplug.data.object_store import RemoteFile, is_remote
-
+# What stands behind what is transparent: white, as where models are served, or the colours that the
+# file hides there, as in transformers before 5.24.
+Transparency = Literal["white", "drop"]
+TRANSPARENCIES: tuple[Transparency, ...] = get_args(Transparency)
 MAX_ROW_MIB = 64  # --max-row-mib; to tokenize a text takes 200 to 250 times its size in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelLimits:
+    """The least and the most pixels of an image, and of a video; None: as the folder says.
+
+    A video's are counted as its family's processor does: all frames together (Qwen3-VL), or each
+    frame (Qwen2.5-VL).
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Those of a command line's options."""
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
+
+    def given(self) -> dict[str, int]:
+        """Those that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
+        """Give a processor of transformers those of images or, with ``video_``, of videos.
+
+        ``patch`` is the pixels that become one visual token. ValueError for limits that leave no
+        size, or less than one such token.
+        """
+        names = tuple(f"{prefix}{side}_pixels" for side in ("min", "max"))
+        given, size = self.given(), transform.size
+        if given.keys().isdisjoint(names):
+            return
+        edges = zip(("shortest_edge", "longest_edge"), names, strict=True)
+        limits = {edge: given[name] if name in given else size[edge] for edge, name in edges}
+        lower, upper = limits.values()
+        if lower < 1 or upper < max(lower, patch):
+            least, most = (f"--{name.replace('_', '-')}" for name in names)
+            raise ValueError(
+                f"{least} is {lower} and {most} {upper} (where one is not"
+                " given, as the model's folder says): expected 1 or more, the second not below"
+                f" the first, and not below {patch}, which is one visual token."
+            )
+        transform.size = limits
+
+
+FOLDERS_LIMITS = PixelLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +115,6 @@ class RowAccess:
             )
         return found
 
-    def media_of(self, file: Path | RemoteFile) -> MediaRoot:
-        """What relative paths in the rows of this file start at."""
-        folder = file.parent if self.media_root is None else self.media_root
-        if is_remote(folder):
-            return RemoteFolder(str(folder), confined=self.confine_media)
-        folder = Path(folder)
-        return ConfinedFolder(folder) if self.confine_media else folder
-
     def require_size(self, size: int, *, where: str) -> None:
         """ValueError for a row of more bytes than a row may have."""
         if size > self.max_row_mib * 2**20:
@@ -86,30 +125,3 @@ class RowAccess:
 
 
 ANY_ROW = RowAccess()  # with the usual bound on its size
-
-
-class _DuplicateKeyError(ValueError):
-    """An object has a key twice; parsers differ in which of the two they take."""
-
-
-def parse_row_json(content: bytes) -> Any:
-    """What the JSON says; ValueError, without a place, for what is none or has a key twice."""
-    try:
-        return json.loads(content, object_pairs_hook=_unique)
-    except _DuplicateKeyError:
-        raise
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read: it is nested too deeply") from error
-    except ValueError as error:  # also bytes that are no UTF-8
-        raise ValueError(f"not JSON ({error})") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise _DuplicateKeyError(
-            f"an object of the row has the key {json.dumps(twice)[:80]} twice: leave one of them"
-        )
-    return found

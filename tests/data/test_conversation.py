@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import Conversation, MediaPart, Message, Part
-from loongplug.data.formats import parse_conversation
+from loongplug.data.conversation import Conversation, MediaPart, Message, Part, parse_conversation
 
 pytestmark = pytest.mark.quick
 

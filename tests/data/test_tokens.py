@@ -8,8 +8,9 @@ from conversations import conversation, marked
 
 from loongplug.data.conversation import Conversation, MediaPart
 from loongplug.data.kinds import Placeholder
-from loongplug.data.processor import QWEN_TOKENS, Processor
-from loongplug.data.template import (
+from loongplug.data.processor import Processor
+from loongplug.data.processor_folder import QWEN_TOKENS
+from loongplug.data.tokens import (
     Tokens,
     TrainingPhase,
     shortest_sample,
@@ -171,13 +172,6 @@ def test_a_template_that_reorders_is_refused(processor: Processor) -> None:
         )
 
 
-def test_prompt_is_the_sample_up_to_the_answer(processor: Processor) -> None:
-    whole = tokenize_conversation(ONE_TURN, processor, phase="sft", placeholders=images([2, 1]))
-    question = Conversation(messages=ONE_TURN.messages[:1], where="rows.jsonl:3")
-    prompt = tokenize_prompt(question, processor, placeholders=images([2, 1]))
-    assert prompt.tolist() == whole.ids[: whole.trained.argmax()].tolist()
-
-
 def test_shortest_sample(processor: Processor) -> None:
     empty = conversation(("user", ""), ("assistant", ""))
     tokens = tokenize_conversation(empty, processor, phase="sft", placeholders=images([]))
@@ -254,13 +248,6 @@ def test_rows_that_cannot_be_used_where_special_tokens_may_stand_in_text(
     with pytest.raises(ValueError, match=message) as error:
         tokenize_conversation(sample, allowing, phase="sft", placeholders=images(counts))
     assert str(error.value).startswith("rows.jsonl:3: ")
-
-
-def test_a_prompt_with_a_video_token_that_is_one_is_refused(processor: Processor) -> None:
-    allowing = dataclasses.replace(processor, special_texts=None)
-    sample = conversation(("user", "<|video_pad|>"))
-    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 1 video tokens in the text for 0 videos"):
-        tokenize_prompt(sample, allowing, placeholders=images([]))
 
 
 def test_what_a_tokenizers_file_says_of_padding_and_length_plays_no_part(

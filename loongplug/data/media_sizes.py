@@ -1,15 +1,22 @@
-"""How long a sound is at each step of its way: samples, frames, states of an encoder, tokens."""
+"""TODO."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loongplug.data.folder_files import whole_number
-from loongplug.data.positions import Grid
+from loongplug.data.sample import Grid
+
+if TYPE_CHECKING:
+    pass
 
 SAMPLE_RATE = 16_000  # of a second; what all these encoders hear
 HOP = 160  # samples from one frame to the next
+
 _QWEN2_AUDIO, _OMNI = "qwen2_audio_encoder", "qwen2_5_omni_audio_encoder"
+
 # Frames of the longest sound of an encoder that has no positions beyond a piece of the sound: 300
 # seconds, where its published feature extractor cuts.
 _LONGEST_OF_PIECES = 30_000
@@ -38,7 +45,7 @@ class AudioSizes:
         return 3 if self.pooled else 1
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "AudioSizes | None":
+    def of_config(cls, config: Mapping[str, Any]) -> AudioSizes | None:
         """By a model's config.json; None without an encoder of sounds, ValueError for others."""
         inner = config.get("thinker_config")  # of Qwen2.5-Omni, beside what speaks
         audio = (inner if isinstance(inner, Mapping) else config).get("audio_config")
@@ -78,3 +85,29 @@ class AudioSizes:
         """How many tokens stand in the text for a sound; of two states at least where pooled."""
         states = self.states(frames)
         return states // 2 if self.pooled else states
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSizes:
+    """How a model cuts images: sides of a patch in pixels, and of a visual token in patches.
+
+    ``image_size`` is the side in pixels that every image has; None where each has its own, or
+    where that is not said.
+    """
+
+    patch_size: int
+    spatial_merge_size: int = 1
+    image_size: int | None = None
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> PatchSizes | None:
+        """By a model's config.json; None where it does not say, ValueError for what are none."""
+        vision = config.get("vision_config")
+        if not isinstance(vision, Mapping) or vision.get("patch_size") is None:
+            return None
+        ratio = config.get("downsample_ratio", 1)  # InternVL: tokens to a patch, by side
+        if type(ratio) not in (int, float) or not 0 < ratio <= 1:
+            raise ValueError(f"downsample_ratio is {ratio!r:.40}: expected above 0, up to 1")
+        said = {"spatial_merge_size": round(1 / ratio), **vision}  # Qwen's say it themselves
+        names = ("patch_size", "spatial_merge_size", "image_size")
+        return cls(**{name: whole_number(said[name], name) for name in names if said.get(name)})

@@ -29,11 +29,13 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from loongplug.data.data_options import PixelLimits
 from loongplug.data.fingerprint import processor_digest
-from loongplug.data.image_patches import FixedPatches, PatchSizes, QwenPatches
 from loongplug.data.kinds import KINDS, Context
-from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import Processor, load_processor
+from loongplug.data.media_loader import PixelBytes
+from loongplug.data.media_sizes import PatchSizes
+from loongplug.data.processor import FixedPatches, Processor, QwenPatches
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.models.patch_grids import patch_coordinates
 
@@ -89,7 +91,7 @@ def test_rows_put_together_are_the_pixels_of_transformers(
     made = images.coded(pictures)
     whole = side // 14 * 14
     for number, (coded, grid) in enumerate(made):
-        rows = images.pixel_bytes.decoded(coded)
+        rows = PixelBytes.of_images(images).decoded(coded)
         assert grid == (1, side // 14, side // 14) == images.grid(*SIZES[number])
         assert rows.dtype == torch.float32
         assert rows.shape == (tokens, processor.vision.patch_dim) == (tokens, 588)
@@ -118,7 +120,7 @@ def test_internvl_s_tiles_in_merge_block_order(
     assert images.spatial_merge_size == 2
     picture = noise(height, width)
     ((coded, grid),) = images.coded([picture])
-    rows = images.pixel_bytes.decoded(coded)
+    rows = PixelBytes.of_images(images).decoded(coded)
     theirs = GotOcr2ImageProcessorPil.from_pretrained(str(tmp_path))
     expected = theirs(images=[picture], crop_to_patches=True, return_tensors="pt")["pixel_values"]
     assert grid == (tiles, 32, 32) == images.grid(height, width)

@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from loongplug.data.positions import Grid, mrope_position_ids
+from loongplug.data.sample import Grid, mrope_position_ids
 from loongplug.data.video import VideoStyle
 
 pytestmark = pytest.mark.quick
@@ -149,36 +149,10 @@ def test_blocks_agree_with_transformers(
     assert ours.tolist() == expected[:, 0].tolist()
 
 
-def test_a_block_by_hand() -> None:
-    # Three frames of 1 x 2, 1.5 apart, then text: it follows the longer side, not the time.
-    ids = [TEXT, *[VIDEO] * 6, TEXT]
-    found = mrope_position_ids(
-        np.array(ids),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        video_grids=[(3, 2, 4)],
-        video_times=[np.array([0, 1, 3])],
-    )
-    assert found.tolist() == [
-        [0, 1, 1, 2, 2, 4, 4, 3],
-        [0, 1, 1, 1, 1, 1, 1, 3],
-        [0, 1, 2, 1, 2, 1, 2, 3],
-    ]
-
-
 def positions(ids: list[int], images: list[Grid]) -> list[list[int]]:
     return mrope_position_ids(
         np.array(ids), image_token_id=IMAGE, video_token_id=VIDEO, image_grids=images
     ).tolist()
-
-
-def test_by_hand() -> None:
-    # Text, a picture of 2 x 3 merged patches, text: what follows starts after the longer side.
-    assert positions([TEXT, *[IMAGE] * 6, TEXT], [(1, 4, 6)]) == [
-        [0, 1, 1, 1, 1, 1, 1, 4],
-        [0, 1, 1, 1, 2, 2, 2, 4],
-        [0, 1, 2, 3, 1, 2, 3, 4],
-    ]
 
 
 def test_pictures_without_text_between_are_told_apart() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,10 @@ from surveyed import dataset_of_media
 from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
-from loongplug.data.image_patches import QwenPatches
 from loongplug.data.kinds import extent_of
-from loongplug.data.media import MediaLoader
-from loongplug.data.pixel_bytes import PixelBytes
-from loongplug.data.processor import Processor
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.media_loader import MediaLoader, PixelBytes, UnitLoader
+from loongplug.data.planned_media import MediaBatch
+from loongplug.data.processor import Processor, QwenPatches
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.platform import current_platform
 
@@ -58,7 +57,7 @@ def test_values_are_those_of_transformers_to_the_bit(
     expected = transform(images=images, return_tensors="pt")
     patches = QwenPatches(transform)
     coded = patches.coded(images)
-    made = [patches.pixel_bytes.decoded(rows) for rows, _ in coded]
+    made = [PixelBytes.of_images(patches).decoded(rows) for rows, _ in coded]
     assert torch.equal(torch.cat(made), expected["pixel_values"].float())
     assert [list(grid) for _, grid in coded] == expected["image_grid_thw"].tolist()
     for (rows, _), values in zip(coded, made, strict=True):
@@ -107,7 +106,7 @@ def test_values_of_frames_are_those_of_transformers_to_the_bit(
     expected = transform([given], return_tensors="pt", input_data_format="channels_last")
     rows, grid = videos.coded(video, where="rows.jsonl:1")
     assert list(grid) == expected["video_grid_thw"][0].tolist()
-    values = videos.pixel_bytes.of_video(rows, grid)
+    values = PixelBytes.of_videos(videos.transform).of_video(rows, grid)
     assert torch.equal(values, expected["pixel_values_videos"].float())
     # Each frame once, a byte for a value.
     assert rows.dtype == torch.uint8
@@ -168,8 +167,8 @@ def test_on_a_gpu() -> None:
 
 def decodes_on_a_gpu() -> None:
     """To the CPU's bits."""
-    transform = type("Plain", (), {"do_rescale": False, "do_normalize": False})
-    pixels = PixelBytes.of(transform, frames=2)
+    plain = SimpleNamespace(do_rescale=False, do_normalize=False)
+    pixels = PixelBytes.of_images(SimpleNamespace(transform=plain, temporal_patch_size=2))
     rows = torch.randint(0, 256, (64, 768), dtype=torch.uint8)
     made = pixels.decoded(rows.to(current_platform().device))
     assert torch.equal(made.cpu(), pixels.decoded(rows))

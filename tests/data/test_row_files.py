@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pace import times_slower
 
-from loongplug.data.bad_samples import bad_as
-from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.kept_files import ChangedFileError
-from loongplug.data.line_index import scan_array
-from loongplug.data.rows import RowAccess
+from loongplug.data.data_options import RowAccess
+from loongplug.data.media_files import ChangedFileError
+from loongplug.data.row_files import JsonlIndex, scan_array
+from loongplug.data.sample import bad_as
 
 pytestmark = pytest.mark.quick
 
