@@ -20,8 +20,8 @@ from loongplug.data.conversation import (
     parse_conversation,
 )
 from loongplug.data.extent_index import IndexedExtents
-from loongplug.data.kinds import KINDS, Context, each_of, kind_of, opened
 from loongplug.data.media_files import ChangedFileError, InlineFile
+from loongplug.data.media_kinds import KINDS, Context, each_of, kind_of, opened
 from loongplug.data.object_store import StoreError
 from loongplug.data.processor import Processor
 from loongplug.data.row_files import JsonlIndex

@@ -12,7 +12,7 @@ from rich.markup import escape
 from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import open_rows
 from loongplug.data.dataset import Survey, Surveyor
-from loongplug.data.kinds import KINDS, kind_of
+from loongplug.data.media_kinds import KINDS, kind_of
 from loongplug.data.processor import Processor
 from loongplug.data.sample import among
 from loongplug.data.survey_settings import SurveySettings

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loongplug.data.conversation import Medium
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.kinds import KINDS, Context, each_of, extent_of, kind_of
+from loongplug.data.media_kinds import KINDS, Context, each_of, extent_of, kind_of
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.planned_media import EncoderUnits, LoadedUnit, MediaBatch
 from loongplug.data.processor import ImagePatches, Processor

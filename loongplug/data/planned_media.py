@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from loongplug.data.kinds import KINDS
+from loongplug.data.media_kinds import KINDS
 from loongplug.data.microbatch import MediaToCome, Share
 from loongplug.data.sample import BadSample, Grid, MediumExtent, OddVideos, RowExtent, Sample
 from loongplug.data.sample_order import ResumePoint, SampleOrder

@@ -22,7 +22,7 @@ from loongplug.data.chat_template import (
     require_read,
 )
 from loongplug.data.conversation import Conversation, Message, joined_texts
-from loongplug.data.kinds import KINDS, Placeholder
+from loongplug.data.media_kinds import KINDS, Placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.sample import among, bad_as, told
 from loongplug.data.special_text import encode_hidden, hide_special

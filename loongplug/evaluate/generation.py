@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loongplug.data.conversation import Video, VideoClip
-from loongplug.data.kinds import KINDS, kind_of
+from loongplug.data.media_kinds import KINDS, kind_of
 from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium, parse_conversation
 from loongplug.data.data_options import ANY_ROW, RowAccess
-from loongplug.data.kinds import KINDS, Context, opened
+from loongplug.data.media_kinds import KINDS, Context, opened
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.sample import MASKED, MediumExtent, bad_as

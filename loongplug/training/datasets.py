@@ -19,8 +19,8 @@ from loongplug.data.data_options import PixelLimits
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import IndexedExtents, path_of
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.kinds import TOKEN_IDS
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.media_kinds import TOKEN_IDS
 from loongplug.data.media_sizes import PatchSizes
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor, require_fit

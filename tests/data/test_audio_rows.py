@@ -33,8 +33,8 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import ExtentTable
 from loongplug.data.fingerprint import processor_digest
 from loongplug.data.inspect import describe
-from loongplug.data.kinds import KINDS
 from loongplug.data.media_files import InlineFile
+from loongplug.data.media_kinds import KINDS
 from loongplug.data.media_loader import MediaLoader
 from loongplug.data.media_sizes import AudioSizes
 from loongplug.data.processor import Processor

@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from loongplug.data.conversation import Medium, Video
-from loongplug.data.kinds import KINDS, Context
 from loongplug.data.media_files import decode_image, image_size
+from loongplug.data.media_kinds import KINDS, Context
 from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor, QwenPatches
 from loongplug.data.processor_folder import load_processor

@@ -29,7 +29,7 @@ from transformers.utils import is_torchvision_available
 from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe
-from loongplug.data.kinds import Placeholder
+from loongplug.data.media_kinds import Placeholder
 from loongplug.data.media_loader import PixelBytes
 from loongplug.data.processor import Processor, require_fit
 from loongplug.data.processor_folder import load_processor

@@ -16,7 +16,7 @@ from surveyed import dataset_of_media
 from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
-from loongplug.data.kinds import extent_of
+from loongplug.data.media_kinds import extent_of
 from loongplug.data.media_loader import MediaLoader, PixelBytes, UnitLoader
 from loongplug.data.planned_media import MediaBatch
 from loongplug.data.processor import Processor, QwenPatches

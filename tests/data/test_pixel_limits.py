@@ -9,7 +9,7 @@ from video_reference import patches
 
 from loongplug.data.conversation import Video
 from loongplug.data.data_options import PixelLimits
-from loongplug.data.kinds import KINDS, Context
+from loongplug.data.media_kinds import KINDS, Context
 from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle

@@ -13,7 +13,7 @@ from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
 from loongplug.data.conversation import Conversation, MediaPart, Message
-from loongplug.data.kinds import Placeholder
+from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor, require_fit
 from loongplug.data.processor_folder import QWEN_TOKENS, load_processor
 from loongplug.data.tokens import tokenize_prompt

@@ -31,7 +31,7 @@ from transformers import (
 
 from loongplug.data.data_options import PixelLimits
 from loongplug.data.fingerprint import processor_digest
-from loongplug.data.kinds import KINDS, Context
+from loongplug.data.media_kinds import KINDS, Context
 from loongplug.data.media_loader import PixelBytes
 from loongplug.data.media_sizes import PatchSizes
 from loongplug.data.processor import FixedPatches, Processor, QwenPatches

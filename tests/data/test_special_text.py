@@ -13,7 +13,7 @@ from conversations import conversation
 
 from loongplug.data.conversation import MediaPart
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.kinds import Placeholder
+from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor, SpecialTexts
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.tokens import TrainingPhase, tokenize_conversation, tokenize_prompt

@@ -7,7 +7,7 @@ import pytest
 from conversations import conversation, marked
 
 from loongplug.data.conversation import Conversation, MediaPart
-from loongplug.data.kinds import Placeholder
+from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import QWEN_TOKENS
 from loongplug.data.tokens import (

@@ -14,7 +14,7 @@ from loongplug.data.blend import open_source
 from loongplug.data.conversation import parse_conversation
 from loongplug.data.data_options import ANY_ROW
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.kinds import Placeholder
+from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.tokens import Tokens, TrainingPhase, tokenize_conversation, tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor

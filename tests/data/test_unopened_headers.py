@@ -14,7 +14,7 @@ from local_loader import local_loader, local_source
 from surveyed import grids_of, indexed
 from torch import Tensor
 
-from loongplug.data import kinds, video
+from loongplug.data import media_kinds, video
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ChangedFileError
@@ -122,8 +122,8 @@ def test_no_header_is_opened_and_all_is_as_without_an_index(
         raise AssertionError(f"the header of {path} is opened")
 
     for module, name in (
-        (kinds, "image_size"),
-        (kinds, "audio_length"),
+        (media_kinds, "image_size"),
+        (media_kinds, "audio_length"),
         (video, "image_size"),
         (video, "video_header"),
     ):

@@ -20,7 +20,7 @@ from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.kinds import extent_of
+from loongplug.data.media_kinds import extent_of
 from loongplug.data.media_loader import MediaLoader, UnitLoader
 from loongplug.data.processor import Processor
 from loongplug.data.row_files import JsonlIndex

@@ -14,7 +14,7 @@ from layout_flags import TP2_PP2, VIRTUAL
 from PIL import Image
 from ranks import RankError, run_ranks
 
-from loongplug.data import kinds, loader
+from loongplug.data import loader, media_kinds
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.sample import Sample
@@ -36,7 +36,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     loaders: list[MicrobatchLoader] = []
     calls = 0
     untrained: list[int] = []
-    decode, original, collated = kinds.decode_image, MicrobatchLoader.__next__, loader.collate
+    decode, original, collated = media_kinds.decode_image, MicrobatchLoader.__next__, loader.collate
     heard = Microbatch.heard
 
     def counting(*args: Any, **kwargs: Any) -> Image.Image:
@@ -57,7 +57,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         untrained.extend(() if (found := heard(self)) is self else (found.number,))
         return found
 
-    kinds.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
+    media_kinds.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
     loader.collate, Microbatch.heard = collate, hearing
     losses = [step.loss for step in run(flags)]
     counted = sum(each.source.decoded for each in loaders)
