@@ -8,7 +8,7 @@ pytestmark = pytest.mark.quick
 PROOFS = {
     "a heterogeneous run": "training/test_hetero_faults.py::test_without_a_fault_they_agree",
     "a fault that is found": "training/test_hetero_faults.py::test_a_wrong_factor_shows",
-    "an agreement with transformers": "models/test_hf_agreement.py::test_step_agrees_with_",
+    "an agreement with transformers": "models/test_families_agreement.py::test_step_agrees_with_",
 }
 
 

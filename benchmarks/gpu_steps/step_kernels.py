@@ -133,7 +133,7 @@ def _attends(
 
     from torch.nn.attention import sdpa_kernel
 
-    from loongplug.models.layers.packed import pack_segments
+    from loongplug.models.layers.inputs import pack_segments
 
     inputs = _inputs(lengths, device=device, heads=heads, dim=dim)
     gradient = torch.randn(sum(lengths), heads * dim, device=device, dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.kernels import attend, attend_backward
 from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.context.tile_attention import Gradients, Merged
-from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.inputs import PackedSegments
 from loongplug.verify.ranks import OnEvent, join
 from modes.context_work import ContextWork, document_lengths, packs_of
 from modes.cores import on_own_core

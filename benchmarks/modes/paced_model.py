@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.models.encoder_stages import EncoderInput, HandedOn
+from loongplug.models.encoder import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features, FeatureSource
 from loongplug.partition.clock import StageTime

@@ -23,8 +23,9 @@ from loongplug.checkpoint.owned import Owned, own_rank, owned_parameters
 from loongplug.checkpoint.replaced_files import check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor
 from loongplug.checkpoint.tensor_folder import FLOATS, check_finite, shape_problems
-from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
-from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
+from loongplug.models.family import HuggingFaceModel, check_all_is_read
+from loongplug.models.hf_mapping import Bundle, Source, Where
+from loongplug.models.hf_slices import read_local
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import (
     ADAPTER_CONFIG_FILE,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
 from loongplug.checkpoint.owned import owned_parameters
-from loongplug.models.hf_mapping import local_shape
+from loongplug.models.hf_slices import local_shape
 from loongplug.models.lora.adapter import Adapter, adapters
 from loongplug.models.lora.mapping import AdapterTable
 

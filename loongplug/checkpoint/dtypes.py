@@ -11,7 +11,7 @@ from torch import nn
 from loongplug.checkpoint.owned import owned_parameters
 from loongplug.checkpoint.same_state import saved_tensors
 from loongplug.checkpoint.tensor_folder import open_tensors, present_name
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel
 
 
 def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:

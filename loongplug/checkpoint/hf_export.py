@@ -33,9 +33,9 @@ from loongplug.checkpoint.tensor_files import (
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.processor_folder import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
+from loongplug.models.family import HuggingFaceModel, check_all_is_read
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.hf_mapping import Bundle, Source
-from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"

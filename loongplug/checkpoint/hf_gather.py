@@ -23,9 +23,8 @@ from loongplug.models.hf_mapping import (
     Mapping,
     Source,
     Where,
-    local_shape,
-    parts_of_local,
 )
+from loongplug.models.hf_slices import local_shape, parts_of_local
 
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 WeightOf = Callable[[nn.Parameter], Tensor]

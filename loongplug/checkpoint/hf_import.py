@@ -20,9 +20,10 @@ from loongplug.checkpoint.owned import (
     replica_groups,
 )
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors, shape_problems
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config_differences
-from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.hf_mapping import Mapping, Where
+from loongplug.models.hf_slices import local_shape, read_local
 from loongplug.platform import current_platform
 
 

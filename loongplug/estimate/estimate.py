@@ -18,7 +18,7 @@ from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_
 from loongplug.hetero.operations import BEGIN, END, Event, When
 from loongplug.hetero.pass_order import Pipeline, Turn, first_stage
 from loongplug.hetero.recorded_schedule import events, shortened, turns
-from loongplug.models.encoder_stages import payload_widths
+from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.rank_data import assignment_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from loongplug.estimate.microbatches import StepOf, step_of_data, step_of_size
 from loongplug.estimate.state import Stepping
-from loongplug.models.registry import Family
+from loongplug.models.family import Family
 from loongplug.platform import requested_device
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_asked_for

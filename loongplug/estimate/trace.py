@@ -21,7 +21,7 @@ from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_to
 from loongplug.estimate.tape import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.models.architecture import EncoderArchitecture
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, payload_widths
+from loongplug.models.encoder import EncoderInput, HandedOn, payload_widths
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 

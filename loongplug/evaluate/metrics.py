@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from loongplug.models.trusted import trusted_object, within
+from loongplug.models.registry import trusted_object, within
 
 # A minus that joins two numbers (3-4) is no sign; commas stand between thousands.
 _NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Media, MediaInput, Microbatch, Unit
 from loongplug.hetero.routes import ExchangeSpec, sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
-from loongplug.models.encoder_stages import EncoderInput, HandedOn
+from loongplug.models.encoder import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.module_ddp import bucket_groups_of

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple, Self
 from loongplug.data.sample import Grid
 from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
 from loongplug.models.entries import encoders, only_decoder
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_mapping import Mapping, is_carried
-from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 
 Window = int | None  # the side in rows that a layer attends within; None: all that is there
@@ -50,7 +50,7 @@ _BEFORE = re.compile(r"embed|\.conv\d")
 
 
 def operations(work: Amounts, extent: Amounts) -> int:
-    """Of layers' ``work`` for so much that goes through."""
+    """Operations of layers' ``work`` for so much that goes through."""
     return sum(each * extent[what] for what, each in work.items())
 
 
@@ -167,7 +167,7 @@ class LayerWork:
     reached: bool
 
     def again(self, recomputed: frozenset[str]) -> Amounts:
-        """What its backward has besides where so much of it is recomputed."""
+        """The work that its backward has besides where so much of it is recomputed."""
         if not self.reached:
             return Counter()
         found = self.forward.copy() if "core_attn" in recomputed else Counter()
@@ -228,18 +228,18 @@ class EntryAmounts:
 
     @cached_property
     def forward(self) -> Amounts:
-        """Of all layers."""
+        """Forward work of all layers."""
         return sum((each.forward for each in self.layers), _NOTHING)
 
     @cached_property
     def backward(self) -> Amounts:
-        """Of all layers."""
+        """Backward work of all layers."""
         return sum((each.backward for each in self.layers), _NOTHING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAmounts:
-    """Of all ``entries`` of a model, by name, the decoder last."""
+    """Work of all ``entries`` of a model, by name, the decoder last."""
 
     model: MultimodalArchitecture
     entries: Dictionary[str, EntryAmounts]
@@ -288,7 +288,7 @@ class ModelAmounts:
     def of_media(
         self, encoder: str, grids: Sequence[Grid], *, recomputed: bool = False
     ) -> tuple[int, int]:
-        """As :meth:`EntryAmounts.of`, of media in an encoder and its projector."""
+        """Operations of media in an encoder and its projector, as :meth:`EntryAmounts.of`."""
         architecture = self.model.encoder(encoder)
         return self.entries[encoder].of(
             media_extent(architecture, grids),
@@ -297,7 +297,7 @@ class ModelAmounts:
         )
 
     def of_samples(self, lengths: Sequence[int], media: Dictionary[str, Sequence[Grid]]) -> int:
-        """What the model has to do for samples of so many tokens, whose media have these grids.
+        """Operations of the model for samples of so many tokens, whose media have these grids.
 
         That is forward and backward, without recompute and padding. Media are by encoder.
         """

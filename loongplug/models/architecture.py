@@ -1,32 +1,23 @@
-"""What every vision-language model here is described by; families derive and add their own."""
+"""Config classes that describe encoders, projectors, decoders and whole models; families derive."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from loongplug.models.entries import Entry, Role, checked
-from loongplug.models.lora.settings import LoraSettings
-from loongplug.models.rope_settings import (
-    RopeSettings,
-    Section,
-    interleaved_axes,
-    sectioned_axes,
-)
+from loongplug.models.lora import LoraSettings
+from loongplug.models.rope_settings import RopeSettings, Section, interleaved_axes, sectioned_axes
 
 if TYPE_CHECKING:
     from loongplug.data.sample import Grid
     from loongplug.data.video import VideoStyle
 
-# The sections of transformers' config.json, with the modules that each describes.
-SECTIONS: Mapping[str, tuple[str, ...]] = {
+# Sections of transformers' config.json, with the modules that each describes.
+SECTIONS = {
     "text_config": ("text_decoder",),
     "vision_config": ("image_encoder", "image_projector"),
 }
-
-
-HEAD = "lm_head.weight"  # of the output layer, in the files of most models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +78,7 @@ class EncoderArchitecture:
         raise NotImplementedError
 
     def blank_grid(self) -> "Grid":
-        """Of the smallest medium, which is encoded in the place of none."""
+        """The grid of the smallest medium, which is encoded in the place of none."""
         raise NotImplementedError
 
     def grid_of(self, tokens: int) -> "Grid":
@@ -122,11 +113,11 @@ class VisionArchitecture(EncoderArchitecture):
 
     @property
     def row_values(self) -> int:
-        """Of one patch: channels x frames x height x width."""
+        """The values of one patch: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     def tokens(self, grid: "Grid") -> int:
-        """One for each merge block."""
+        """Tokens: one for each merge block."""
         return prod(grid) // self.spatial_merge_size**2
 
     def blank_grid(self) -> "Grid":
@@ -168,13 +159,13 @@ class SquareVisionArchitecture(VisionArchitecture):
         return self.image_size // self.patch_size
 
     def states(self, grid: "Grid") -> int:
-        """One for each patch, and one for each image's class token."""
+        """States: one for each patch, and one for each image's class token."""
         images, *_ = grid
         return prod(grid) + images * self.has_class_token()
 
     @property
     def computed_layers(self) -> int:
-        """Those up to ``feature_layer``."""
+        """The number of layers up to ``feature_layer``."""
         behind = self.num_layers + 1 if self.feature_layer < 0 else 0
         return self.feature_layer + behind
 
@@ -247,11 +238,11 @@ class MultimodalTextArchitecture(TextArchitecture):
     mrope_section: Section  # pairs of channels for time, height, width
 
     def rope_section(self) -> Section:
-        """Its ``mrope_section``."""
+        """The section that the YAML gives."""
         return self.mrope_section
 
     def rope(self) -> RopeSettings:
-        """With the axes of the family."""
+        """The settings with the family's order of axes."""
         axes = interleaved_axes if self.interleaved_mrope else sectioned_axes
         return replace(super().rope(), axes=axes(self.mrope_section))
 
@@ -308,8 +299,7 @@ class MultimodalArchitecture:
 
     def encoder(self, name: str) -> EncoderArchitecture:
         """That of the encoder with this name."""
-        found = self.modules()[name]
-        assert isinstance(found, EncoderArchitecture), name
+        found: EncoderArchitecture = getattr(self, self.keys[name])
         return found
 
     def beside_the_decoder(self) -> Self:

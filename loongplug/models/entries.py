@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Role(Enum):
-    """What an entry does in a step."""
+    """The part that an entry has in a step."""
 
     ENCODER = "encoder"
     DECODER = "decoder"
@@ -29,7 +30,7 @@ class Entry:
     beside: tuple[str, ...] = ()
     into: str | None = None
 
-    @property
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """The names of all its modules, its own first: the order in which they run."""
         return (self.name, *self.beside)
@@ -60,7 +61,7 @@ def checked(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def encoders(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Those that encode media."""
+    """The entries that encode media."""
     return tuple(entry for entry in entries if entry.role is Role.ENCODER)
 
 

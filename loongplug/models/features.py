@@ -1,12 +1,21 @@
-"""Features: what projectors hand to the decoder, and where they go."""
+"""Features: what projectors hand to the decoder, and where they go.
+
+Deepstack features are added behind the first decoder layers. They travel *with* the hidden states,
+stacked in front of the sequence dimension: ``[(1 + k) * s, b, hidden]``, where k features are still
+to be added and the first s rows are the hidden states themselves. Whatever carries hidden states
+carries them too: the next layer, an activation checkpoint, the next pipeline stage or virtual
+chunk. Their gradients come back the same way, so no schedule needs to know of them, but one that
+takes layers apart (:mod:`loongplug.schedule`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -43,16 +52,16 @@ class Features:
 
     @classmethod
     def unpacked(cls, payload: Tensor, *, hidden: int) -> "Features":
-        """What :meth:`packed` was made of."""
+        """The features that :meth:`packed` was made of."""
         embeddings, *deepstack = payload.split(hidden, dim=1)
         return cls(embeddings=embeddings, deepstack=tuple(deepstack))
 
 
 class FeatureSource(Protocol):
-    """Where a decoder gets its units' features from; it knows of no mode."""
+    """The source of a decoder's features, which knows of no mode."""
 
     def features(self, number: int) -> Features:
-        """Of the step's microbatch ``number``, those in this rank's part of the sequence.
+        """Features of the step's microbatch ``number`` in this rank's part of the sequence.
 
         Asked on the first stage, once per forward.
         """
@@ -61,7 +70,7 @@ class FeatureSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlaces:
-    """Where the tokens of one encoder's media lie in a rank's part of the sequence.
+    """Places of the tokens of one encoder's media in a rank's part of the sequence.
 
     Sample by sample; all are [tokens in the part] int64 on the device: which of the unit's ``rows``
     of features they take, their ``sample``, their ``position`` within the part. ``count`` is of the
@@ -90,7 +99,7 @@ def token_places(
     part: int = 0,
     parts: int = 1,
 ) -> TokenPlaces:
-    """Those at ``places``, in the ``part``-th of so many ``parts`` of the ``held`` tokens.
+    """Tokens at ``places``, in the ``part``-th of so many ``parts`` of the ``held`` tokens.
 
     Positions count the tokens of that part. Made on the host, which knows them from the text and so
     never waits for the device.
@@ -144,3 +153,55 @@ def _check_count(features: Tensor, *, tokens: int) -> None:
             f"{features.shape[0]} features: make the text with the same processor that reads the "
             "media."
         )
+
+
+def stack_features(hidden_states: Tensor, features: list[Tensor]) -> Tensor:
+    """Hidden states [s, b, h] and k features [s, b, h] as one [(1 + k) * s, b, h]."""
+    return torch.cat([hidden_states, *features]) if features else hidden_states
+
+
+def features_behind(*, layer: int, deepstack: int) -> int:
+    """How many of ``deepstack`` features still travel into decoder layer ``layer`` (0-based)."""
+    return max(0, deepstack - layer)
+
+
+def take_features(stacked: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[(1 + count) * s, b, h] as hidden states [s, b, h] and the features [count * s, b, h]."""
+    length = stacked.shape[0] // (1 + count)
+    hidden_states, features = stacked.split([length, count * length])
+    return hidden_states, features
+
+
+def add_next_feature(hidden_states: Tensor, features: Tensor) -> Tensor:
+    """[s, b, h] with the first of ``features`` [k * s, b, h] added and the rest stacked on it.
+
+    Gives [k * s, b, h].
+    """
+    length = hidden_states.shape[0]
+    own, rest = features.split([length, features.shape[0] - length])
+    return torch.cat([hidden_states + own, rest])
+
+
+class DeepstackTransformerLayer(TransformerLayer):
+    """A decoder layer that adds its deepstack feature to its output and passes on the rest.
+
+    The number of features is ``config.deepstack_features``; layer i (0-based, over the whole
+    decoder) adds feature i.
+    """
+
+    @property
+    def travelling(self) -> int:
+        """How many features come with the hidden states."""
+        return features_behind(
+            layer=self.layer_number - 1, deepstack=self.config.deepstack_features
+        )
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As TransformerLayer.forward, with ``hidden_states`` [(1 + k) * s, b, h]."""
+        if self.travelling == 0:
+            return super().forward(hidden_states, *args, **kwargs)
+        hidden_states, features = take_features(hidden_states, self.travelling)
+        hidden_states, context = super().forward(hidden_states, *args, **kwargs)
+        return add_next_feature(hidden_states, features), context

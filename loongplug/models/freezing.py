@@ -16,7 +16,7 @@ _WILD = re.compile(r"\[[^]]*\]|[*?]")
 
 @dataclass(frozen=True, kw_only=True)
 class Freezing:
-    """What does not train, and what does all the same.
+    """The parameters that do not train, and exceptions from them.
 
     ``modules`` are frozen whole, by their names in the model (``image_encoder``), ``adapted`` but
     for their adapters; ``freeze`` and ``train`` are shell patterns over full parameter names, in
@@ -40,7 +40,7 @@ class Freezing:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Those of both kinds."""
+        """Patterns of both kinds."""
         return (*self.freeze, *self.train)
 
     def trains(self, name: str) -> bool:
@@ -101,7 +101,7 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def idle_pattern(pattern: str, *, flag: str, names: Sequence[str], matches: bool) -> str:
-    """What to tell of a pattern without effect; ``matches`` says whether it matches any name."""
+    """The message for a pattern without effect; ``matches`` says whether it matches any name."""
     if matches and flag == FREEZE_FLAG:
         return (
             f"{flag} {pattern!r} matches only parameters that are frozen with their module, or "

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.models.entries import only_decoder
-from loongplug.models.hf_model import HuggingFaceModel
-from loongplug.models.parts import ANY_TYPE, Part, load
-from loongplug.models.registry import ANY, WHOLE, Family, InTransformers, dotted, families
+from loongplug.models.family import ANY, WHOLE, Family, HuggingFaceModel, InTransformers
+from loongplug.models.parts import ANY_TYPE, Part, dotted, load
+from loongplug.models.registry import families
 
 CONFIG_JSON = "config.json"
 # Names of options by which something is computed, and what they say where nothing is.
@@ -22,7 +22,7 @@ _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_
 
 
 def hf_config(model: HuggingFaceModel) -> Any:
-    """The same architecture as a config of ``transformers`` (without dtype).
+    """The model's architecture as a config of ``transformers`` (without dtype).
 
     The ids of the special tokens must be known: from the YAML or from the tokenizer.
 
@@ -48,7 +48,7 @@ def hf_config(model: HuggingFaceModel) -> Any:
 def hf_config_differences(
     folder: Path, model: HuggingFaceModel, *, alone: bool = False
 ) -> list[str]:
-    """What ``folder``'s config.json says otherwise than ``model``, one line each.
+    """Differences of ``folder``'s config.json from ``model``, one line each.
 
     Tensor shapes alone do not tell, for one, the number of heads. Keys without influence on what
     the weights mean are left out. A folder without config.json has nothing to compare. With
@@ -250,7 +250,7 @@ def _check_plain(value: object, *, key: str) -> None:
 
 
 def _derived(function: str, section: Any) -> Any:
-    """What ``function`` makes of a section of config.json, or of the whole."""
+    """Fields that ``function`` makes of a section of config.json, or of the whole."""
     try:
         return load(function)(section)
     except (ArithmeticError, AttributeError, TypeError) as error:

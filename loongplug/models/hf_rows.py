@@ -1,63 +1,246 @@
-"""Rows of the Hugging Face mapping that parts share: Megatron's layers, the text decoder.
+"""Rows of the Hugging Face mapping that parts share: Megatron's layers, encoders, the text decoder.
 
 Everywhere ``ours`` is the module's name in the built model, and ``theirs`` how the names of its
 tensors begin in the files.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from loongplug.models.architecture import (
+from loongplug.models.architecture import EncoderArchitecture, TextArchitecture, VisionArchitecture
+from loongplug.models.family import HuggingFacePart
+from loongplug.models.hf_mapping import (
+    CARRIED,
     HEAD,
-    EncoderArchitecture,
-    ProjectorArchitecture,
-    TextArchitecture,
-    VisionArchitecture,
+    Row,
+    Shape,
+    Source,
+    Split,
+    leading_axes,
+    parameter_name,
 )
-from loongplug.models.hf_mapping import Row, Source, Split
-
-_HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the projector's norms
 
 
-def row(
+@dataclass(frozen=True)
+class Table:
+    """Makes rows whose names begin alike: with ``ours`` in our model, with ``theirs`` in the files.
+
+    Both end in a dot where a name follows. With a ``count`` rows are of that many layers, whose
+    number stands for ``{}``. Methods take our name, then theirs, each behind its beginning.
+    """
+
+    ours: str
+    theirs: str
+    count: int | None = None
+
+    def source(self, theirs: str, shape: Shape, **layout: Any) -> Source:
+        """A tensor there, with ``layout`` as in :class:`Source`."""
+        return Source(f"{self.theirs}{theirs}", shape, **layout)
+
+    def row(
+        self,
+        ours: str,
+        theirs: str,
+        shape: Shape,
+        *,
+        split: Split = Split.NONE,
+        leading: int = 0,
+        folded: bool = True,
+    ) -> Row:
+        """One tensor as it is; ``leading`` as in :class:`Source`, ``folded`` as in :class:`Row`."""
+        source = self.source(theirs, shape, leading=leading)
+        return Row((f"{self.ours}{ours}",), (source,), split, count=self.count, folded=folded)
+
+    def linear(
+        self, ours: str, theirs: str, shape: tuple[int, int], *, split: Split, bias: bool = True
+    ) -> list[Row]:
+        """Weight and bias; split by inputs, it has its bias whole, added after the reduction."""
+        rows = [self.row(f"{ours}.weight", f"{theirs}.weight", shape, split=split)]
+        if bias:
+            of_bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
+            rows.append(self.row(f"{ours}.bias", f"{theirs}.bias", shape[:1], split=of_bias))
+        return rows
+
+    def norm(self, ours: str, theirs: str, width: int, *, bias: bool = True) -> list[Row]:
+        """A norm's weight, and its bias if it has one."""
+        return [self.row(f"{ours}.{k}", f"{theirs}.{k}", (width,)) for k in _kinds(bias)]
+
+    def layer_norms(self, attention: str, mlp: str, width: int, *, bias: bool = True) -> list[Row]:
+        """Norms before attention and MLP; TransformerEngine keeps each within the linear behind it,
+        but for one before experts.
+        """
+        return [
+            Row(
+                (f"{self.ours}{ours}.{kind}", f"{self.ours}{behind}.layer_norm_{kind}"),
+                (self.source(f"{theirs}.{kind}", (width,)),),
+                count=self.count,
+            )
+            for ours, behind, theirs in (
+                ("input_layernorm", "self_attention.linear_qkv", attention),
+                ("pre_mlp_layernorm", "mlp.linear_fc1", mlp),
+            )
+            for kind in _kinds(bias)
+        ]
+
+    def together(
+        self,
+        ours: str,
+        theirs: Mapping[str, int],
+        *,
+        inputs: int,
+        groups: int = 1,
+        bias: bool = True,
+        without_bias: str | None = None,
+    ) -> list[Row]:
+        """One linear of several there, by columns; ``theirs`` has the outputs of each.
+
+        One that is several already has as many ``parts``. ``groups`` as in :class:`Row`. The files
+        have no bias of ``without_bias``; ours is zero.
+        """
+        parts = 3 if len(theirs) == 1 else 1
+        return [
+            Row(
+                (f"{self.ours}{ours}.{kind}",),
+                tuple(
+                    self.source(
+                        f"{name}.{kind}",
+                        (outputs, inputs) if kind == "weight" else (outputs,),
+                        parts=parts,
+                        absent=kind == "bias" and name == without_bias,
+                    )
+                    for name, outputs in theirs.items()
+                ),
+                Split.COLUMN,
+                groups=groups,
+                count=self.count,
+            )
+            for kind in _kinds(bias)
+        ]
+
+    def qkv(
+        self, theirs: tuple[str, ...], hidden: int, *, heads: int, without_bias: str | None = None
+    ) -> list[Row]:
+        """An encoder's queries, keys and values; ``theirs`` are three names, or one."""
+        outputs = dict.fromkeys(theirs, 3 * hidden // len(theirs))
+        name = "self_attention.linear_qkv"
+        return self.together(name, outputs, inputs=hidden, groups=heads, without_bias=without_bias)
+
+    def swiglu(
+        self, theirs: str, *, hidden: int, ffn: int, bias: bool, ours: str = "mlp"
+    ) -> list[Row]:
+        """A gated MLP: gate and up in one linear, then down."""
+        gate_up = {f"{theirs}.gate_proj": ffn, f"{theirs}.up_proj": ffn}
+        names = f"{ours}.linear_fc2", f"{theirs}.down_proj"
+        return [
+            *self.together(f"{ours}.linear_fc1", gate_up, inputs=hidden, bias=bias),
+            *self.linear(*names, (hidden, ffn), split=Split.ROW, bias=bias),
+        ]
+
+    def two_linears(
+        self, theirs: tuple[str, str], sizes: tuple[int, int, int], *, bias: bool = True
+    ) -> list[Row]:
+        """A projector's MLP, from the first of ``sizes`` into the last."""
+        width, inner, out = sizes
+        first, second = theirs
+        return [
+            *self.linear("linear_fc1", first, (inner, width), split=Split.COLUMN, bias=bias),
+            *self.linear("linear_fc2", second, (out, inner), split=Split.ROW, bias=bias),
+        ]
+
+    def experts(
+        self,
+        linear: str,
+        theirs: Mapping[str, Shape],
+        *,
+        split: Split,
+        count: int,
+        in_model: tuple[Source, ...] = (),
+        **layout: Any,
+    ) -> Row:
+        """One linear of ``count`` experts, with ``in_model`` as in :class:`Row`."""
+        ours = f"{self.ours}mlp.experts"
+        names = (
+            f"{ours}.local_experts.{{expert}}.{linear}.weight",  # one after the other
+            f"{ours}.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
+        )
+        sources = tuple(self.source(name, shape, **layout) for name, shape in theirs.items())
+        return Row(names, sources, split, count=self.count, experts=count, in_model=in_model)
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def encoder_layers(encoder: EncoderArchitecture, *, ours: str, theirs: str) -> Table:
+    """The table of an encoder's layers that run; ``theirs`` has ``{}`` for the number."""
+    return Table(f"{ours}.blocks.layers.{{}}.", theirs, encoder.computed_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNames:
+    """What the files of one kind of encoder call the tensors of one layer.
+
+    ``.weight`` and ``.bias`` are added to the names. ``layer`` is how they begin behind the
+    encoder's root, with ``{}`` for the layer's number; the others are behind it. ``qkv`` has three
+    names, or one where queries, keys and values are one tensor.
+    """
+
+    layer: str
+    norms: tuple[str, str]  # before attention, before the MLP
+    qkv: tuple[str, ...]
+    proj: str
+    mlp: tuple[str, str]
+
+
+def layer_rows(
+    encoder: EncoderArchitecture,
+    names: LayerNames,
+    *,
     ours: str,
     theirs: str,
-    *,
-    shape: tuple[int, ...],
-    split: Split = Split.NONE,
-    count: int | None = None,
-) -> Row:
-    """One tensor as it is."""
-    return Row((ours,), (Source(theirs, shape),), split, count=count)
-
-
-def linear(
-    ours: str,
-    theirs: str,
-    *,
-    shape: tuple[int, int],
-    split: Split,
-    count: int | None,
-    bias: bool = True,
+    key_bias: bool = True,
 ) -> list[Row]:
-    """Weight and bias; a row-split layer adds its bias after the reduction, so it has it whole."""
-    rows = [row(f"{ours}.weight", f"{theirs}.weight", shape=shape, split=split, count=count)]
-    if bias:
-        of_bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
-        names = f"{ours}.bias", f"{theirs}.bias"
-        rows.append(row(*names, shape=shape[:1], split=of_bias, count=count))
-    return rows
+    """Rows of the layers that run: two norms, attention and an MLP of two linears, with biases.
+
+    Without ``key_bias`` the files have none for the keys; ours is zero.
+    """
+    layer = encoder_layers(encoder, ours=ours, theirs=f"{theirs}.{names.layer}")
+    hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
+    first, second = names.mlp
+    return [
+        *layer.layer_norms(*names.norms, hidden),
+        *layer.qkv(
+            names.qkv,
+            hidden,
+            heads=encoder.num_attention_heads,
+            without_bias=None if key_bias else names.qkv[1],
+        ),
+        *layer.linear("self_attention.linear_proj", names.proj, (hidden, hidden), split=Split.ROW),
+        *layer.linear("mlp.linear_fc1", first, (ffn, hidden), split=Split.COLUMN),
+        *layer.linear("mlp.linear_fc2", second, (hidden, ffn), split=Split.ROW),
+    ]
+
+
+def carried_rows(tensors: Mapping[str, Shape], *, ours: str, theirs: str) -> list[Row]:
+    """Rows of a :class:`~loongplug.models.encoder.Carried` with these tensors."""
+    table = Table(f"{ours}.{CARRIED}.", f"{theirs}.")
+    return [
+        table.row(parameter_name(name), name, shape, leading=leading_axes(shape))
+        for name, shape in tensors.items()
+    ]
 
 
 def patch_embedding(vision: VisionArchitecture, *, ours: str, theirs: str) -> Row:
-    """Its weight: a 3D convolution there, whose stride is its kernel."""
+    """The weight of a patch embedding: a 3D convolution there, whose stride is its kernel."""
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     names = f"{ours}.patch_embed.weight", f"{theirs}.patch_embed.proj.weight"
-    return row(*names, shape=(vision.hidden_size, *patch))
+    return Table("", "").row(*names, (vision.hidden_size, *patch))
 
 
 def merger_rows(
-    ours: str,
-    theirs: str,
+    table: Table,
     *,
     vision: VisionArchitecture,
     out: int,
@@ -65,238 +248,90 @@ def merger_rows(
     linears: tuple[str, str],
     norm_bias: bool = True,
     norm_blocks: bool = False,
-    count: int | None = None,
 ) -> list[Row]:
     """A patch merger into the width ``out``; ``norm`` and ``linears`` are the files' names of both.
 
     With ``norm_blocks``, merged patches are normed.
     """
     merged = vision.hidden_size * vision.spatial_merge_size**2
-    width = merged if norm_blocks else vision.hidden_size
-    own_norm = f"{ours}.norm", f"{theirs}.{norm}"
-    rows = norm_rows(*own_norm, width=width, bias=norm_bias, count=count)
-    names = (f"{theirs}.{linears[0]}", f"{theirs}.{linears[1]}")
-    return rows + two_linears(ours, names, sizes=(merged, merged, out), count=count)
-
-
-def norm_rows(
-    ours: str, theirs: str, *, width: int, bias: bool = True, count: int | None = None
-) -> list[Row]:
-    """A norm's weight, and its bias if it has one."""
     return [
-        row(f"{ours}.{kind}", f"{theirs}.{kind}", shape=(width,), count=count)
-        for kind in ("weight", *(["bias"] if bias else []))
+        *table.norm("norm", norm, merged if norm_blocks else vision.hidden_size, bias=norm_bias),
+        *table.two_linears(linears, (merged, merged, out)),
     ]
 
 
-def two_linears(
-    ours: str,
-    theirs: tuple[str, str],
-    *,
-    sizes: tuple[int, int, int],
-    bias: bool = True,
-    count: int | None = None,
-) -> list[Row]:
-    """A projector's MLP, from the first of ``sizes`` into the last: split by columns, then rows."""
-    width, inner, out = sizes
-    first = (f"{ours}.linear_fc1", theirs[0])
-    second = (f"{ours}.linear_fc2", theirs[1])
-    return [
-        *linear(*first, shape=(inner, width), split=Split.COLUMN, count=count, bias=bias),
-        *linear(*second, shape=(out, inner), split=Split.ROW, count=count, bias=bias),
-    ]
-
-
-def qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, count: int) -> Row:
-    """The fused projection, in Megatron's order: q, k and v of each of ``groups`` in turn."""
-    name = f"{layer}self_attention.linear_qkv.{kind}"
-    return Row((name,), sources, Split.COLUMN, groups=groups, count=count)
-
-
-def norms(layer: str, theirs: tuple[str, str], *, kind: str, width: int, count: int) -> list[Row]:
-    """Those before attention and MLP, which TransformerEngine keeps within the linear behind them
-    (but for one before experts).
-    """
-    ours = (
-        ("input_layernorm", "self_attention.linear_qkv"),
-        ("pre_mlp_layernorm", "mlp.linear_fc1"),
-    )
-    return [
-        Row(
-            (f"{layer}{norm}.{kind}", f"{layer}{behind}.layer_norm_{kind}"),
-            (Source(f"{name}.{kind}", (width,)),),
-            count=count,
-        )
-        for (norm, behind), name in zip(ours, theirs, strict=True)
-    ]
-
-
-def decoder_layer(ours: str) -> str:
-    """How the names of a decoder layer's parameters begin, ``{}`` for its number."""
-    return f"{ours}.decoder.layers.{{}}."
-
-
-def encoder_layer(ours: str) -> str:
-    """The same of an encoder layer."""
-    return f"{ours}.blocks.layers.{{}}."
-
-
-def decoder_rows(
+def text_decoder(
     text: TextArchitecture,
     *,
     ours: str,
     theirs: str,
-    qkv_bias: bool,
-    qk_norm: bool,
     head: str = HEAD,
-) -> list[Row]:
-    """The whole text decoder but for what stands in its MLPs.
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    mlps: Callable[[Table], list[Row]] | None = None,
+    rope: Mapping[str, Any] = MappingProxyType({}),
+    values: Mapping[str, Any] = MappingProxyType({}),
+    **lacks: tuple[str, ...],
+) -> HuggingFacePart:
+    """A whole text decoder; ``head`` is the name of the output layer's weight in the files.
 
-    ``head`` is the name of the output layer's weight in the files.
+    ``mlps`` makes rows of a layer's MLPs where they are not gated ones. ``values``, and ``rope``
+    for its section, are what config.json says besides; ``lacks`` as in :class:`HuggingFacePart`.
     """
-    hidden, count, channels = text.hidden_size, text.num_layers, text.kv_channels
+    hidden, channels = text.hidden_size, text.kv_channels
     query, key = text.num_attention_heads * channels, text.num_query_groups * channels
-    own, layer = decoder_layer(ours), f"{theirs}.layers.{{}}."
-    attention = f"{layer}self_attn"
+    layer = Table(f"{ours}.decoder.layers.{{}}.", f"{theirs}.layers.{{}}.", text.num_layers)
+    embedding, tied = f"{theirs}.embed_tokens.weight", text.tie_word_embeddings
+    # Tied, the last stage's output layer is a second copy of the embedding.
+    own = f"{ours}.embedding.word_embeddings.weight", f"{ours}.output_layer.weight"
+    kept = [(own, embedding)] if tied else [(own[:1], embedding), (own[1:], head)]
+    vocabulary = (text.vocab_size, hidden)
     rows = [
-        *_embedding_rows(text, ours=ours, theirs=theirs, head=head),
-        *norms(
-            own,
-            (f"{layer}input_layernorm", f"{layer}post_attention_layernorm"),
-            kind="weight",
-            width=hidden,
-            count=count,
+        *(Row(names, (Source(name, vocabulary),), Split.COLUMN) for names, name in kept),
+        *layer.layer_norms("input_layernorm", "post_attention_layernorm", hidden, bias=False),
+        *layer.together(
+            "self_attention.linear_qkv",
+            {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
+            inputs=hidden,
+            groups=text.num_query_groups,
+            bias=qkv_bias,
         ),
-        *linear(
-            f"{own}self_attention.linear_proj",
-            f"{attention}.o_proj",
-            shape=(hidden, query),
+        *layer.linear(
+            "self_attention.linear_proj",
+            "self_attn.o_proj",
+            (hidden, query),
             split=Split.ROW,
-            count=count,
             bias=False,
         ),
-        row(f"{ours}.decoder.final_layernorm.weight", f"{theirs}.norm.weight", shape=(hidden,)),
+        *Table(f"{ours}.", f"{theirs}.").norm(
+            "decoder.final_layernorm", "norm", hidden, bias=False
+        ),
     ]
-    for kind, width in (("weight", (hidden,)), *([("bias", ())] if qkv_bias else [])):
-        sources = tuple(
-            Source(f"{attention}.{part}_proj.{kind}", (length, *width))
-            for part, length in (("q", query), ("k", key), ("v", key))
-        )
-        rows.append(qkv(own, sources, kind=kind, groups=text.num_query_groups, count=count))
-    if qk_norm:
-        rows += [
-            row(
-                f"{own}self_attention.{part}_layernorm.weight",
-                f"{attention}.{part}_norm.weight",
-                shape=(channels,),
-                count=count,
-            )
-            for part in ("q", "k")
-        ]
-    return rows
-
-
-def dense_mlp_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
-    """The gated MLPs of a text decoder without experts."""
-    return swiglu_rows(
-        decoder_layer(ours),
-        f"{theirs}.layers.{{}}.mlp",
-        hidden=text.hidden_size,
-        ffn=text.ffn_hidden_size,
-        count=text.num_layers,
-        bias=False,
+    for each in ("q", "k") if qk_norm else ():
+        names = f"self_attention.{each}_layernorm", f"self_attn.{each}_norm"
+        rows += layer.norm(*names, channels, bias=False)
+    if mlps is None:
+        rows += layer.swiglu("mlp", hidden=hidden, ffn=text.ffn_hidden_size, bias=False)
+    else:
+        rows += mlps(layer)
+    return HuggingFacePart(
+        rows=rows,
+        values={
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "default", **rope},
+            **values,
+        },
+        # Some files of tied models have the output layer's weight as well.
+        twins={head: embedding} if tied else {},
+        **lacks,
     )
-
-
-def expert_row(
-    layer: str,
-    linear: str,
-    sources: tuple[Source, ...],
-    *,
-    split: Split,
-    count: int,
-    experts: int,
-    in_model: tuple[Source, ...] = (),
-) -> Row:
-    """One linear of all experts; ``in_model`` as in :class:`Row`."""
-    ours = f"{layer}mlp.experts"
-    names = (
-        f"{ours}.local_experts.{{expert}}.{linear}.weight",  # one after the other
-        f"{ours}.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
-    )
-    return Row(names, sources, split, count=count, experts=experts, in_model=in_model)
-
-
-def _embedding_rows(text: TextArchitecture, *, ours: str, theirs: str, head: str) -> list[Row]:
-    # Tied, the last stage's output layer is a second copy of the embedding.
-    vocabulary = (text.vocab_size, text.hidden_size)
-    embedding = f"{ours}.embedding.word_embeddings.weight"
-    output = f"{ours}.output_layer.weight"
-    tied = text.tie_word_embeddings
-    names = (embedding, output) if tied else (embedding,)
-    rows = [Row(names, (Source(_embedding(theirs), vocabulary),), Split.COLUMN)]
-    if not tied:
-        rows.append(row(output, head, shape=vocabulary, split=Split.COLUMN))
-    return rows
-
-
-def swiglu_rows(
-    layer: str,
-    theirs: str,
-    *,
-    hidden: int,
-    ffn: int,
-    count: int,
-    bias: bool,
-    mlp: str = "mlp",
-) -> list[Row]:
-    """A gated MLP: gate and up in one projection, then down; ``mlp`` is its name in the layer."""
-    ours = f"{layer}{mlp}"
-    rows: list[Row] = []
-    for kind, width in (("weight", (hidden,)), *([("bias", ())] if bias else [])):
-        gate_up = tuple(
-            Source(f"{theirs}.{part}_proj.{kind}", (ffn, *width)) for part in ("gate", "up")
-        )
-        rows.append(Row((f"{ours}.linear_fc1.{kind}",), gate_up, Split.COLUMN, count=count))
-    names = f"{ours}.linear_fc2", f"{theirs}.down_proj"
-    down = linear(*names, shape=(hidden, ffn), split=Split.ROW, count=count, bias=bias)
-    return [*rows, *down]
-
-
-def twins(text: TextArchitecture, *, theirs: str, head: str = HEAD) -> dict[str, str]:
-    """Some files of tied models have the output layer's weight as well."""
-    return {head: _embedding(theirs)} if text.tie_word_embeddings else {}
-
-
-def _embedding(theirs: str) -> str:
-    return f"{theirs}.embed_tokens.weight"
-
-
-def text_values(**rope: Any) -> dict[str, Any]:
-    """What config.json says of every decoder here, with what a family adds to rope."""
-    return {"hidden_act": "silu", "rope_parameters": {"rope_type": "default", **rope}}
 
 
 def head_size(text: Any) -> dict[str, Any]:
-    """Where config.json has no key for the size of a head: hidden size over heads."""
+    """The size of a head, where config.json has no key for it: hidden size over heads."""
     return {"kv_channels": text.hidden_size // text.num_attention_heads}
 
 
 def vision_values(activation: str) -> dict[str, Any]:
-    """What config.json says of every encoder over patches with 2D rope."""
+    """Values of config.json of every encoder over patches with 2D rope."""
     return {"hidden_act": activation, "rope_parameters": {"rope_type": "axial"}}
-
-
-def fixed_epsilon(
-    module: EncoderArchitecture | ProjectorArchitecture,
-    *,
-    ours: str,
-    theirs: float = _HF_NORM_EPSILON,
-) -> tuple[str, ...]:
-    """The sentence for a norm's epsilon that transformers has no key for; none where it is its."""
-    if module.layernorm_epsilon == theirs:
-        return ()
-    return (
-        f"{ours}.layernorm_epsilon is {module.layernorm_epsilon}, but transformers' model "
-        f"has {theirs} there; only a model with that value can be exchanged with it",
-    )

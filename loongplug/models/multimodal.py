@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import Unit
 from loongplug.models.decoder import DecoderConfig, TextDecoder
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, packed
+from loongplug.models.encoder import EncoderInput, HandedOn, packed
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.features import Features, FeatureSource, PlacedFeatures
 from loongplug.models.layers.context.row import ContextRow
-from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.inputs import PackedSegments
 from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
@@ -58,7 +58,8 @@ class MultimodalModel(MegatronModule):
         if text_decoder is not None:
             self.text_decoder = text_decoder
         self.entries = tuple(entries)
-        self.encoders = tuple(each for each in encoders(entries) if each.name in encoding)
+        self._given = encoders(entries)  # whose features the first stage is given
+        self.encoders = tuple(each for each in self._given if each.name in encoding)
         self.pg_collection = pg_collection
         self.states = states
         self.lr_mults = lr_mults or {}
@@ -79,7 +80,7 @@ class MultimodalModel(MegatronModule):
         return bool(self.encoders)
 
     def modules_of(self, entry: Entry) -> dict[str, nn.Module]:
-        """Those of an entry's modules that this chunk has, in the order in which they run."""
+        """An entry's modules that this chunk has, in the order in which they run."""
         children = dict(self.named_children())
         return {name: children[name] for name in entry.modules if name in children}
 
@@ -92,7 +93,7 @@ class MultimodalModel(MegatronModule):
         )
 
     def parallel_parts(self) -> tuple[ModulePart, ...]:
-        """What has data parallel groups, gradient buffers and an optimizer of its own: entries."""
+        """The entries as parts with data parallel groups, gradient buffers and an optimizer."""
         return tuple(
             ModulePart(
                 name=entry.name,
@@ -145,7 +146,7 @@ class MultimodalModel(MegatronModule):
         return features.empty() if _is_empty(unit) else features
 
     def payload(self, entry: Entry, unit: EncoderInput | None) -> Tensor:
-        """What an encoder's stage here makes of one unit, as it travels, [rows, width].
+        """The output of an encoder's stage here for one unit, as it travels, [rows, width].
 
         As :meth:`encode`: features from the last stage, states and taps from one before it, and no
         rows of a unit without media.
@@ -175,7 +176,7 @@ class MultimodalModel(MegatronModule):
         number: int | None,
         row: ContextRow | None = None,
     ) -> list[PlacedFeatures]:
-        """What the decoder embeds of microbatch ``number`` of the step, by encoder; first stage.
+        """Features that the decoder embeds in microbatch ``number``, by encoder; first stage.
 
         From the feature sources, or where an encoder has none from its unit's media, with zero
         rows for a microbatch without; nothing on other stages. ``row``: of which this rank has the
@@ -183,7 +184,7 @@ class MultimodalModel(MegatronModule):
         as the sources are, or as :meth:`encode`, encoder by encoder.
         """
         found: list[PlacedFeatures] = []
-        for entry in encoders(self.entries) if self.pre_process else ():
+        for entry in self._given if self.pre_process else ():
             source = self.feature_sources.get(entry.name)
             if source is None and entry not in self.encoders:
                 continue

@@ -123,7 +123,7 @@ class Part:
     """One encoder, projector or decoder, for any family. Functions are named as "module:function".
 
     ``config_class`` is the frozen dataclass that its YAML fills, of which ``build`` makes the
-    module, and ``hugging_face`` a :class:`~loongplug.models.hf_model.HuggingFacePart`. What each
+    module, and ``hugging_face`` a :class:`~loongplug.models.family.HuggingFacePart`. What each
     is called with is in docs/adding_a_model.md.
 
     ``config_json`` has, by a field of the config, its key in the section of config.json that
@@ -180,7 +180,7 @@ class DecoderPart(Part):
 
 
 def load(path: str) -> Any:
-    """What ``path`` names, as "module:attribute".
+    """The object that ``path`` names as "module:attribute".
 
     Raises:
         ValueError: it is not there.
@@ -193,3 +193,8 @@ def load(path: str) -> Any:
             f"{path}, which a part of a model names, cannot be loaded ({error}); it is written "
             "module:attribute"
         ) from error
+
+
+def dotted(config_class: type) -> str:
+    """A class by the name that YAML's ``_target_`` has."""
+    return f"{config_class.__module__}.{config_class.__qualname__}"

@@ -1,4 +1,4 @@
-"""What follows from the patch grids of packed images alone.
+"""Sizes, places and angles that follow from the patch grids of packed images alone.
 
 The patches of one frame are ordered by merge block: all ``merge x merge`` patches that become one
 token stand together, blocks row by row, as the image processor emits them.
@@ -47,7 +47,7 @@ def frame_rotary_angles(
 
 @dataclass(frozen=True, kw_only=True)
 class FrameTables:
-    """What an encoder has to know of one frame: ``tables`` for the device, and for the host the
+    """Tables of one frame for an encoder: ``tables`` for the device, and for the host the
     patches of each of its ``windows``, where the family has any.
     """
 
@@ -56,7 +56,7 @@ class FrameTables:
 
     @property
     def nbytes(self) -> int:
-        """Of the tables."""
+        """The bytes of the tables."""
         return sum(each.nbytes for each in self.tables)
 
 
@@ -77,7 +77,7 @@ class FrameGeometry:
         )
 
     def _of_frame(self, height: int, width: int) -> FrameTables:
-        """Of a frame of ``height x width`` patches, on the host; the family's."""
+        """Tables of a frame of ``height x width`` patches, on the host; the family's."""
         raise NotImplementedError
 
     def _angles(self, height: int, width: int) -> Tensor:
@@ -86,7 +86,7 @@ class FrameGeometry:
         )
 
     def frames(self, grid_thw: Tensor, device: torch.device) -> list[FrameTables]:
-        """One for every frame of every image, in their order, with its tables on ``device``.
+        """Tables of every frame of every image, in their order, with its tables on ``device``.
 
         They are not to be changed: other units get the same ones.
         """

@@ -1,130 +1,37 @@
 """The model families and parts LoongPlug knows, and how a package outside it adds its own."""
 
-import functools
 import importlib
+import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from loongplug.models.architecture import HEAD, SECTIONS, MultimodalArchitecture
 from loongplug.models.entries import only_decoder
-from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
+from loongplug.models.family import ANY, Family
+from loongplug.models.parts import DecoderPart, Part, dotted
 
-if TYPE_CHECKING:
-    from loongplug.models.hf_model import HuggingFaceModel
-
-
-# The special tokens of Qwen's vision-language models, by the config's fields for their ids.
-QWEN_VISION_TOKENS = MappingProxyType(
-    {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
+# The modules here that have families or parts, whichever a family joins first.
+_BUILT_IN = tuple(
+    f"loongplug.models.{name}"
+    for name in (
+        "audio_transformer",
+        "hugging_face_encoder",
+        "internvl",
+        "llava",
+        "patch_transformer",
+        "projectors",
+        "qwen2_5_omni",
+        "qwen2_5_vl",
+        "qwen2_audio",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "text_decoders",
+    )
 )
-
-
-# In a family's parts: any registered part that fits and that config.json can name.
-ANY = "any"
-# Among the sections of a config.json: what stands at its top, beside all of them.
-WHOLE = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InTransformers:
-    """What a family is to ``transformers``.
-
-    ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from elsewhere;
-    None where there is none, and so no export. ``architecture`` is the name of the model's class.
-    ``roots`` has, by a module's name, how the names of its tensors begin in the files, and
-    ``sections``, by a section of config.json or
-    :data:`WHOLE`, the modules that it describes. ``whole`` has, by a module's name, which fields of
-    its config stand at the top although a section describes it, each with its key, and ``more``, a
-    function's name as "module:function", gives what else stands there for a config. ``derived``
-    names one that gives, of a config.json, fields without a key of their own by the names of
-    modules. ``head`` is the name of the decoder's output layer in the files. ``prefixes`` are
-    beginnings of names in the files, each with what the model itself has there; the first that fits
-    counts. ``formerly`` are beginnings of names that other versions have written, each with the
-    present one. ``within`` has, by the ``model_type`` of larger models that this one is a part of,
-    the section of their config.json that is this one's, and ``aside`` beginnings of the names that
-    their other tensors have. Without ``ties``, its output layer never has the embeddings' weight,
-    whatever config.json says.
-    """
-
-    config_class: str | None
-    architecture: str
-    roots: Mapping[str, str]
-    sections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SECTIONS)
-    whole: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    more: str | None = None
-    derived: str | None = None
-    head: str = HEAD
-    prefixes: tuple[tuple[str, str], ...] = ()
-    formerly: tuple[tuple[str, str], ...] = ()
-    within: Mapping[str, str] = field(default_factory=dict)
-    aside: tuple[str, ...] = ()
-    ties: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family: which parts it joins, and what it is called elsewhere. All of it is data.
-
-    ``config_class`` is the frozen dataclass that the family's YAML files fill; ``parts`` has, by
-    the names of the built model's modules, those of registered parts, or :data:`ANY`; what may
-    stand there, :func:`families` puts into ``joined``. ``configs`` is the folder of the YAML files;
-    None stands for ``configs/models/<name>`` of LoongPlug.
-    """
-
-    name: str
-    config_class: type[MultimodalArchitecture]
-    parts: Mapping[str, str]
-    in_transformers: InTransformers
-    special_tokens: Mapping[str, str]  # config field -> the token's text
-    marks: Mapping[str, str] = field(default_factory=dict)
-    configs: Path | None = None
-    joined: Mapping[str, tuple[Part, ...]] = field(default_factory=dict, repr=False)
-
-    def parts_of(self, config: MultimodalArchitecture) -> dict[str, Part]:
-        """The parts of ``config``'s model by the names of its modules: those of their configs.
-
-        Raises:
-            ValueError: a module's config is of no part that the family takes there.
-        """
-        return {
-            name: _part_of(architecture, self.joined[name], family=self.name, module=name)
-            for name, architecture in config.modules().items()
-        }
-
-    def load_builder(self, config: MultimodalArchitecture) -> Callable[..., Any]:
-        """:func:`~loongplug.models.stage.build_model` with the parts of ``config``'s model."""
-        parts = self.parts_of(config)
-        for part in parts.values():
-            load(part.build)
-        return functools.partial(load("loongplug.models.stage:build_model"), parts)
-
-    def megatron_arguments(self, config: MultimodalArchitecture) -> dict[str, ArchitectureArgument]:
-        """Megatron's architecture arguments for ``config``, by their names in its namespace."""
-        name = only_decoder(config.entries()).name
-        part = self.parts_of(config)[name]
-        assert isinstance(part, DecoderPart)
-        return part.arguments(config.foundation, key=config.keys[name])
-
-    def load_hugging_face(self, config: MultimodalArchitecture) -> "HuggingFaceModel":
-        """The tensors and the config.json of ``config``'s model in ``transformers``."""
-        model: HuggingFaceModel = load("loongplug.models.hf_model:describe")(self, config)
-        return model
-
-
-def _built_in() -> Iterator[str]:
-    """The packages here that have families: those with config classes."""
-    for folder in sorted(Path(__file__).parent.iterdir()):
-        if (folder / "config.py").is_file():
-            yield f"{__package__}.{folder.name}"
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+# Up to version 0.2, config classes were in a module "config" of their family.
+_FORMERLY = re.compile(r"(?<=^loongplug\.models\.)(\w+)\.config(?=\.)")
 
 
 def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
@@ -139,7 +46,7 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
     """
     known: dict[str, Family] = {}
     parts: dict[str, Part] = {}
-    for package in (*_built_in(), *trusted_packages):
+    for package in (*_BUILT_IN, *trusted_packages):
         module = _imported(package)
         new_parts = _added(module, "LOONGPLUG_PARTS", Part, what="part", known=parts)
         parts |= new_parts
@@ -165,7 +72,7 @@ def _imported(package: str) -> Any:
 def _added[Kind: (Part, Family)](
     module: Any, name: str, kind: type[Kind], *, what: str, known: Mapping[str, Kind]
 ) -> dict[str, Kind]:
-    """What a package adds under ``name`` to those that are ``known``."""
+    """Parts or families that a package adds under ``name`` to those that are ``known``."""
     added = getattr(module, name, ())
     if not isinstance(added, tuple) or not all(isinstance(each, kind) for each in added):
         raise ValueError(
@@ -180,18 +87,6 @@ def _added[Kind: (Part, Family)](
             )
         found[each.name] = each
     return found
-
-
-def _part_of(architecture: object, parts: Sequence[Part], *, family: str, module: str) -> Part:
-    """The part that is made from configs of this class, or of the closest base of it."""
-    by_class = {part.config_class: part for part in parts}
-    for base in type(architecture).__mro__:
-        if base in by_class:
-            return by_class[base]
-    raise ValueError(
-        f"the model family {family} has a {dotted(type(architecture))} as its {module}, of which "
-        f"no part is made: expected one of {', '.join(dotted(each) for each in by_class)}"
-    )
 
 
 def _join(family: Family, parts: Mapping[str, Part]) -> Family:
@@ -292,6 +187,23 @@ def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
     )
 
 
-def dotted(config_class: type) -> str:
-    """A class by the name that YAML's ``_target_`` has."""
-    return f"{config_class.__module__}.{config_class.__qualname__}"
+def trusted_object(name: str, *, packages: Sequence[str], cure: str) -> object:
+    """The object called ``package.module.name``; only ``packages`` are imported.
+
+    Raises:
+        ValueError: the name is in none of them, with ``cure``, or there is no such thing.
+    """
+    name = _FORMERLY.sub(r"\1", name)
+    if _DOTTED_NAME.fullmatch(name) is None or not within(name, packages):
+        where = f"is not in {' or '.join(packages)}" if packages else "is in no trusted package"
+        raise ValueError(f"{name} {where}; {cure}")
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} does not exist ({error})") from error
+
+
+def within(name: str, packages: Sequence[str]) -> bool:
+    """Whether a dotted name is of something below one of the packages."""
+    return any(name.startswith(f"{package}.") for package in packages)

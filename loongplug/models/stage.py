@@ -5,10 +5,11 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
-from loongplug.models.decoder import DecoderConfig, carry_deepstack
-from loongplug.models.encoder_stages import EncoderStage
+from loongplug.models.decoder import DecoderConfig
+from loongplug.models.encoder import EncoderStage
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.adapter import add_adapters
@@ -41,7 +42,7 @@ def build_model(
     """
     # All weights start with one deviation; Megatron would start the output projections smaller.
     config.output_layer_init_method = config.init_method
-    carry_deepstack(config, features=model.taps())
+    _carry_deepstack(config, features=model.taps())
     entries = model.entries()
     states = {
         **{entry.name: ModuleState(groups=pg_collection) for entry in entries},
@@ -60,12 +61,51 @@ def build_model(
             pg_collection=pg_collection,
             backend=backend,
         )
+    encoding = _encoding(
+        parts,
+        model,
+        config,
+        states=states,
+        first=pre_process,
+        vp_stage=vp_stage,
+        backend=backend,
+    )
+    composed = MultimodalModel(
+        built_decoder,
+        config=config,
+        entries=entries,
+        encoding=encoding,
+        pg_collection=pg_collection,
+        states=states,
+        lr_mults={name: each.lr_mult for name, each in architectures.items()},
+    )
+    for name, built in composed.named_children():
+        architecture = architectures[name]
+        if architecture.freeze:
+            built.requires_grad_(False)
+        if architecture.lora is not None:
+            add_adapters(built, architecture.lora)
+    return composed
+
+
+def _encoding(
+    parts: Mapping[str, Part],
+    model: MultimodalArchitecture,
+    config: DecoderConfig,
+    *,
+    states: Mapping[str, ModuleState | None],
+    first: bool,
+    vp_stage: int | None,
+    backend: Backend,
+) -> dict[str, MegatronModule]:
+    """Encoders and projectors of a chunk, by name; ``first``: it is the decoder's first one."""
+    architectures = model.modules()
     encoding: dict[str, MegatronModule] = {}
-    for entry in encoders(entries):
+    for entry in encoders(model.entries()):
         state = states[entry.name]
         # In a state of its own it lies on the first chunk of each of that state's ranks.
         own = state is not None and state.state is not None and not vp_stage
-        if state is None or not (pre_process or own):
+        if state is None or not (first or own):
             continue
         name, projector = entry.modules
         with state.entered():
@@ -85,22 +125,28 @@ def build_model(
             # Checkpoints and Hugging Face folders ask it where its slices are.
             module.pg_collection = state.groups
             state.run(module)
-    composed = MultimodalModel(
-        built_decoder,
-        config=config,
-        entries=entries,
-        encoding=encoding,
-        pg_collection=pg_collection,
-        states=states,
-        lr_mults={name: each.lr_mult for name, each in architectures.items()},
-    )
-    for name, built in composed.named_children():
-        architecture = architectures[name]
-        if architecture.freeze:
-            built.requires_grad_(False)
-        if architecture.lora is not None:
-            add_adapters(built, architecture.lora)
-    return composed
+    return encoding
+
+
+def _carry_deepstack(config: DecoderConfig, *, features: int) -> None:
+    """Let the hidden states grow by the deepstack features that travel with them.
+
+    Where a pipeline boundary falls among the first layers, and only there, the stages have to
+    announce their shapes to each other.
+    """
+    config.deepstack_features = features
+    if config.pipeline_model_parallel_size > 1:
+        layout = config.pipeline_model_parallel_layout
+        if layout is not None:  # the function below would give this rank's own number
+            first_chunk = layout.get_num_layers_to_build(vp_stage=0, pp_rank=0)
+        else:
+            first_chunk = get_num_layers_to_build(
+                config,
+                vp_stage=0 if config.virtual_pipeline_model_parallel_size else None,
+                pp_rank=0,
+            )
+        if first_chunk < features:
+            config.variable_seq_lengths = True
 
 
 def _is_last_stage(encoder: Any, architecture: EncoderArchitecture, *, key: str) -> bool:

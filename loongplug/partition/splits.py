@@ -15,7 +15,7 @@ from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pass_order import first_stage
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
 from loongplug.models.entries import Entry, encoders, only_decoder
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.parallel.layout import Layout
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.arguments import ParsedArguments

@@ -10,7 +10,7 @@ from megatron.core.models.common.utils import PreProcessNode
 from torch import Tensor
 
 from loongplug.data.microbatch import Unit
-from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.inputs import PackedSegments
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.schedule.layer_plan import LayerPlan
 from loongplug.schedule.tensor_offload import TensorOffload

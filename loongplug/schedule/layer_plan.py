@@ -8,11 +8,7 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerLay
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from loongplug.models.deepstack import (
-    DeepstackTransformerLayer,
-    add_next_feature,
-    take_features,
-)
+from loongplug.models.features import DeepstackTransformerLayer, add_next_feature, take_features
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.layers.mlp import ExpertLayer
 from loongplug.schedule.node_recompute import (
@@ -31,7 +27,7 @@ Submodule = Callable[..., Any]
 class LayerPlan(TransformerLayerSchedulePlan):
     """One microbatch's way through one layer of experts, in nodes that the schedule can order.
 
-    Deepstack features come stacked with the hidden states (:mod:`loongplug.models.deepstack`). The
+    Deepstack features come stacked with the hidden states (:mod:`loongplug.models.features`). The
     layer's first node takes them off and its last node adds the layer's own; between the two they
     wait in the layer's state, as the residual does, and their gradients go back the same way.
     """

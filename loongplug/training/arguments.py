@@ -12,9 +12,9 @@ from typing import Any
 
 from loongplug.checkpoint.notes import drops_transparency
 from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bubbles
-from loongplug.models.lora.settings import adapts_experts
+from loongplug.models.family import Family
+from loongplug.models.lora import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
-from loongplug.models.registry import Family
 from loongplug.parallel.world import this_rank
 from loongplug.platform.active import DeviceName
 from loongplug.schedule.tensor_names import RECOMPUTED

@@ -11,17 +11,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout, read_architecture
+from loongplug.models.family import Family
 from loongplug.models.hf_config import (
     CONFIG_JSON,
     family_of_folder,
     hf_config_differences,
     read_folder,
 )
+from loongplug.models.lora import LoraSettings
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.lora.peft_config import folder_linears, module_settings
-from loongplug.models.lora.settings import LoraSettings
-from loongplug.models.registry import Family, dotted, families, family_of
-from loongplug.models.trusted import trusted_object, within
+from loongplug.models.parts import dotted
+from loongplug.models.registry import families, family_of, trusted_object, within
 from loongplug.training.model_files import MODEL, Composition, own_folder, parsed_override
 from loongplug.training.typed import TARGET, Filler, plain, the_closest_is
 

@@ -19,7 +19,7 @@ from loongplug.checkpoint.hf_export import (
 )
 from loongplug.checkpoint.notes import ARCHITECTURE_FILE, CARRIED_FOLDER, write_note
 from loongplug.checkpoint.tracker import TRACKER
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.multimodal import MultimodalModel
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.sample import Grid
 from loongplug.models.layers.context.row import context_row
-from loongplug.models.layers.packed import PackedSegments, pack_segments
+from loongplug.models.layers.inputs import PackedSegments, pack_segments
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 from loongplug.platform.devices import to_device

@@ -23,13 +23,13 @@ from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import modes_of
 from loongplug.hetero.pass_order import first_stage
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.encoder_stages import payload_widths
+from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry, encoders
+from loongplug.models.family import Family
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.models.registry import Family
 from loongplug.parallel.module_state import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules

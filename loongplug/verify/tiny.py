@@ -16,7 +16,7 @@ from loongplug.models.architecture import (
     TextArchitecture,
     VisionArchitecture,
 )
-from loongplug.models.audio_transformer.config import AudioTransformerConfig
+from loongplug.models.audio_transformer import AudioTransformerConfig
 from loongplug.models.entries import encoders
 from loongplug.verify.tiny_processor import MEL_BINS, SECONDS, FixedImages, Kind, write_processor
 

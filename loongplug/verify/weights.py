@@ -14,8 +14,8 @@ from loongplug.checkpoint.tensor_files import (
     plan_files,
     write_index,
 )
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_mapping import Source
-from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import (
     ADAPTER_CONFIG_FILE,

@@ -13,7 +13,7 @@ from loongplug.checkpoint.notes import (
 pytestmark = pytest.mark.quick
 
 MODEL = {
-    "_target_": "loongplug.models.qwen3_vl.config.Qwen3VLConfig",
+    "_target_": "loongplug.models.qwen3_vl.Qwen3VLConfig",
     "image_encoder": {
         "num_layers": 3,
         "deepstack_layers": (0, 1),

@@ -13,12 +13,14 @@ from loongplug.models.hf_mapping import (
     Row,
     Source,
     Split,
+    shift_layers,
+)
+from loongplug.models.hf_slices import (
     full_shape,
     local_shape,
     pack,
     parts_of_local,
     read_local,
-    shift_layers,
     unpack,
 )
 

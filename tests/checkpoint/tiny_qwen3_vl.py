@@ -6,7 +6,7 @@ from typing import Any
 from hf_models import Layout, build_chunks, decoder_config, reference_model
 
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.models.qwen3_vl.config import (
+from loongplug.models.qwen3_vl import (
     Qwen3DecoderConfig,
     Qwen3ProjectorConfig,
     Qwen3VisionConfig,

@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from loongplug.models.encoder_stages import EncoderInput, HandedOn
+from loongplug.models.encoder import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 
 WIDTH, LENGTH = 2, 12

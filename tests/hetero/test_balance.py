@@ -26,7 +26,7 @@ from loongplug.hetero.balance import (
     loads,
     plan,
 )
-from loongplug.models.qwen2_5_vl.windows import frame_windows
+from loongplug.models.qwen2_5_vl.vision import frame_windows
 from loongplug.training.config import compose_model
 
 pytestmark = pytest.mark.quick

@@ -18,9 +18,8 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.sample import Grid
 from loongplug.models import audio_transformer, hf_mapping, patch_transformer, projectors
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel, InTransformers
 from loongplug.models.parts import Part, load
-from loongplug.models.registry import InTransformers
 
 
 def part_of(config: Any) -> Part:

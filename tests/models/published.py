@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel
 from loongplug.training.config import compose_model
 
 AUDIO: dict[str, Any] = {

@@ -11,14 +11,14 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAu
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.audio_transformer.config import (
+from loongplug.models.audio_transformer import (
     AudioTransformerConfig,
     OmniAudioConfig,
     Qwen2AudioEncoderConfig,
     WhisperAudioConfig,
 )
+from loongplug.models.family import HuggingFacePart
 from loongplug.models.hf_mapping import Mapping
-from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.parts import load
 
 NAME = "audio_encoder"

@@ -18,9 +18,9 @@ from transformers import (
     Qwen2_5OmniForConditionalGeneration,
 )
 
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel
+from loongplug.models.lora import LoraSettings
 from loongplug.models.lora.mapping import adapter_table
-from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.registry import family_of
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.weights import write_random_adapters

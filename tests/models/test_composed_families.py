@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tiny_families import QWEN2_5_VL, QWEN3_VL_MOE
 from towers import TOWERS
 
-from loongplug.models.projectors.config import PixelShuffleConfig
-from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig
+from loongplug.models.projectors import PixelShuffleConfig
+from loongplug.models.qwen3_vl import Qwen3DecoderConfig
 from loongplug.models.registry import families, family_of
 from loongplug.verify.weights import random_tensor
 

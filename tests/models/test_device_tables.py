@@ -15,8 +15,8 @@ from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import VisionArchitecture
 from loongplug.models.audio_transformer.encoder import sinusoids
 from loongplug.models.parts import load
-from loongplug.models.qwen2_5_vl.windows import WindowGeometry
-from loongplug.models.qwen3_vl.grids import PackedGeometry
+from loongplug.models.qwen2_5_vl.vision import WindowGeometry
+from loongplug.models.qwen3_vl.vision import PackedGeometry
 from loongplug.models.registry import family_of
 from loongplug.training.config import compose_model
 

@@ -66,13 +66,10 @@ def test_every_model_describes_the_modules_of_its_entries(name: str) -> None:
 def test_only_a_model_s_description_knows_the_names_of_encoder_and_projector() -> None:
     """Elsewhere they stand in text for users and in flags; loops over entries do without them."""
     package = Path(loongplug.__file__).parent
-    families = [
-        file.parent
-        for file in package.glob("models/*/__init__.py")
-        if "LOONGPLUG_FAMILIES" in file.read_text()
-    ]
     own = {package / "models" / "architecture.py"}
-    own |= {file for family in families for file in family.glob("*.py")}
+    for file in package.glob("models/**/*.py"):
+        if "LOONGPLUG_FAMILIES = " in file.read_text():
+            own |= {*file.parent.glob("*.py")} if file.name == "__init__.py" else {file}
     names = {name for entry in VisionLanguageArchitecture.entries() for name in entry.modules}
     names -= {"text_decoder"}  # what Megatron is asked for as a language model, everywhere
     found = []

@@ -12,8 +12,8 @@ from transformers.vision_utils import (
 )
 
 from loongplug.models.patch_grids import frame_lengths
-from loongplug.models.qwen3_vl import grids as grids_module
-from loongplug.models.qwen3_vl.grids import PackedGeometry
+from loongplug.models.qwen3_vl import vision as grids_module
+from loongplug.models.qwen3_vl.vision import PackedGeometry
 
 pytestmark = pytest.mark.quick
 

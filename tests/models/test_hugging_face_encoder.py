@@ -15,9 +15,8 @@ from tiny_families import PATCH, SIDE, llava, pictured
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_config import hf_config, hf_config_differences
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.models.hugging_face_encoder.hf import settings_of
-from loongplug.models.llava.config import LlavaConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig, settings_of
+from loongplug.models.llava import LlavaConfig
 from loongplug.models.registry import family_of
 from loongplug.training.config import compose_model
 from loongplug.training.freezing import apply_freezing

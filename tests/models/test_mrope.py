@@ -14,8 +14,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb,
 )
 
-from loongplug.models.layers.rope import rotate
-from loongplug.models.mrope import MultimodalRotary, inverse_frequencies
+from loongplug.models.layers.attention import rotate
+from loongplug.models.layers.inputs import MultimodalRotary, inverse_frequencies
 from loongplug.models.rope_settings import (
     Llama3Scaling,
     RopeSettings,

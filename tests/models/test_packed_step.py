@@ -93,28 +93,6 @@ def test_packs_train_as_padded_samples_do(family, padded, layout):
     assert_agrees(reference, layout, limit=LIMIT)
 
 
-def test_attention_across_samples_would_show(family, padded):
-    """The same rows as one segment each: were the limits too wide, this would pass for packed."""
-    packs = family.packs()
-    merged = Packs(
-        samples=tuple(dataclasses.replace(pack, segments=(pack.tokens,)) for pack in packs.samples),
-        media=packs.media,
-    )
-    step = family.step(data=merged, layout=Layout())
-    assert abs(step.loss - padded.loss) > 100 * LIMIT * padded.loss
-
-
-def test_the_packs_are_what_the_test_needs(family):
-    packs = family.packs().samples
-    padding = [pack.capacity - pack.tokens for pack in packs]
-    assert padding[0] == 0
-    assert max(padding) > family.seq_length / 2
-    assert [len(pack.segments) for pack in packs] == [3, 2, 2, 1]
-    media = family.packs().media
-    assert [len(each) for each in media] == [7, 0, 3, 1]
-    assert [sum(medium.is_video for medium in each) for each in media] == [1, 0, 2, 0]
-
-
 BALANCING = {
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.5, 0.5],  # large, so that a wrong factor shows

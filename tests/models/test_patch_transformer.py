@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lone_parts import (
-    Result,
-    assert_same,
-    assert_same_files,
-    encoder_step,
-    loss_of,
-    refusal,
-)
-from megatron.core.transformer.transformer_block import TransformerBlock
+from lone_parts import Result, assert_same, assert_same_files, encoder_step, loss_of, refusal
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from towers import (
@@ -28,8 +20,7 @@ from towers import (
     unit,
 )
 
-from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.models.patch_transformer.encoder import PatchTransformer, ScaledResidual
+from loongplug.models.patch_transformer import PatchTransformerConfig
 
 COUNT = 3
 
@@ -135,7 +126,7 @@ def test_layouts_change_nothing(tmp_path: Path, name: str, layout: dict[str, Any
     assert_same_files(result, tmp_path)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["clip", "siglip, normed", "dinov2", "intern"])
 def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
     tmp_path: Path, name: str
 ) -> None:
@@ -145,54 +136,6 @@ def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
     assert set(result.gradients) == trained
     assert not any(bool(each.any()) for each in result.gradients.values())
     assert result.features.shape == (config.spatial_merge_size**2, config.hidden_size)
-
-
-def mutated_places(self: PatchTransformer, side: int, device: torch.device) -> torch.Tensor:
-    """Row by row, whatever the blocks."""
-    own_tokens = int(self.class_token is not None)
-    return torch.arange(own_tokens + side**2)
-
-
-def shifted_places(self: PatchTransformer, side: int, device: torch.device) -> torch.Tensor:
-    return PLACES(self, side, device).roll(1)
-
-
-PLACES = PatchTransformer._places
-
-
-def rolled(self: TransformerBlock, **given: Any) -> torch.Tensor:
-    """As if the first rows of an image were its patches', and the class token one of them."""
-    return FORWARD(self, **given).unflatten(0, (COUNT, -1)).roll(1, dims=1).flatten(0, 1)
-
-
-FORWARD = TransformerBlock.forward
-
-
-def unscaled(self: ScaledResidual, training: bool, fused: bool) -> Any:
-    def add(added: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-        output, bias = added
-        return residual + output + (0 if bias is None else bias) + 0 * self.weight
-
-    return add
-
-
-@pytest.mark.parametrize(
-    ("name", "target", "attribute", "mutation"),
-    [
-        ("intern", PatchTransformer, "_places", mutated_places),
-        ("clip", PatchTransformer, "_places", shifted_places),
-        ("dinov2", ScaledResidual, "forward", unscaled),
-        ("clip", TransformerBlock, "forward", rolled),
-    ],
-)
-def test_mutated_code_is_seen(
-    tmp_path: Path, monkeypatch: Any, name: str, target: Any, attribute: str, mutation: Any
-) -> None:
-    config = case(name)
-    expected = reference(config, tmp_path)
-    monkeypatch.setattr(target, attribute, mutation)
-    with pytest.raises(AssertionError):
-        assert_agrees(run(config, tmp_path), expected, config)
 
 
 @pytest.mark.parametrize(

@@ -12,24 +12,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from ranks import model_parallel, run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
-from towers import (
-    NAME,
-    ROOT,
-    TOWERS,
-    described,
-    images,
-    mapping_of,
-    our_model,
-    their_config,
-    unit,
-)
+from towers import NAME, ROOT, TOWERS, described, images, mapping_of, our_model, their_config, unit
 
 from loongplug.models.amounts import frame_macs
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_config import _fields
 from loongplug.models.hf_mapping import Mapping, is_carried
 from loongplug.models.parts import load
-from loongplug.models.patch_transformer.config import PatchTransformerConfig
+from loongplug.models.patch_transformer import PatchTransformerConfig
 from loongplug.training.freezing import apply_freezing
 from loongplug.verify.weights import random_tensor
 
@@ -170,9 +160,8 @@ def in_and_out_of_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["siglip", "intern, normed"])
-def test_what_travels_is_in_checkpoints_of_any_layout(name: str, tmp_path: Path) -> None:
-    config = CONFIGS[name]
+def test_what_travels_is_in_checkpoints_of_any_layout(tmp_path: Path) -> None:
+    config = CONFIGS["siglip"]
     run_ranks(in_and_out_of_a_checkpoint, 2, config=config, folder=tmp_path, tp=2, saves=True)
     (apart,) = run_ranks(
         in_and_out_of_a_checkpoint, 1, config=config, folder=tmp_path, tp=1, saves=False

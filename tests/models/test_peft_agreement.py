@@ -26,8 +26,8 @@ from tiny_families import (
 )
 
 from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.lora import LoraSettings
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
-from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.registry import family_of
 from loongplug.verify.weights import write_random_adapters
 

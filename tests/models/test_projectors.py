@@ -18,17 +18,17 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import ProjectorArchitecture
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_mapping import Mapping
-from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.parts import Part, load
-from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.models.projectors.config import (
+from loongplug.models.patch_transformer import PatchTransformerConfig
+from loongplug.models.projectors import (
     AveragePoolConfig,
     LinearConfig,
     MlpConfig,
     PixelShuffleConfig,
 )
-from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
+from loongplug.models.qwen3_vl import Qwen3VisionConfig
 
 NAME, ROOT = "image_projector", "multi_modal_projector"
 OUT, IMAGES = 20, 2

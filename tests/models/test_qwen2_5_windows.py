@@ -15,8 +15,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from loongplug.models.qwen2_5_vl import windows as windows_module
-from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
+from loongplug.models.qwen2_5_vl.vision import WindowGeometry, permute_blocks
 
 pytestmark = pytest.mark.quick
 
@@ -27,8 +26,8 @@ grids = st.lists(
 )
 
 
-def geometry(side: int, merge: int, **options: int) -> WindowGeometry:
-    return WindowGeometry(side=side, head_dim=16, base=1e4, merge=merge, **options)
+def geometry(side: int, merge: int) -> WindowGeometry:
+    return WindowGeometry(side=side, head_dim=16, base=1e4, merge=merge)
 
 
 @settings(deadline=None, max_examples=80)
@@ -69,29 +68,3 @@ def test_blocks_are_permuted_whole_as_in_transformers():
     permute = Qwen2_5_VisionTransformerPretrainedModel.permute_input_for_window_attn
     stub = type("Stub", (), {"spatial_merge_unit": 4})()
     assert torch.equal(permute_blocks(patches, order), permute(stub, patches, order, 12))
-
-
-@pytest.mark.parametrize("cache_bytes", [0, 1500, 2**20])
-def test_kept_frames_change_nothing(cache_bytes):
-    kept = geometry(2, 2, cache_bytes=cache_bytes)
-    for grid in ([[1, 4, 6], [2, 6, 4]], [[1, 4, 6]], [[1, 10, 10], [1, 4, 6]]):
-        ours, fresh = (each.plan(torch.tensor(grid), CPU) for each in (kept, geometry(2, 2)))
-        assert torch.equal(ours.order, fresh.order)
-        assert torch.equal(ours.angles, fresh.angles)
-        assert ours.window_lengths == fresh.window_lengths
-        assert ours.frame_lengths == fresh.frame_lengths
-
-
-def test_a_frame_size_is_planned_once(monkeypatch):
-    made = []
-
-    def counted(height, width, **options):
-        made.append((height, width))
-        return original(height, width, **options)
-
-    original = windows_module.frame_windows
-    monkeypatch.setattr(windows_module, "frame_windows", counted)
-    kept = geometry(2, 2)
-    for grid in ([[3, 4, 6]], [[1, 6, 4], [1, 4, 6]]):
-        kept.plan(torch.tensor(grid), CPU)
-    assert made == [(4, 6), (6, 4)]

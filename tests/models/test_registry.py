@@ -11,8 +11,8 @@ from lone_parts import part_of
 from towers import TOWERS
 
 from loongplug.models.parts import Part, load
-from loongplug.models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig
-from loongplug.models.registry import families, family_of
+from loongplug.models.qwen3_vl import Qwen3VisionConfig, Qwen3VLConfig
+from loongplug.models.registry import families, family_of, trusted_object
 from loongplug.training.config import compose_model
 
 pytestmark = pytest.mark.quick
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.quick
 OUTSIDE = """
 from dataclasses import dataclass, replace
 from loongplug.models.parts import DecoderPart, Part
-from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
+from loongplug.models.qwen2_5_vl import Qwen25VisionConfig
 from loongplug.models.qwen3_vl import LOONGPLUG_FAMILIES as QWEN3
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.qwen3_vl import Qwen3VLConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Qwen3VLConfig):
@@ -190,3 +190,8 @@ def test_a_family_takes_any_part_that_fits(monkeypatch: pytest.MonkeyPatch) -> N
     qwen3 = compose_model(model_name="qwen3_vl_tiny").config
     with pytest.raises(ValueError, match=r"has a .*Qwen3VisionConfig as its image_encoder, of whi"):
         family.parts_of(dataclasses.replace(llava, image_encoder=qwen3.image_encoder))
+
+
+def test_former_names_of_config_classes_are_known() -> None:
+    former = "loongplug.models.qwen3_vl.config.Qwen3VLConfig"
+    assert trusted_object(former, packages=["loongplug"], cure="") is Qwen3VLConfig

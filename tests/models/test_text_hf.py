@@ -13,8 +13,8 @@ from tiny_text import DECODERS, PACKAGE, described, with_decoder
 
 from loongplug.models.hf_config import hf_config, hf_config_differences, read_folder
 from loongplug.models.hf_mapping import Mapping
-from loongplug.models.parts import DecoderPart, load
-from loongplug.models.registry import dotted, families, family_of
+from loongplug.models.parts import DecoderPart, dotted, load
+from loongplug.models.registry import families, family_of
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.typed import Filler
 from loongplug.verify.tiny import TinyLayout, tiny_sizes

@@ -18,7 +18,6 @@ MODELS: dict[str, Any] = {
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl-tied": tied(QWEN3_VL),
     "qwen2_5_vl": QWEN2_5_VL,
-    "qwen2_5_vl-tied": tied(QWEN2_5_VL),
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni": OMNI,
 }

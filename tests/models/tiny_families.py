@@ -27,31 +27,31 @@ from hf_reference import media_arguments, qwen_arguments
 from image_units import media_of
 
 from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
-from loongplug.models.audio_transformer.config import OmniAudioConfig, Qwen2AudioEncoderConfig
-from loongplug.models.internvl.config import InternVLConfig
-from loongplug.models.llava.config import LlavaConfig
-from loongplug.models.patch_transformer.config import (
+from loongplug.models.audio_transformer import OmniAudioConfig, Qwen2AudioEncoderConfig
+from loongplug.models.internvl import InternVLConfig
+from loongplug.models.llava import LlavaConfig
+from loongplug.models.patch_transformer import (
     ClipVisionConfig,
     InternVisionConfig,
     PatchTransformerConfig,
 )
-from loongplug.models.projectors.config import LinearConfig, MlpConfig, PixelShuffleConfig
-from loongplug.models.qwen2_5_omni.config import OmniVisionConfig, Qwen25OmniConfig
-from loongplug.models.qwen2_5_vl.config import (
+from loongplug.models.projectors import LinearConfig, MlpConfig, PixelShuffleConfig
+from loongplug.models.qwen2_5_omni import OmniVisionConfig, Qwen25OmniConfig
+from loongplug.models.qwen2_5_vl import (
     Qwen25DecoderConfig,
     Qwen25ProjectorConfig,
     Qwen25VisionConfig,
     Qwen25VLConfig,
 )
-from loongplug.models.qwen2_audio.config import Qwen2AudioConfig
-from loongplug.models.qwen3_vl.config import (
+from loongplug.models.qwen2_audio import Qwen2AudioConfig
+from loongplug.models.qwen3_vl import (
     Qwen3DecoderConfig,
     Qwen3ProjectorConfig,
     Qwen3VisionConfig,
     Qwen3VLConfig,
 )
-from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig, Qwen3VLMoeConfig
-from loongplug.models.text_decoders.config import LlamaTextConfig, Qwen2TextConfig
+from loongplug.models.qwen3_vl_moe import Qwen3MoeDecoderConfig, Qwen3VLMoeConfig
+from loongplug.models.text_decoders import LlamaTextConfig, Qwen2TextConfig
 
 SP = {"tp": 2, "sequence_parallel": True}
 # Sizes of decoders, which all have GQA.

@@ -12,12 +12,12 @@ from hf_reference import Step, reference_step
 from safetensors.torch import load_file, save_file
 from tiny_families import QWEN2_5_VL
 
+from loongplug.models import text_decoders
 from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config
-from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.registry import family_of
 from loongplug.models.rope_settings import Llama3Scaling
-from loongplug.models.text_decoders import config
 from loongplug.verify.weights import random_tensor
 
 PACKAGE = "composed_text"
@@ -38,21 +38,23 @@ _COMMON: dict[str, Any] = {
     "layernorm_epsilon": 1e-5,
     "max_position_embeddings": 96,
 }
-DECODERS: dict[str, config.PlainTextConfig] = {
-    "llama": config.LlamaTextConfig(**_COMMON, rope_scaling=SCALING),
-    "llama-tied": config.LlamaTextConfig(
+DECODERS: dict[str, text_decoders.PlainTextConfig] = {
+    "llama": text_decoders.LlamaTextConfig(**_COMMON, rope_scaling=SCALING),
+    "llama-tied": text_decoders.LlamaTextConfig(
         **_COMMON | {"num_attention_heads": 3, "num_query_groups": 1, "rotary_base": 500.0},
         tie_word_embeddings=True,
     ),
-    "mistral": config.MistralTextConfig(**_COMMON, sliding_window=SEQ_LENGTH),
-    "qwen2": config.Qwen2TextConfig(**_COMMON | {"kv_channels": 11 * 2, "hidden_size": 62}),
-    "qwen2-tied": config.Qwen2TextConfig(
+    "mistral": text_decoders.MistralTextConfig(**_COMMON, sliding_window=SEQ_LENGTH),
+    "qwen2": text_decoders.Qwen2TextConfig(**_COMMON | {"kv_channels": 11 * 2, "hidden_size": 62}),
+    "qwen2-tied": text_decoders.Qwen2TextConfig(
         **_COMMON | {"num_attention_heads": 5, "num_query_groups": 5, "hidden_size": 50},
         tie_word_embeddings=True,
     ),
-    "qwen3": config.Qwen3TextConfig(**_COMMON | {"num_query_groups": 3}, rope_scaling=SCALING),
-    "qwen3-tied": config.Qwen3TextConfig(**_COMMON, tie_word_embeddings=True),
-    "qwen3_moe": config.Qwen3MoeTextConfig(  # torch's grouped products want multiples of 4
+    "qwen3": text_decoders.Qwen3TextConfig(
+        **_COMMON | {"num_query_groups": 3}, rope_scaling=SCALING
+    ),
+    "qwen3-tied": text_decoders.Qwen3TextConfig(**_COMMON, tie_word_embeddings=True),
+    "qwen3_moe": text_decoders.Qwen3MoeTextConfig(  # torch's grouped products want multiples of 4
         **_COMMON | {"hidden_size": 68},
         num_experts=6,
         experts_per_token=2,
@@ -61,7 +63,7 @@ DECODERS: dict[str, config.PlainTextConfig] = {
 }
 
 
-def with_decoder(text: config.PlainTextConfig) -> VisionLanguageArchitecture:
+def with_decoder(text: text_decoders.PlainTextConfig) -> VisionLanguageArchitecture:
     """A whole model with the decoder; the package must be trusted."""
     classes = vars(importlib.import_module(f"{PACKAGE}.config"))
     name = type(text).__name__.removesuffix("TextConfig")

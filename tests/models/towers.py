@@ -10,11 +10,11 @@ import transformers
 from lone_parts import lone_encoder, part_of
 
 from loongplug.data.microbatch import MediaInput
+from loongplug.models.family import HuggingFacePart
 from loongplug.models.hf_mapping import Mapping
-from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.parts import load
 from loongplug.models.patch_grids import patch_coordinates
-from loongplug.models.patch_transformer.config import (
+from loongplug.models.patch_transformer import (
     ClipVisionConfig,
     Dinov2VisionConfig,
     InternVisionConfig,

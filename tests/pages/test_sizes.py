@@ -10,8 +10,8 @@ import torch
 import transformers
 from ranks import model_parallel, run_ranks
 
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config
-from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.training import provider
 from loongplug.training.config import available_models, compose_model
 from pages import sizes

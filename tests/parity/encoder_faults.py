@@ -97,7 +97,7 @@ def _take_the_unit_before(kind: Cargo) -> None:
 
 @fault("gradients of taps do not go back to the stage before", spec="placement.md P3, stages")
 @at(
-    "loongplug.models.encoder_stages:HandedOn.unpacked",
+    "loongplug.models.encoder:HandedOn.unpacked",
     where=lambda cls, payload, *, hidden, **_: payload.shape[1] > hidden,
 )
 def lose_the_taps_between_stages(original: Any, cls: type, payload: Tensor, **of: Any) -> Any:

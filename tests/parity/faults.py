@@ -70,10 +70,12 @@ CORE: dict[str, str] = {
     ),
     "schedule/test_plan_gradients.py::test_gradients_are_those_of_forward_and_backward"
     "[first-layers]": "the overlapped plan of layers, bit by bit",
-    f"models/test_hf_agreement.py::{_HF}[tp2-pp1-dp1-sequence_parallel]": (
+    f"models/test_families_agreement.py::{_HF}[qwen3_vl-tp2-pp1-dp1-sequence_parallel]": (
         "transformers says what is right, tensor by tensor"
     ),
-    f"models/test_hf_agreement.py::{_HF}[tp1-pp1-dp2]": "the same with rows of several samples",
+    f"models/test_families_agreement.py::{_HF}[qwen3_vl-tp1-pp1-dp2]": (
+        "the same with rows of several samples"
+    ),
     "models/test_qwen3_vl_moe_balancing.py::test_the_losses_are_those_of_the_formula_in_every_layout"
     "[tp2-pp1-dp1-sequence_parallel]": "a formula says what routers' losses are",
     "models/test_peft_agreement.py::test_step_agrees_with_peft[qwen3_vl-tp2-pp1-dp1]": (

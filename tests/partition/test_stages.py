@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.partition.splits import FoundSplits, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.layer_costs import Cost, EntryCosts

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 
-from loongplug.models.layers import products
+from loongplug.models.layers import linear
 from stand_in.device import enter
 from stand_in.waits import Wait, counted
 
@@ -45,7 +45,7 @@ OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
     ),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (32,), w, b), ((4, 32), (32,), (32,))),
     "linear": (lambda x, w, b: F.linear(x, w, b), ((4, 5, 32), (8, 32), (8,))),
-    "large linear": (products.linear, ((128, 2, 128), (256, 128), (256,))),
+    "large linear": (linear.fast_linear, ((128, 2, 128), (256, 128), (256,))),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), ((4, 32),)),
     "index_put": (
         lambda x, f: x.index_put((torch.tensor([0, 2], device=x.device),), f),

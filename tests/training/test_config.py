@@ -64,7 +64,7 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
     (tmp_path / "image_projector").mkdir()
     write(
         tmp_path / "image_projector",
-        "_target_: loongplug.models.qwen3_vl.config.Qwen3ProjectorConfig\n",
+        "_target_: loongplug.models.qwen3_vl.Qwen3ProjectorConfig\n",
         "bare.yaml",
     )
     config = compose_model(config_file=file, overrides=["model.image_projector.freeze=true"]).config
@@ -137,7 +137,7 @@ def test_own_file_mounts_own_and_packaged_yaml(
         "  - /image_encoder@image_encoder: qwen3_vit_tiny\n"
         "  - /image_projector@image_projector: qwen3_merger\n"
         "  - decoders@foundation: mine\n  - _self_\n"
-        "_target_: loongplug.models.qwen3_vl.config.Qwen3VLConfig\n"
+        "_target_: loongplug.models.qwen3_vl.Qwen3VLConfig\n"
         "image_encoder:\n  num_layers: 5\n",
     )
     packaged = available_models()[TINY].parent.parent / "qwen3" / "qwen3_tiny.yaml"
@@ -162,8 +162,7 @@ def test_unknown_and_missing_keys_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "qwen3").mkdir()
     module = write(
         tmp_path / "qwen3",
-        "_target_: loongplug.models.qwen3_vl.config.Qwen3DecoderConfig\n"
-        "num_layer: 4\nhidden_size: 8\n",
+        "_target_: loongplug.models.qwen3_vl.Qwen3DecoderConfig\nnum_layer: 4\nhidden_size: 8\n",
         "broken.yaml",
     )
     file = write(
@@ -235,12 +234,12 @@ def test_what_is_no_package_is_not_imported(package: str) -> None:
         ("loongplug.training.config.Path", "is not a frozen dataclass"),
         ("loongplug.training.config.compose_model", "is not a frozen dataclass"),
         ("loongplug.training.config.dataclass", "is not a frozen dataclass"),
-        ("loongplug.models.registry.Family", "but should be a loongplug.models.qwen3_vl.config."),
+        ("loongplug.models.family.Family", "but should be a loongplug.models.qwen3_vl."),
         (
-            "loongplug.models.qwen3_vl.config.Qwen3VisionConfig",
-            "should be a loongplug.models.qwen3_vl.config.Qwen3DecoderConfig",
+            "loongplug.models.qwen3_vl.Qwen3VisionConfig",
+            "should be a loongplug.models.qwen3_vl.Qwen3DecoderConfig",
         ),
-        ("loongplug.models.qwen3_vl.config.Qwen3Config", "does not exist"),
+        ("loongplug.models.qwen3_vl.Qwen3Config", "does not exist"),
         ("3", "is a dotted class name, not 3"),
     ],
 )
@@ -265,7 +264,7 @@ def test_refused_package_is_not_even_imported(
     module = tmp_path / "side_effect.py"
     module.write_text(
         "import os\nos.environ['SIDE_EFFECT'] = '1'\n"
-        "from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig\n"
+        "from loongplug.models.qwen3_vl import Qwen3DecoderConfig\n"
         "class Decoder(Qwen3DecoderConfig): pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

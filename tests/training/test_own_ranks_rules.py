@@ -25,7 +25,7 @@ from loongplug.checkpoint.notes import (
     read_architecture,
     write_note,
 )
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.registry import family_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.config import compose_model, to_yaml_data

@@ -27,11 +27,11 @@ from rule_cases.kinds import LAYOUT
 
 from loongplug.hetero.modes import modes_of
 from loongplug.models.architecture import TextArchitecture
-from loongplug.models.lora.settings import LoraSettings
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.lora import LoraSettings
+from loongplug.models.qwen3_vl import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.models.rope_settings import Llama3Scaling
-from loongplug.models.text_decoders.config import MistralTextConfig
+from loongplug.models.text_decoders import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, violated_rules

@@ -35,9 +35,9 @@ defaults:
   - /image_projector@image_projector: mlp
   - /llama@foundation: llama_tiny
   - _self_
-_target_: loongplug.models.llava.config.LlavaConfig
+_target_: loongplug.models.llava.LlavaConfig
 image_encoder:
-  _target_: loongplug.models.hugging_face_encoder.config.HuggingFaceEncoderConfig
+  _target_: loongplug.models.hugging_face_encoder.HuggingFaceEncoderConfig
   model_type: vit
   feature_layer: -2
 """

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 from verify_cases import TINY, Mutation, Pair, failing
 
-from loongplug.models.layers import products
+from loongplug.models.layers import linear
 from loongplug.verify.plan import Request
 from loongplug.verify.runs import plan_runs
 
@@ -30,7 +30,7 @@ def pair(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     rows = ("--train-data-path", str(demo / "train.jsonl"), *ROWS)
     plan = plan_runs(Request(flags=(*TINY, *data, *rows, *PP2, *WIDE), steps=1), folder=folder)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(products, "_LARGE", sys.maxsize)
+        patched.setattr(linear, "_LARGE", sys.maxsize)
         return Pair(plan, folder)
 
 
@@ -41,14 +41,14 @@ class Noted:
     folder: Path
 
     def __call__(self, rank: int) -> None:
-        kernel, file = products._onednn, self.folder / str(rank)
+        kernel, file = linear._onednn, self.folder / str(rank)
 
         def noted(rows: Tensor, matrix: Tensor, *bias: Tensor | None) -> Tensor:
             with file.open("a") as lines:
                 lines.write(json.dumps([*rows.shape, len(matrix)]) + "\n")
             return kernel(rows, matrix, *bias)
 
-        products._onednn = noted
+        linear._onednn = noted
 
     def of(self, rank: int) -> set[tuple[int, int, int]]:
         lines = (self.folder / str(rank)).read_text().splitlines()
@@ -80,19 +80,19 @@ def test_a_step_agrees_and_all_products_of_its_large_linears_are_onednns(
 
 def turns_square_matrices(rank: int) -> None:
     """In gradients of inputs: a transposition that is missing where shapes do not tell."""
-    mm = products.mm
-    products.mm = lambda rows, matrix: mm(rows, matrix.t() if square(matrix) else matrix)
+    mm = linear.fast_mm
+    linear.fast_mm = lambda rows, matrix: mm(rows, matrix.t() if square(matrix) else matrix)
 
 
 def turns_square_products(rank: int) -> None:
     """In gradients of weights: the factors in the other order where shapes do not tell."""
-    mm = products.mm
+    mm = linear.fast_mm
 
     def turned(rows: Tensor, matrix: Tensor) -> Tensor:
         product = mm(rows, matrix)
         return product.t() if square(product) else product
 
-    products.mm = turned
+    linear.fast_mm = turned
 
 
 def square(matrix: Tensor) -> bool:

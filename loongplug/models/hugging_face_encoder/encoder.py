@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.encoder import encoder_config
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.hugging_face_encoder.towers import make_tower, states_of
 from loongplug.models.layers.specs import Backend
 from loongplug.models.patch_grids import frame_sizes
@@ -54,7 +54,7 @@ class HuggingFaceEncoder(MegatronModule):
         return self
 
     def blank_unit(self) -> MediaInput:
-        """What an empty unit is computed as: one image, all zero."""
+        """The unit that stands for an empty one: one image, all zero."""
         side = self.architecture.side
         device = next(self.tower.parameters()).device
         return MediaInput(

@@ -5,17 +5,15 @@ which of them its features come from. Which of them change nothing, a small like
 """
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +65,12 @@ def states_of(tower: nn.Module, images: Tensor, *, vision: HuggingFaceEncoderCon
     return states
 
 
-@cache
-def look_at(model_type: str, settings: str, *, feature_layer: int) -> Tower:
-    """The tower of a kind with ``settings`` as JSON.
+def look_at(vision: HuggingFaceEncoderConfig) -> Tower:
+    """Find the parameters of an encoder, their names in files, and which of them change features.
 
     Raises:
         ValueError: it is none that can be taken.
     """
-    vision = HuggingFaceEncoderConfig(
-        model_type=model_type, settings=json.loads(settings), feature_layer=feature_layer
-    )
     vision.require_feature_layer()
     with torch.device("meta"):
         tower = make_tower(vision)
@@ -141,22 +135,9 @@ def _run_once(tower: nn.Module, vision: HuggingFaceEncoderConfig) -> int:
 
 def _idle_kinds(vision: HuggingFaceEncoderConfig) -> frozenset[str]:
     """The idle parameters by names without numbers, seen on a small likeness in fp64."""
-    small = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "patch_size": 2,
-        "image_size": 4,
-    }
-    settings = dict(vision.settings) | {
-        name: value for name, value in small.items() if hasattr(vision.in_transformers, name)
-    }
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        likeness = HuggingFaceEncoderConfig(
-            model_type=vision.model_type, settings=settings, feature_layer=-1
-        )
+        likeness = vision.likeness()
         tower = make_tower(likeness).double()
         with torch.no_grad():
             for parameter in tower.parameters():

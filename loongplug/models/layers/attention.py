@@ -1,26 +1,114 @@
-"""Core attention on ``torch.nn.functional.scaled_dot_product_attention``."""
+"""Self-attention with a table of rope, and its core on torch's ``scaled_dot_product_attention``."""
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 
-from loongplug.models.layers.by_heads import by_heads
-from loongplug.models.layers.packed import PackedLayout, layout_of
-from loongplug.models.layers.recompute import own_draws
+from loongplug.models.layers.inputs import PackedLayout, layout_of
 from loongplug.platform.active import is_host
+from loongplug.platform.devices import is_computed_on_host
 from loongplug.platform.torch_kernels import HEAD_ALIGNMENT, WIDEST_HEAD, varlen_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 _HALF = (torch.bfloat16, torch.float16)  # what torch's kernel for segments of any lengths takes
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn ``x`` [s, b, heads, dim] by ``table`` [s, b or 1, 1, 2 * dim]; x's shape and dtype."""
+    dim = x.size(-1)
+    if table.size(-1) != 2 * dim:
+        raise ValueError(
+            f"A rope table of width {table.size(-1)} met heads of {dim} channels; it must be "
+            f"{2 * dim} wide. Make it with loongplug.models.layers.inputs.rope_table from "
+            f"{dim // 2} angles."
+        )
+    cos, sin = table.split(dim, dim=-1)
+    # roll by half swaps the halves; the table's sines carry the sign.
+    turned = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+    return turned.to(x.dtype)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Megatron's SelfAttention with ``rotary_pos_emb`` read as a ``layers.inputs.rope_table``.
+
+    Upstream takes the cosine and sine of the angles again in every layer and, for packed input,
+    walks the segments on the host. Here the table is made once per microbatch, already in the
+    order of the tokens, so that packed input needs neither.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As upstream, with ``rotary_pos_emb`` a table [s, b or 1, 1, 2 * dim] or None."""
+        # Upstream hands key_value_states untouched to get_query_key_value_tensors, where
+        # self-attention has no use for it: that is how the table gets there.
+        return super().forward(
+            hidden_states, attention_mask, key_value_states=rotary_pos_emb, **options
+        )
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        """Query [s, b, heads, dim], key and value [s, b, groups, dim]; query and key turned."""
+        table = key_value_states
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **options)
+        if table is not None:
+            query, key = _turned(query, table), _turned(key, table)
+        return (query, key, *rest)
+
+
+def _turned(x: Tensor, table: Tensor) -> Tensor:
+    """As :func:`rotate`, laid out as the host's attention wants it."""
+    if x.device.type != "cpu":
+        return rotate(x, table)
+    by_head = by_heads(x.permute(1, 2, 0, 3))  # [b, heads, s, dim]
+    return rotate(by_head, table.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """``x`` [batch, heads, s, dim] with a head's rows behind each other, where work is the host's.
+
+    Megatron's layers have a token's batch and heads side by side, so that the rows of a head lie
+    pages apart and share a few lines of the cache. A kernel of the host goes over them for every
+    block of queries; one copy costs less. CUDA's kernels read either, and get what there is. An
+    estimate's tensors, which have no values, lie as those of the run's device would.
+    """
+    if not is_computed_on_host(x) or x.stride(-2) == x.size(-1):
+        return x
+    return x.contiguous()
+
+
+def own_draws(*, sequence_parallel: bool) -> AbstractContextManager[None]:
+    """Inside, each tensor parallel rank draws for itself, for a dropout.
+
+    With sequence parallelism Megatron's blocks have entered that state for all their layers. To
+    enter it once more would draw the same numbers, but leave a copy of it behind from which a
+    recompute, which runs outside of the block, would go on: with other draws than the forward's.
+    """
+    if sequence_parallel:
+        return nullcontext()
+    forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
+    return forked
 
 
 class SDPAttention(MegatronModule):
@@ -194,7 +282,7 @@ class SDPAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so each has to draw for itself.
         draws = own_draws(sequence_parallel=self.config.sequence_parallel)
-        with draws if dropout else contextlib.nullcontext():
+        with draws if dropout else nullcontext():
             return F.scaled_dot_product_attention(
                 by_heads(q),
                 by_heads(k),

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from loongplug.models.layers import products
 from loongplug.models.layers.linear import (
     DelayedGradient,
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
+    fast_mm,
 )
 from loongplug.platform.devices import to_device
 from loongplug.platform.torch_kernels import CAPABILITY, GROUPED_ALIGNMENT, grouped_product
@@ -89,7 +89,7 @@ class Groups:
 
     @classmethod
     def of(cls, counts: Sequence[int], tokens: Tensor, *, kernel: bool) -> Self:
-        """Of as many ``tokens`` [tokens, hidden]; the kernel takes no empty operands."""
+        """The groups of ``tokens`` [tokens, hidden]; the kernel takes no empty operands."""
         ends = None
         if kernel and len(tokens):
             ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
@@ -114,7 +114,7 @@ class Groups:
             tokens.split(self.counts), matrices, result.split(self.counts), strict=True
         ):
             if len(part):
-                products.mm(part, matrix, out=out)
+                fast_mm(part, matrix, out=out)
         return result
 
     def of_weights(
@@ -126,7 +126,7 @@ class Groups:
         """
         if self.ends is None or not any(wanted):
             return [
-                products.mm(part.t(), given) if want else None
+                fast_mm(part.t(), given) if want else None
                 for part, given, want in zip(
                     gradient.split(self.counts), tokens.split(self.counts), wanted, strict=True
                 )

@@ -1,11 +1,18 @@
 """Megatron's parallel linears, without the machinery of parallelism where a rank is alone; and such
 whose weights' gradients are computed when a schedule asks for them, not in backward.
+
+Large products of float32 are oneDNN's on the host. torch leaves them to MKL, which an AMD EPYC
+takes twice as long for. oneDNN's price is some 0.3 ms for the first product of each shape, so that
+small ones stay with MKL. Which products are large is a matter of their sizes alone, so that a run's
+bits do not depend on what ran before; a linear's product, that for its input's gradient and that
+for its weight's have one size.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,7 +23,71 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from loongplug.models.layers import products
+from loongplug.platform.devices import is_computed_on_host
+from loongplug.platform.torch_kernels import onednn_product
+
+_KERNEL = onednn_product()
+# Multiplications, of 70 us by MKL: ten products pay for the first of their shape.
+_LARGE = 1 << 22
+
+
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's linear: [..., in] by [out, in], and [out] or None, to [..., out]."""
+    if not _is_large(x, weight.t()):
+        return F.linear(x, weight, bias)
+    result: Tensor = _LargeProduct.apply(x, weight, bias)
+    return result
+
+
+def fast_mm(rows: Tensor, matrix: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch's product without a graph: [m, k] by [k, n] to [m, n], in ``out`` if given."""
+    if not _is_large(rows, matrix):
+        return torch.mm(rows, matrix, out=out)
+    product = _onednn(rows, matrix.t())
+    return product if out is None else out.copy_(product)
+
+
+def _is_large(rows: Tensor, matrix: Tensor) -> bool:
+    """Whether oneDNN takes [..., k] by [k, n]."""
+    return (
+        rows.dtype == matrix.dtype == torch.float32
+        and rows.numel() * matrix.size(1) >= _LARGE
+        and is_computed_on_host(rows)
+        and not rows.is_meta
+        and _KERNEL is not None
+    )
+
+
+def _onednn(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[m, k] by [n, k], and [n], to [m, n]."""
+    assert _KERNEL is not None, "no product is large without it"
+    product: Tensor = _KERNEL(_dense(rows), _dense(matrix), bias, "none", [], "")
+    return product
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """The matrix with rows or columns behind each other; the kernel knows no other strides."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+
+
+class _LargeProduct(torch.autograd.Function):
+    """A large linear, whose gradients are large products, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        return _onednn(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        return (
+            None if weight is None else fast_mm(rows, weight).view(*gradient.shape[:-1], -1),
+            None if x is None else fast_mm(rows.t(), x.flatten(0, -2)),
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+        )
 
 
 class LocalColumnParallelLinear(ColumnParallelLinear):
@@ -46,7 +117,7 @@ class LocalColumnParallelLinear(ColumnParallelLinear):
         return self._plain_product(input_, self.weight if weight is None else weight), None
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
-        return products.linear(input_, weight, self.bias)
+        return fast_linear(input_, weight, self.bias)
 
 
 class LocalRowParallelLinear(RowParallelLinear):
@@ -66,7 +137,7 @@ class LocalRowParallelLinear(RowParallelLinear):
         return self._plain_product(input_, self.weight), None
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
-        return products.linear(input_, weight, self.bias)
+        return fast_linear(input_, weight, self.bias)
 
 
 def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:
@@ -80,7 +151,7 @@ def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:
 
 
 class DelayedGradient(nn.Module):
-    """What is the same in columns and rows.
+    """The delayed gradient of a weight, the same in columns and rows.
 
     Backward computes the gradients of input and bias, and keeps what the weight's is made of;
     :meth:`backward_dw` makes it, bit by bit the one of the ordinary linear. The two take turns: a
@@ -118,7 +189,7 @@ class DelayedGradient(nn.Module):
         self._hooks.append(hook)
 
     def keep(self, input_: Tensor, gradient: Tensor, *, gathers: bool) -> None:
-        """What a backward was given, until the weight's gradient is made of it."""
+        """Keep what a backward was given, until the weight's gradient is made of it."""
         assert self._kept is None, "two backwards, and no gradient of the weight between them"
         self._kept, self._gathers = (input_, gradient), gathers
 
@@ -135,7 +206,7 @@ class DelayedGradient(nn.Module):
         (input_, gradient), self._kept = self._kept, None
         if self._gathers:
             input_ = _gathered(input_, self.tp_group)
-        product = products.mm if self.plain else torch.mm
+        product = fast_mm if self.plain else torch.mm
         of_weight = product(self.rows(gradient).t(), self.rows(input_))  # the weight's shape
         if self.weight.grad is None:
             self.weight.grad = of_weight
@@ -150,7 +221,7 @@ class DelayedGradient(nn.Module):
 
     def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
         if not weight.requires_grad:
-            return products.linear(input_, weight, self.bias)
+            return fast_linear(input_, weight, self.bias)
         return self._product(input_, weight, self.bias, gathers=False, sums=False)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -201,7 +272,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(input_, weight)
         ctx.linear, ctx.gathers, ctx.sums = linear, gathers, sums
         if linear.plain:
-            return products.linear(input_, weight, bias)
+            return fast_linear(input_, weight, bias)
         if gathers:
             input_ = _gathered(input_, linear.tp_group)
         product = input_.matmul(weight.t())
@@ -213,7 +284,7 @@ class _Product(torch.autograd.Function):
         linear: DelayedGradient = ctx.linear
         linear.keep(input_, gradient, gathers=ctx.gathers)
         if linear.plain:
-            of_input = products.mm(linear.rows(gradient), weight).view(input_.shape)
+            of_input = fast_mm(linear.rows(gradient), weight).view(input_.shape)
         else:
             of_input = gradient.matmul(weight)  # [s, b, in], with all parts of the sequence
         if ctx.gathers:

@@ -1,9 +1,15 @@
-"""MLPs: the layer of experts, and dense ones and experts for machines without TransformerEngine."""
+"""MLPs: the layer of experts, and dense ones and experts for machines without TransformerEngine;
+activation functions by their names.
+"""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -15,6 +21,27 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from loongplug.models.layers.grouped import Groups, JoinedExperts, joinable, kernel_takes, watched
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "quick_gelu": quick_gelu,
+        "gelu": F.gelu,
+        "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    }
+)
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that ``transformers`` calls ``name``.
+
+    Raises:
+        ValueError: it is not one of those here.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"activation is {name!r}, and known are {', '.join(_ACTIVATIONS)}: take one of them."
+        )
+    return _ACTIVATIONS[name]
 
 
 class LocalMLP(MLP):

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 
 class _Norm(torch.nn.Module):
-    """What both norms share: a weight per channel, and the mark that Megatron reduces by."""
+    """A norm's weight per channel, with the mark that Megatron reduces by."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()

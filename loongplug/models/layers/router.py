@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from loongplug.context.token_split import ContextShard
-from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.inputs import PackedSegments
 
 
 def balances(config: TransformerConfig) -> bool:
@@ -29,7 +29,7 @@ def balances(config: TransformerConfig) -> bool:
 def balances_by(
     *, experts: int | None, auxiliary: float | Sequence[float], z_loss: float | None
 ) -> bool:
-    """The same from the number of experts and the losses' coefficients."""
+    """Whether there is such a loss, from the number of experts and the coefficients."""
     coefficients = auxiliary if isinstance(auxiliary, Sequence) else [auxiliary]
     return experts is not None and bool(any(coefficients) or z_loss)
 
@@ -40,7 +40,7 @@ def token_kinds(
     *,
     packed: PackedSegments | None = None,
 ) -> Tensor:
-    """What routers have to know of a microbatch's tokens, [b, 2 * s] bool.
+    """Marks of a microbatch's tokens for routers, [b, 2 * s] bool.
 
     The first s columns mark padding, the others the tokens that count in the loss: none without a
     ``loss_mask``, which only balancing losses ask for. As one tensor,

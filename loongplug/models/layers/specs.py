@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.attention import RotarySelfAttention, SDPAttention
 from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.engine import over_parts_of_rows
 from loongplug.models.layers.linear import (
@@ -34,7 +34,6 @@ from loongplug.models.layers.linear import (
 )
 from loongplug.models.layers.mlp import ExpertLayer, LocalExperts, LocalMLP, LocalSharedExperts
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
-from loongplug.models.layers.rope import RotarySelfAttention
 from loongplug.models.layers.router import BalancedRouter
 
 Backend = Literal["te", "local"]

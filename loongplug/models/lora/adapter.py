@@ -24,13 +24,14 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from loongplug.models.hf_mapping import ADAPTER, Split
-from loongplug.models.layers.recompute import input_for_recompute, own_draws
-from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.layers.attention import own_draws
+from loongplug.models.layers.inputs import input_for_recompute
+from loongplug.models.lora import LoraSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlace:
-    """Where a parallel linear stands.
+    """The place of a parallel linear: its weight, its split, its group.
 
     ``split`` is COLUMN or ROW. With ``sequence_parallel``, a column's input and a row's output are
     split over the tokens. The linears of experts do not communicate: their dispatcher does.

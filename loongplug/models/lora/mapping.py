@@ -10,6 +10,7 @@ from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_mapping import (
     ADAPTER,
     Bundle,
@@ -20,8 +21,7 @@ from loongplug.models.hf_mapping import (
     Split,
     is_adapter,
 )
-from loongplug.models.hf_model import HuggingFaceModel
-from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.lora import LoraSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def _tensor(module: str, matrix: str) -> str:
 
 
 def _rows(row: Row, name: str, modules: tuple[str, ...], settings: LoraSettings) -> list[Row]:
-    """Those of A and of B beside the linear ``name`` of ``row``."""
+    """Rows of A and of B beside the linear ``name`` of ``row``."""
     many = () if row.experts is None else (row.experts,)
     first = row.sources[0]
     a = Source(

@@ -11,9 +11,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.family import HuggingFaceModel
+from loongplug.models.lora import LoraSettings
 from loongplug.models.lora.mapping import AdaptedLinear, AdapterTable
-from loongplug.models.lora.settings import LoraSettings
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What says nothing of an adapter's values: names, training, and what is checked by itself.
@@ -73,7 +73,7 @@ def peft_config(table: AdapterTable, *, base: str | None) -> dict[str, Any]:
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:
-    """What the config in a folder of adapters says; ValueError for none or a damaged one."""
+    """The config in a folder of adapters; ValueError for none or a damaged one."""
     path = folder / ADAPTER_CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ def _settings_of(
 
 
 def _numbers_of(module: str, config: Dictionary[str, Any]) -> tuple[Any, Any]:
-    """Its rank and its alpha, of whatever type the file has."""
+    """A module's rank and alpha, of whatever type the file has."""
     rank = _of(config, "rank_pattern", module, config.get("r"))
     return rank, _of(config, "alpha_pattern", module, config.get("lora_alpha"))
 
@@ -192,7 +192,7 @@ def module_settings(
 
 
 def _unlike_lora(config: Dictionary[str, Any]) -> list[str]:
-    """What makes adapters other than plain LoRA, and which patterns are not to be matched."""
+    """Reasons why adapters are not plain LoRA, and patterns that are not to be matched."""
     problems = [
         f"{key} is {config[key]!r:.80}, which has no counterpart here"
         for key in config

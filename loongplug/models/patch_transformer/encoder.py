@@ -12,18 +12,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.encoder import Carried, encoder_config
-from loongplug.models.encoder_stages import EncoderInput, HandedOn, StagedEncoder
+from loongplug.models.encoder import (
+    Carried,
+    EncoderInput,
+    HandedOn,
+    StagedEncoder,
+    encoder_config,
+    hold_key_bias,
+)
 from loongplug.models.hf_mapping import CARRIED
-from loongplug.models.layers.activations import activation
-from loongplug.models.layers.key_bias import hold_key_bias
+from loongplug.models.layers.inputs import input_for_recompute, pack_segments
+from loongplug.models.layers.mlp import activation
 from loongplug.models.layers.norm import LayerNorm
-from loongplug.models.layers.packed import pack_segments
-from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_sizes, patch_coordinates
-from loongplug.models.patch_transformer.carried import carried_tensors
-from loongplug.models.patch_transformer.config import PatchTransformerConfig
+from loongplug.models.patch_transformer import PatchTransformerConfig
+from loongplug.models.patch_transformer.hf import carried_tensors
 from loongplug.platform.devices import to_device
 
 Added = tuple[Tensor, Tensor | None]  # an output, and the bias that is left to add
@@ -147,7 +151,7 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         return apart[:, tokens - side**2 :].flatten(0, 1), []
 
     def _embed(self, vision: MediaInput, side: int, images: int) -> Tensor:
-        """What goes into the layers, [tokens of all images, hidden]."""
+        """The input of the layers, [tokens of all images, hidden]."""
         weight = self.patch_embed.weight
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
         patches = self.patch_embed(vision.rows.to(weight.dtype))
@@ -175,7 +179,7 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         return side, len(sizes)
 
     def _places(self, side: int, device: torch.device) -> Tensor:
-        """Where an image's tokens find their positions in the table, [tokens] int64.
+        """Places of an image's tokens in the table of positions, [tokens] int64.
 
         Kept on ``device`` for both sides that there are: that of images and that of a blank one.
         """

@@ -1,13 +1,11 @@
-"""The patch transformer on the Hugging Face side: tensor names, and their parts of config.json."""
+"""Patch transformers on the Hugging Face side: names of tensors, and keys of config.json."""
 
 from typing import Any
 
-from loongplug.models.hf_encoder_rows import carried_rows, layer_rows
-from loongplug.models.hf_mapping import Row, Source
-from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import encoder_layer, norm_rows, row
-from loongplug.models.patch_transformer.carried import carried_tensors
-from loongplug.models.patch_transformer.config import (
+from loongplug.models.family import HuggingFacePart
+from loongplug.models.hf_mapping import Row, Shape
+from loongplug.models.hf_rows import Table, carried_rows, encoder_layers, layer_rows
+from loongplug.models.patch_transformer import (
     Dinov2VisionConfig,
     InternVisionConfig,
     PatchTransformerConfig,
@@ -79,50 +77,62 @@ def _inexpressible(vision: PatchTransformerConfig, *, ours: str) -> tuple[str, .
 
 def _embedding_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> list[Row]:
     names, hidden = vision.names, vision.hidden_size
-    in_front = (1,) if names.batched else ()
+    whole, in_front = Table(f"{ours}.", f"{theirs}."), (1,) * names.batched
     patch = (vision.in_channels, vision.patch_size, vision.patch_size)
-    tokens = vision.side**2 + (0 if names.class_token is None else 1)
+    positions = (*in_front, vision.side**2 + vision.has_class_token(), hidden)
     rows = [
-        row(
-            f"{ours}.patch_embed.weight", f"{theirs}.{names.patches}.weight", shape=(hidden, *patch)
-        ),
-        Row(
-            (f"{ours}.position_embedding.weight",),
-            (
-                Source(
-                    f"{theirs}.{names.positions}",
-                    (*in_front, tokens, hidden),
-                    leading=len(in_front),
-                ),
-            ),
-        ),
+        whole.row("patch_embed.weight", f"{names.patches}.weight", (hidden, *patch)),
+        whole.row("position_embedding.weight", names.positions, positions, leading=len(in_front)),
     ]
     if names.patches_bias:
-        bias = f"{theirs}.{names.patches}.bias"
-        rows.append(row(f"{ours}.patch_embed.bias", bias, shape=(hidden,)))
+        rows.append(whole.row("patch_embed.bias", f"{names.patches}.bias", (hidden,)))
     if names.class_token is not None:
         shape = (*in_front, *in_front, hidden)
-        token = Source(f"{theirs}.{names.class_token}", shape, leading=len(shape) - 1)
-        rows.append(Row((f"{ours}.class_token",), (token,)))
-    of_norms = {"pre_norm": names.pre_norm}
+        rows.append(whole.row("class_token", names.class_token, shape, leading=2 * len(in_front)))
+    if names.pre_norm is not None:
+        rows += whole.norm("pre_norm", names.pre_norm, hidden)
     if vision.norms_features:
-        of_norms["final_norm"] = names.final_norm
-    for own, other in of_norms.items():
-        if other is not None:
-            rows += norm_rows(f"{ours}.{own}", f"{theirs}.{other}", width=hidden)
+        rows += whole.norm("final_norm", names.final_norm, hidden)
     return rows
 
 
 def _layer_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> list[Row]:
-    """Those of the layers that run."""
-    names, own = vision.names, encoder_layer(ours)
+    """Rows of the layers that run."""
+    names = vision.names
+    layer = encoder_layers(vision, ours=ours, theirs=f"{theirs}.{names.layer}")
     scales = zip(("self_attn_bda", "mlp_bda"), names.layer_scales or (), strict=False)
     return layer_rows(vision, names, ours=ours, theirs=theirs) + [
-        row(
-            f"{own}{name}.weight",
-            f"{theirs}.{names.layer}{other}",
-            shape=(vision.hidden_size,),
-            count=vision.computed_layers,
-        )
-        for name, other in scales
+        layer.row(f"{name}.weight", other, (vision.hidden_size,)) for name, other in scales
     ]
+
+
+def carried_tensors(vision: PatchTransformerConfig) -> dict[str, Shape]:
+    """Their names behind the tower's root in the files, and their shapes there.
+
+    The layers behind the feature layer, the final norm where no feature goes through it, and what
+    a kind has for other ends.
+    """
+    hidden, ffn, names = vision.hidden_size, vision.ffn_hidden_size, vision.names
+    linears = {
+        **dict.fromkeys((*names.qkv, names.proj), (hidden, hidden)),
+        names.mlp[0]: (ffn, hidden),
+        names.mlp[1]: (hidden, ffn),
+    }
+    layer: dict[str, Shape] = {}
+    for name in names.norms:
+        layer |= _norm(name, hidden=hidden)
+    for name, shape in linears.items():
+        layer |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    layer |= dict.fromkeys(names.layer_scales or (), (hidden,))
+    carried: dict[str, Shape] = {
+        names.layer.format(number) + name: shape
+        for number in range(vision.computed_layers, vision.num_layers)
+        for name, shape in layer.items()
+    }
+    if vision.has_final_norm() and not vision.norms_features:
+        carried |= _norm(names.final_norm, hidden=hidden)
+    return {**carried, **vision.other_tensors()}
+
+
+def _norm(name: str, *, hidden: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}

@@ -1,7 +1,9 @@
-"""Projectors: a linear alone, or an MLP, with what its input is made of and a norm in front."""
+"""Projectors: a linear alone, or two with what their input is made of and a norm in front."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -10,13 +12,18 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
+from loongplug.models.architecture import (
+    EncoderArchitecture,
+    ProjectorArchitecture,
+    VisionArchitecture,
+)
 from loongplug.models.features import Features
-from loongplug.models.layers.activations import activation
+from loongplug.models.layers.mlp import activation
 from loongplug.models.layers.norm import LayerNorm
-from loongplug.models.projectors.config import (
+from loongplug.models.projectors import (
     AveragePoolConfig,
     LinearConfig,
     MlpConfig,
@@ -63,60 +70,167 @@ class LinearProjector(MegatronModule):
         return Features(embeddings=tokens, deepstack=())
 
 
-class MlpProjector(MegatronModule):
-    """Tokens of the decoder's width from an encoder's patch states.
+class TwoLinears(MegatronModule):
+    """Two linears, split over the tensor parallel group by columns, then by rows.
 
-    ``merged`` makes the MLP's input [tokens, input_size] of states [patches, hidden]. The two
-    linear layers are split over the tensor parallel group: column, then row.
+    An activation is between them; ``norm`` is for a derived class to apply in front.
+
+    Collective: the tensor parallel group, forward and backward.
     """
 
     def __init__(
         self,
-        architecture: MlpConfig | PixelShuffleConfig | AveragePoolConfig,
-        *,
         config: TransformerConfig,
-        input_size: int,
-        output_size: int,
-        merged: Callable[[Tensor], Tensor],
-        bias: bool,
-        groups: ProcessGroupCollection,
-        norm: LayerNorm | None = None,
+        *,
+        sizes: tuple[int, int, int],
+        activation: Callable[[Tensor], Tensor],
+        norm: nn.Module | None,
+        tp_group: dist.ProcessGroup,
+        bias: bool = True,
     ) -> None:
         super().__init__(config=config)
-        self._merged = merged
-        self._activation = activation(architecture.activation)
+        width, inner, out = sizes
+        self._activation = activation
         self.norm = norm
         assert config.init_method is not None
         self.linear_fc1 = ColumnParallelLinear(
-            input_size,
-            output_size,
+            width,
+            inner,
             config=config,
             init_method=config.init_method,
             bias=bias,
             gather_output=False,
-            tp_group=groups.tp,
+            tp_group=tp_group,
         )
         self.linear_fc2 = RowParallelLinear(
-            output_size,
-            output_size,
+            inner,
+            out,
             config=config,
             init_method=config.init_method,
             bias=bias,
             input_is_parallel=True,
             skip_bias_add=False,
-            tp_group=groups.tp,
+            tp_group=tp_group,
         )
 
-    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
-        """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden].
+    def tokens(self, states: Tensor) -> Tensor:
+        """[tokens, width] to [tokens, out]."""
+        inner, _ = self.linear_fc1(states)
+        tokens: Tensor = self.linear_fc2(self._activation(inner))[0]
+        return tokens
 
-        Collective: the tensor parallel group, forward and backward.
-        """
+
+class MlpProjector(TwoLinears):
+    """Tokens of the decoder's width from an encoder's patch states.
+
+    ``merged`` makes the MLP's input [tokens, width] of states [patches, hidden].
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, merged: Callable[[Tensor], Tensor], **linears: Any
+    ) -> None:
+        super().__init__(config, **linears)
+        self._merged = merged
+
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
+        """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
         assert not taps, "taps have projectors of their own"
         merged = self._merged(states)
-        inner, _ = self.linear_fc1(merged if self.norm is None else self.norm(merged))
-        tokens, _ = self.linear_fc2(self._activation(inner))
+        tokens = self.tokens(merged if self.norm is None else self.norm(merged))
         return Features(embeddings=tokens, deepstack=())
+
+
+class PatchMerger(TwoLinears):
+    """Merge each ``merge x merge`` block of patches into one token of the decoder's width.
+
+    The norm works on single patches, or on whole blocks with ``norm_blocks`` (Qwen3-VL's
+    deepstack).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        norm: nn.Module,
+        norm_blocks: bool,
+        block_patches: int,
+        output_size: int,
+        tp_group: dist.ProcessGroup,
+    ) -> None:
+        block = config.hidden_size * block_patches
+        sizes = block, block, output_size
+        super().__init__(config, sizes=sizes, activation=F.gelu, norm=norm, tp_group=tp_group)
+        self.block_size, self.norm_blocks = block, norm_blocks
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Patch states [patches, hidden] in block order to tokens [tokens, output_size]."""
+        assert self.norm is not None
+        if self.norm_blocks:
+            return self.tokens(self.norm(patches.reshape(-1, self.block_size)))
+        return self.tokens(self.norm(patches).reshape(-1, self.block_size))
+
+
+class _Mergers(nn.ModuleList):
+    """Mergers whose checkpoints know how they are split.
+
+    Megatron takes a plain ModuleList's tensors for copies that every tensor parallel rank has,
+    and would save the first rank's share of them only.
+    """
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sharded tensors of all mergers, by their names."""
+        shards: dict[str, Any] = {}
+        for number, merger in enumerate(self):
+            assert isinstance(merger, PatchMerger)
+            shards |= merger.sharded_state_dict(f"{prefix}{number}.", sharded_offsets, metadata)
+        return shards
+
+
+class VisionProjector(MegatronModule):
+    """The merger of the last layer's states, and one merger for each of the encoder's taps."""
+
+    def __init__(
+        self,
+        architecture: ProjectorArchitecture,
+        *,
+        vision: VisionArchitecture,
+        config: TransformerConfig,
+        output_size: int,
+        groups: ProcessGroupCollection,
+        norm: Callable[..., nn.Module],
+    ) -> None:
+        """Behind an encoder of ``vision`` and ``config``.
+
+        ``norm`` is called with a config, a width and ``eps``; taps are normed in whole blocks.
+        """
+        super().__init__(config=config)
+        block_patches = vision.spatial_merge_size**2
+
+        def merger(*, norm_blocks: bool) -> PatchMerger:
+            width = config.hidden_size * (block_patches if norm_blocks else 1)
+            return PatchMerger(
+                config,
+                norm=norm(config, width, eps=architecture.layernorm_epsilon),
+                norm_blocks=norm_blocks,
+                block_patches=block_patches,
+                output_size=output_size,
+                tp_group=groups.tp,
+            )
+
+        self.merger = merger(norm_blocks=False)
+        self.deepstack = _Mergers(merger(norm_blocks=True) for _ in vision.taps())
+
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
+        """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
+        return Features(
+            embeddings=self.merger(states),
+            deepstack=tuple(merger(tap) for merger, tap in zip(self.deepstack, taps, strict=True)),
+        )
 
 
 def build_linear(
@@ -140,12 +254,7 @@ def build_linear(
 
 
 def build_mlp(
-    architecture: MlpConfig,
-    *,
-    vision: VisionArchitecture,
-    config: TransformerConfig,
-    output_size: int,
-    groups: ProcessGroupCollection,
+    architecture: MlpConfig, *, vision: VisionArchitecture, **around: Any
 ) -> MlpProjector:
     """The MLP of single patches.
 
@@ -153,16 +262,7 @@ def build_mlp(
         ValueError: the encoder's patches are to be merged.
     """
     _check_unmerged(vision)
-    _check_taps(vision)
-    return MlpProjector(
-        architecture,
-        config=config,
-        input_size=config.hidden_size,
-        output_size=output_size,
-        merged=lambda states: states,
-        bias=architecture.bias,
-        groups=groups,
-    )
+    return _mlp(architecture, vision, merged=lambda states: states, **around)
 
 
 def build_pixel_shuffle(
@@ -170,8 +270,7 @@ def build_pixel_shuffle(
     *,
     vision: VisionArchitecture,
     config: TransformerConfig,
-    output_size: int,
-    groups: ProcessGroupCollection,
+    **around: Any,
 ) -> MlpProjector:
     """A block's patches side by side, normed, and the MLP.
 
@@ -180,37 +279,51 @@ def build_pixel_shuffle(
     """
     _check_taps(vision)
     width = config.hidden_size * vision.spatial_merge_size**2
-    return MlpProjector(
+    return _mlp(
         architecture,
+        vision,
         config=config,
-        input_size=width,
-        output_size=output_size,
         merged=lambda states: states.reshape(-1, width),
+        width=width,
         norm=LayerNorm(config, width, eps=architecture.layernorm_epsilon),
-        bias=True,
-        groups=groups,
+        **around,
     )
 
 
 def build_average_pool(
-    architecture: AveragePoolConfig,
-    *,
+    architecture: AveragePoolConfig, *, vision: VisionArchitecture, **around: Any
+) -> MlpProjector:
+    """The mean of a block's patches, and the MLP."""
+    patches = vision.spatial_merge_size**2
+    return _mlp(
+        architecture,
+        vision,
+        merged=lambda states: states.unflatten(0, (-1, patches)).mean(dim=1),
+        **around,
+    )
+
+
+def _mlp(
+    architecture: MlpConfig | PixelShuffleConfig | AveragePoolConfig,
     vision: VisionArchitecture,
+    *,
     config: TransformerConfig,
     output_size: int,
     groups: ProcessGroupCollection,
+    merged: Callable[[Tensor], Tensor],
+    width: int | None = None,
+    norm: LayerNorm | None = None,
 ) -> MlpProjector:
-    """The mean of a block's patches, and the MLP."""
+    """From a ``width``, of one patch where none is given, into the decoder's."""
     _check_taps(vision)
-    patches = vision.spatial_merge_size**2
     return MlpProjector(
-        architecture,
-        config=config,
-        input_size=config.hidden_size,
-        output_size=output_size,
-        merged=lambda states: states.unflatten(0, (-1, patches)).mean(dim=1),
-        bias=architecture.bias,
-        groups=groups,
+        config,
+        sizes=(width or config.hidden_size, output_size, output_size),
+        activation=activation(architecture.activation),
+        bias=getattr(architecture, "bias", True),
+        norm=norm,
+        merged=merged,
+        tp_group=groups.tp,
     )
 
 

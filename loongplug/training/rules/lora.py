@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.lora.settings import LINEARS, LoraSettings
+from loongplug.models.lora import LINEARS, LoraSettings
 from loongplug.models.registry import family_of
 from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.rules.rule import rule

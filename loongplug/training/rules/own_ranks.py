@@ -6,7 +6,7 @@ from typing import Any
 from loongplug.hetero.placement import all_apart
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import Role
-from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.parallel.layout import Layout
 from loongplug.training.rules.rule import any_of, flag, ranks_apart, rule
 

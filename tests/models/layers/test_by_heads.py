@@ -10,9 +10,8 @@ from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.models.layers.by_heads import by_heads
-from loongplug.models.layers.packed import pack_segments
-from loongplug.models.layers.rope import rope_table
+from loongplug.models.layers.attention import by_heads
+from loongplug.models.layers.inputs import pack_segments, rope_table
 from loongplug.models.layers.specs import decoder_layer_spec
 from loongplug.platform import devices
 

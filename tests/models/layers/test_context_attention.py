@@ -21,11 +21,10 @@ from loongplug.context.balance import balanced
 from loongplug.context.segments import Segments
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.context import gathered, ring, tile_attention
+from loongplug.models.layers.context import gathered, tile_attention
 from loongplug.models.layers.context.attention import ContextAttention
-from loongplug.models.layers.context.kernels import attend
-from loongplug.models.layers.context.row import ContextRow, context_row
-from loongplug.models.layers.packed import PackedSegments, pack_segments
+from loongplug.models.layers.context.row import context_row
+from loongplug.models.layers.inputs import PackedSegments, pack_segments
 
 HEADS, GROUPS, DIM = 24, 12, 8
 COMM_TYPES = ("all_gather", "a2a", "p2p")
@@ -306,96 +305,7 @@ def test_a_rank_that_dies_within_a_row_ends_the_others(case: str) -> None:
     assert not any("was still running" in said for said in caught.value.errors.values())
 
 
-class _LosesOthers(tile_attention.Gradients):
-    """What a rank finds for keys beyond its first ones is lost."""
-
-    def add(self, *args: Any) -> tuple[Tensor, ...]:
-        found = super().add(*args)
-        for each in found:
-            each[:, :, 1:] = 0
-        return found
-
-
-def _own_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """A tile's backward with its own output and logsumexp in the place of the row's."""
-    grad, q, k, v, *_ = args
-    return attend_backward(grad, q, k, v, *attend(q, k, v, **options), **options)
-
-
-def _full(*args: Any, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    return attend(*args, causal=False, **options)
-
-
-def _last_wins(self: tile_attention.Merged, rows: slice, out: Tensor, lse: Tensor) -> None:
-    self.out[:, :, rows], self.lse[:, :, rows] = out, lse
-
-
-def _lost_rank(self: Any, *grads: Tensor) -> None:
-    self._work.wait()
-    self._received[: len(self._received) // self._ranks] = 0
-    into(self, *grads)
-
-
-attend_backward = tile_attention.attend_backward
-into = gathered._Returning.into
 gathered_by = gathered._gather
-
-# What is put in, and the ways of communication that it has to show in.
-FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
-    "a rank's gradients of keys are lost": (
-        gathered._Returning, "into", _lost_rank, ("all_gather",)
-    ),
-    "gradients of other keys are lost": (gathered, "Gradients", _LosesOthers, ("all_gather",)),
-    "gradients of the ring are lost": (ring, "Gradients", _LosesOthers, ("p2p",)),
-    "the ring turns the other way": (
-        ring, "_owner", lambda row, step: (row.rank + step) % row.ranks, ("p2p",)
-    ),
-    "keys in the order of ranks": (
-        ContextRow, "back", property(lambda row: torch.arange(row.split.length)),
-        ("all_gather", "a2a"),
-    ),
-    "results in the order of places": (
-        ContextRow, "order", property(lambda row: torch.arange(row.split.length)),
-        ("all_gather", "a2a"),
-    ),
-    "a tile's own logsumexp": (
-        tile_attention, "attend_backward", _own_lse, ("all_gather", "p2p")
-    ),
-    "triangles are squares": (tile_attention, "attend", _full, ("all_gather", "p2p")),
-    "the last tile wins": (tile_attention.Merged, "_merge", _last_wins, ("all_gather", "p2p")),
-    "segments see each other": (
-        Segments, "starts", lambda segments, places: 0 * places, ("all_gather", "p2p")
-    ),
-}  # fmt: skip
-
-
-@contextmanager
-def put_in(fault: str) -> Iterator[None]:
-    owner, name, wrong, _ = FAULTS[fault]
-    with patch.object(owner, name, wrong):
-        yield
-
-
-def _with_faults(rank: int, cp: int) -> dict[tuple[str, str], list[Tensor]]:
-    found = {}
-    for fault, (*_, comm_types) in FAULTS.items():
-        for comm_type in comm_types:
-            with put_in(fault):
-                found[fault, comm_type] = of_this_rank(
-                    "a balanced pack", comm_type, rank=rank, cp=cp
-                )
-    return found
-
-
-def test_faults_are_found() -> None:
-    """Each changes numbers and no shape; the largest error shows it a thousandfold."""
-    by_rank = run_ranks(_with_faults, 3, cp=3)
-    split = split_of("a balanced pack", cp=3)
-    expected = of_one_rank("a balanced pack", cp=3)
-    errors = {
-        which: error([each[which] for each in by_rank], expected, split) for which in by_rank[0]
-    }
-    assert {which: each for which, each in errors.items() if each < 1000 * TOLERANCE} == {}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loongplug.models.layers import cross_entropy
-from loongplug.models.layers.cross_entropy import vocab_parallel_cross_entropy
+from loongplug.models import decoder
+from loongplug.models.decoder import vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +52,7 @@ def lost(rank: int, *, dtype: torch.dtype, tokens: int) -> tuple[Tensor, Tensor]
     own = logits.chunk(dist.get_world_size(), dim=-1)[rank].contiguous()
     leaf = own.clone().requires_grad_()
     at_a_time = 4 * own.size(-1) * tokens
-    with patch.object(cross_entropy, "_AT_A_TIME", at_a_time):
+    with patch.object(decoder, "_AT_A_TIME", at_a_time):
         # The backward writes over what it is given.
         loss = vocab_parallel_cross_entropy(leaf * 1, labels, group=group)
         loss.backward(grad.to(loss.dtype))
@@ -104,7 +104,7 @@ def in_the_backward(rank: int) -> int:
     group = dist.group.WORLD
     assert group is not None
     given = leaf * 1
-    with patch.object(cross_entropy, "_AT_A_TIME", 4 * WORDS * 2), Largest() as largest:
+    with patch.object(decoder, "_AT_A_TIME", 4 * WORDS * 2), Largest() as largest:
         loss = vocab_parallel_cross_entropy(given, labels, group=group)
         (gradient,) = torch.autograd.grad(loss, given, grad)
     assert gradient.data_ptr() == given.data_ptr()

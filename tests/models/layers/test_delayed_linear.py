@@ -8,7 +8,7 @@ from layer_configs import vision_config
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.models.layers import products
+from loongplug.models.layers import linear
 from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_ordinary_linear(tp: int, sequence: bool) -> 
 def test_large_products_are_those_of_the_ordinary_linear(
     tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_LARGE", 1)
+    monkeypatch.setattr(linear, "_LARGE", 1)
     run_ranks(_same_bits, tp, tp=tp, sequence=False, dtype=torch.float32)
 
 

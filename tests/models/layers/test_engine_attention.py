@@ -24,7 +24,7 @@ from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.engine import over_parts_of_rows
 from loongplug.models.layers.context.row import ContextRow, context_row
-from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.inputs import PackedSegments
 
 HEADS, GROUPS, DIM = 12, 6, 8
 LENGTH, ROWS = 48, 2

@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 
-from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.inputs import pack_segments
 from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.layers.specs import decoder_layer_spec
 

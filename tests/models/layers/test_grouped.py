@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 
-from loongplug.models.layers import grouped, products
+from loongplug.models.layers import grouped, linear
 from loongplug.models.layers.grouped import Groups, JoinedExperts, kernel_takes, watched
 from loongplug.models.layers.specs import decoder_layer_spec
 
@@ -103,7 +103,7 @@ def assert_same(found, *, bits):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_large_products_are_those_of_experts_one_by_one(delayed, monkeypatch):
-    monkeypatch.setattr(products, "_LARGE", 1)
+    monkeypatch.setattr(linear, "_LARGE", 1)
     found = run_ranks(
         compared, 1, counts=COUNTS["uneven"], dtype=torch.float32, kernel=False, delayed=delayed
     )

@@ -12,14 +12,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from loongplug.models.layers import specs
+from loongplug.models.layers.attention import RotarySelfAttention
 from loongplug.models.layers.context.engine import over_parts_of_rows
-from loongplug.models.layers.rope import RotarySelfAttention
 from loongplug.models.layers.router import BalancedRouter
-from loongplug.models.layers.specs import (
-    decoder_layer_spec,
-    final_norm,
-    vision_layer_spec,
-)
+from loongplug.models.layers.specs import decoder_layer_spec, final_norm, vision_layer_spec
 
 
 @pytest.mark.quick

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from loongplug.models.layers.packed import PackedLayout, layout_of, pack_segments
+from loongplug.models.layers.inputs import PackedLayout, layout_of, pack_segments
 
 pytestmark = pytest.mark.quick
 

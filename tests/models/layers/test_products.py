@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loongplug.models.layers import products
+from loongplug.models.layers import linear
 
 pytestmark = pytest.mark.quick
 
@@ -26,14 +26,14 @@ WAYS = {
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """All products are large; those that oneDNN is given, [m, k, n]."""
     taken: list[tuple[int, ...]] = []
-    kernel = products._onednn
+    kernel = linear._onednn
 
     def looked_at(rows: Tensor, matrix: Tensor, *bias: Any) -> Tensor:
         taken.append((*rows.shape, len(matrix)))
         return kernel(rows, matrix, *bias)
 
-    monkeypatch.setattr(products, "_LARGE", 1)
-    monkeypatch.setattr(products, "_onednn", looked_at)
+    monkeypatch.setattr(linear, "_LARGE", 1)
+    monkeypatch.setattr(linear, "_onednn", looked_at)
     yield taken
     assert taken, "oneDNN was given nothing"
 
@@ -50,8 +50,8 @@ def test_products_are_right_however_matrices_lie(
     rows, matrix = WAYS[left](drawn(TOKENS, IN)), WAYS[right](drawn(IN, OUT))
     exact = (rows.double() @ matrix.double()).float()
     given = torch.full((TOKENS, OUT), float("nan"))
-    product = products.mm(rows, matrix)
-    assert products.mm(rows, matrix, out=given) is given
+    product = linear.fast_mm(rows, matrix)
+    assert linear.fast_mm(rows, matrix, out=given) is given
     torch.testing.assert_close(product, exact, rtol=1e-6, atol=1e-5)
     assert torch.equal(given, product)
     assert by_onednn == [(TOKENS, IN, OUT)] * 2
@@ -77,7 +77,7 @@ def everything(
 def test_a_large_linear_has_torchs_output_and_gradients(
     frozen: str, *, bias: bool, spread: bool, by_onednn: list[tuple[int, ...]]
 ) -> None:
-    found = everything(products.linear, bias=bias, frozen=frozen, spread=spread)
+    found = everything(linear.fast_linear, bias=bias, frozen=frozen, spread=spread)
     expected = everything(F.linear, bias=bias, frozen=frozen, spread=spread)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-5)
     for one, other in zip(found[1], expected[1], strict=True):
@@ -93,27 +93,27 @@ def test_products_of_a_linear_are_large_together(monkeypatch: pytest.MonkeyPatch
     x, weight = drawn(TOKENS, IN), drawn(OUT, IN)
     of_output = drawn(TOKENS, OUT)
     for large in (TOKENS * IN * OUT, TOKENS * IN * OUT + 1):
-        monkeypatch.setattr(products, "_LARGE", large)
+        monkeypatch.setattr(linear, "_LARGE", large)
         three = ((x, weight.t()), (of_output, weight), (of_output.t(), x))
-        assert {products._is_large(*each) for each in three} == {large == TOKENS * IN * OUT}
+        assert {linear._is_large(*each) for each in three} == {large == TOKENS * IN * OUT}
 
 
 def test_others_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def untouched(*_: object) -> Tensor:
         raise AssertionError("given to oneDNN")
 
-    monkeypatch.setattr(products, "_onednn", untouched)
+    monkeypatch.setattr(linear, "_onednn", untouched)
     x, weight = drawn(TOKENS, IN), drawn(OUT, IN)
-    assert torch.equal(products.linear(x, weight, None), F.linear(x, weight))
-    monkeypatch.setattr(products, "_LARGE", 1)
+    assert torch.equal(linear.fast_linear(x, weight, None), F.linear(x, weight))
+    monkeypatch.setattr(linear, "_LARGE", 1)
     half, empty = x.bfloat16(), x[:0]
     assert torch.equal(
-        products.linear(half, weight.bfloat16(), None), F.linear(half, weight.bfloat16())
+        linear.fast_linear(half, weight.bfloat16(), None), F.linear(half, weight.bfloat16())
     )
-    assert products.mm(empty, weight.t()).shape == (0, OUT)
-    assert products.linear(x.to("meta"), weight.to("meta"), None).is_meta
+    assert linear.fast_mm(empty, weight.t()).shape == (0, OUT)
+    assert linear.fast_linear(x.to("meta"), weight.to("meta"), None).is_meta
     with monkeypatch.context() as patched:
-        patched.setattr(products, "_KERNEL", None)  # a torch without oneDNN
-        assert torch.equal(products.linear(x, weight, None), F.linear(x, weight))
-    monkeypatch.setattr(products, "is_computed_on_host", lambda _: False)
-    assert torch.equal(products.linear(x, weight, None), F.linear(x, weight))
+        patched.setattr(linear, "_KERNEL", None)  # a torch without oneDNN
+        assert torch.equal(linear.fast_linear(x, weight, None), F.linear(x, weight))
+    monkeypatch.setattr(linear, "is_computed_on_host", lambda _: False)
+    assert torch.equal(linear.fast_linear(x, weight, None), F.linear(x, weight))

@@ -5,7 +5,8 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from loongplug.models.layers.rope import rope_table, rotate
+from loongplug.models.layers.attention import rotate
+from loongplug.models.layers.inputs import rope_table
 
 
 def angles_and_heads(batch: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor
 
 from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.inputs import pack_segments
 
 HEADS, GROUPS, DIM = 4, 2, 8
 

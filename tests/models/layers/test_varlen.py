@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loongplug.models.layers import attention as attention_module
 from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.inputs import pack_segments
 from loongplug.platform.torch_kernels import varlen_attention
 
 pytestmark = pytest.mark.quick

@@ -11,8 +11,8 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor, nn
 
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.lora import LoraSettings
 from loongplug.models.lora.adapter import add_adapters
-from loongplug.models.lora.settings import LoraSettings
 
 pytestmark = pytest.mark.quick
 

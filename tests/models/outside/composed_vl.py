@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.patch_transformer.config import InternVisionConfig
-from loongplug.models.projectors.config import PixelShuffleConfig
-from loongplug.models.qwen2_5_vl.config import Qwen25ProjectorConfig, Qwen25VisionConfig
-from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig
-from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig
-from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
+from loongplug.models.family import QWEN_VISION_TOKENS, Family, InTransformers
+from loongplug.models.patch_transformer import InternVisionConfig
+from loongplug.models.projectors import PixelShuffleConfig
+from loongplug.models.qwen2_5_vl import Qwen25ProjectorConfig, Qwen25VisionConfig
+from loongplug.models.qwen3_vl import Qwen3DecoderConfig
+from loongplug.models.qwen3_vl_moe import Qwen3MoeDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.lora import LoraSettings
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {

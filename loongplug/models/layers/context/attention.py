@@ -16,7 +16,7 @@ from loongplug.models.layers.attention import SDPAttention, check_no_masks, is_c
 from loongplug.models.layers.context.gathered import attend_gathered
 from loongplug.models.layers.context.ring import attend_in_ring
 from loongplug.models.layers.context.row import ContextRow
-from loongplug.models.layers.packed import PackedLayout, PackedSegments
+from loongplug.models.layers.inputs import PackedLayout, PackedSegments
 
 CommType = Literal["all_gather", "a2a", "p2p"]
 

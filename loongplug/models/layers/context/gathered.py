@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from loongplug.models.layers.by_heads import by_heads
+from loongplug.models.layers.attention import by_heads
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.context.tile_attention import Gradients, Merged, exact
 

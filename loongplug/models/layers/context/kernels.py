@@ -24,7 +24,7 @@ _CHANNELS_ALIGNED_TO = 8
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one kernel attends over, and how; as :func:`attend` has it."""
+    """The operands and the mask of one kernel, as :func:`attend` has them."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ class _Tile:
     scale: float | None
 
     def for_each_head(self) -> "_Tile":
-        """The same with keys and values once for each head of ``q``, which some kernels want."""
+        """The tile with keys and values once for each head of ``q``, which some kernels want."""
         times = self.q.size(1) // self.k.size(1)
         k, v = (x.repeat_interleave(times, dim=1) for x in (self.k, self.v))
         return replace(self, k=k, v=v)
@@ -60,8 +60,6 @@ def attend(
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
-    elif q.dtype == torch.float64:
-        out, lse = _written_out(_Tile(q, k, v, causal, scale))
     else:
         padded = _scale_if_padded(q, scale)
         tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
@@ -97,8 +95,6 @@ def attend_backward(
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    elif q.dtype == torch.float64:
-        dq, dk, dv = _written_out_backward(_Tile(q, k, v, causal, scale), grad, out, lse)
     else:
         padded = _scale_if_padded(q, scale)
         tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
@@ -112,21 +108,18 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _scale_of(q: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by."""
-    return float(q.size(-1) ** -0.5) if scale is None else scale
-
-
 def _scale_if_padded(q: Tensor, scale: float | None) -> float | None:
-    """As a kernel is to be told once ``q`` has been padded, by whose channels None would go.
+    """The scale that a kernel is told once ``q`` has been padded, by whose channels None would go.
 
     None where nothing is padded: torch's shapes of the memory-efficient backward take no other.
     """
-    return _scale_of(q, scale) if q.size(-1) % _CHANNELS_ALIGNED_TO else scale
+    if q.size(-1) % _CHANNELS_ALIGNED_TO == 0:
+        return scale
+    return float(q.size(-1) ** -0.5) if scale is None else scale
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """With channels of zeros behind its own, as many as kernels want; ``x`` where it has them.
+    """``x`` with channels of zeros behind its own, as many as kernels want.
 
     They add nothing to a score, and the output and the gradients have zeros there.
     """
@@ -137,36 +130,6 @@ def _aligned(x: Tensor) -> Tensor:
 def _of_groups(grad: Tensor, k: Tensor) -> Tensor:
     """The gradient of what :meth:`_Tile.for_each_head` gave, as that of ``k``."""
     return grad.unflatten(1, (k.size(1), -1)).sum(2)
-
-
-def _scores(tile: _Tile) -> Tensor:
-    """All scores [b, heads, s_q, s_k], -inf for keys that a query does not see."""
-    scores = tile.q @ tile.k.transpose(2, 3) * _scale_of(tile.q, tile.scale)
-    if tile.causal:
-        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
-
-
-def _written_out(tile: _Tile) -> tuple[Tensor, Tensor]:
-    """Without a kernel: CUDA has none for float64, in which nobody trains."""
-    tile = tile.for_each_head()
-    scores = _scores(tile)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ tile.v, lse
-
-
-def _written_out_backward(
-    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    apart = tile.for_each_head()
-    weights = (_scores(apart) - lse.unsqueeze(-1)).exp()
-    of_weights = grad @ apart.v.transpose(2, 3)
-    # A weight's gradient less the mean over all of the query's keys, in this tile or elsewhere.
-    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
-    of_scores = of_scores * _scale_of(tile.q, tile.scale)
-    dk, dv = of_scores.transpose(2, 3) @ tile.q, weights.transpose(2, 3) @ grad
-    return of_scores @ apart.k, _of_groups(dk, tile.k), _of_groups(dv, tile.v)
 
 
 def _flash(tile: _Tile) -> tuple[Tensor, Tensor]:

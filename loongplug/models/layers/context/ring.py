@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from loongplug.models.layers.by_heads import by_heads
+from loongplug.models.layers.attention import by_heads
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.context.tile_attention import Gradients, Merged
 
@@ -103,6 +103,6 @@ class _Passing:
         )
 
     def taken(self) -> Tensor:
-        """What the rank before gave."""
+        """The tensor that the rank before gave."""
         self._work.wait()
         return self._received

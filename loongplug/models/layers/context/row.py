@@ -1,4 +1,4 @@
-"""What context parallel attention has to know of a row, made once per microbatch on the host."""
+"""A row as context parallel attention sees it, made once per microbatch on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class ContextRow:
 
     @cached_property
     def back(self) -> Tensor:
-        """Where each place of the row is in :attr:`order`; int64 [length]."""
+        """The index in :attr:`order` of each place of the row; int64 [length]."""
         return self._index(np.argsort(self.split.order))
 
     @cached_property
@@ -72,7 +72,7 @@ class ContextRow:
 def context_row(
     split: TokenSplit, lengths: Sequence[int], *, rank: int, device: torch.device | str
 ) -> ContextRow:
-    """What ``rank`` has to know of a row with segments of these ``lengths``.
+    """The row with segments of these ``lengths``, as ``rank`` sees it.
 
     Tokens of the row that are in no segment are padding, a segment of its own. Raises ValueError
     for lengths that the row cannot have.

@@ -61,7 +61,7 @@ class Gradients:
         self._scale = scale
 
     def add(self, k: Tensor, v: Tensor, groups: TileGroups) -> tuple[Tensor, Tensor]:
-        """What these queries give to the gradients of ``k`` and ``v``, at least float32."""
+        """These queries' parts of the gradients of ``k`` and ``v``, at least float32."""
         dk, dv = (torch.zeros(x.shape, dtype=self.q.dtype, device=x.device) for x in (k, v))
         for tiles in groups:
             rows, columns = [tile.queries for tile in tiles], [tile.keys for tile in tiles]

@@ -7,7 +7,7 @@ from composed_text.config import (
     ComposedQwen3Config,
     ComposedQwen3MoeConfig,
 )
-from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
+from loongplug.models.family import QWEN_VISION_TOKENS, Family, InTransformers
 
 LOONGPLUG_FAMILIES = tuple(
     Family(

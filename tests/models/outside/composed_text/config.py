@@ -3,8 +3,8 @@
 from dataclasses import dataclass, make_dataclass
 
 from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
-from loongplug.models.qwen2_5_vl.config import Qwen25ProjectorConfig, Qwen25VisionConfig
-from loongplug.models.text_decoders.config import (
+from loongplug.models.qwen2_5_vl import Qwen25ProjectorConfig, Qwen25VisionConfig
+from loongplug.models.text_decoders import (
     LlamaTextConfig,
     MistralTextConfig,
     Qwen2TextConfig,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from loongplug.models.architecture import ProjectorArchitecture
+from loongplug.models.family import QWEN_VISION_TOKENS, Family, InTransformers
 from loongplug.models.parts import MULTIMODAL_TEXT_JSON, VISION_JSON, DecoderPart, Part
-from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
 from qwen2_vl.config import Qwen2DecoderConfig, Qwen2VisionConfig, Qwen2VLConfig
 
 LOONGPLUG_PARTS = (

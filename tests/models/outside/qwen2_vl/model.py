@@ -12,12 +12,11 @@ from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.features import Features
+from loongplug.models.layers.inputs import pack_segments, rope_table
 from loongplug.models.layers.norm import LayerNorm
-from loongplug.models.layers.packed import pack_segments
-from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
-from loongplug.models.patch_merger import PatchMerger
+from loongplug.models.projectors.modules import PatchMerger
 from loongplug.platform.devices import to_device
 from qwen2_vl.config import Qwen2VisionConfig
 

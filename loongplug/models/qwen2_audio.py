@@ -2,10 +2,38 @@
 joins them in Qwen2-Audio.
 """
 
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
-from loongplug.models.qwen2_audio.config import Qwen2AudioConfig
-from loongplug.models.registry import ANY, WHOLE, Family, InTransformers
+from loongplug.models.architecture import Encoding, MultimodalArchitecture, TextArchitecture
+from loongplug.models.audio_transformer import Qwen2AudioEncoderConfig
+from loongplug.models.family import ANY, WHOLE, Family, InTransformers
+from loongplug.models.projectors import LinearConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2AudioConfig(MultimodalArchitecture):
+    """An encoder of sounds, a linear and a text decoder; which one, ``_target_`` says.
+
+    Qwen2-Audio itself has an encoder of its own and Qwen2. A token id that is None is the
+    tokenizer's; it is filled in before the model is built.
+    """
+
+    plain_positions: ClassVar[bool] = True
+    keys: ClassVar[dict[str, str]] = {
+        "audio_encoder": "audio_encoder",
+        "audio_projector": "audio_projector",
+        "text_decoder": "foundation",
+    }
+    encoders: ClassVar[dict[str, Encoding]] = {
+        "audio_encoder": Encoding(projector="audio_projector", media=("audio",))
+    }
+    audio_encoder: Qwen2AudioEncoderConfig
+    audio_projector: LinearConfig
+    foundation: TextArchitecture
+    audio_token_id: int | None = None
+
 
 LOONGPLUG_FAMILIES = (
     Family(
