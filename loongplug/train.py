@@ -38,7 +38,7 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with failure_board() as at_end:
         from loongplug.parallel.programs import ALONE
-        from loongplug.parallel.world import served_store
+        from loongplug.parallel.rendezvous import served_store
         from loongplug.platform import activate, choose_device, requested_device
 
         device = choose_device(requested_device(flags))

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from loongplug.parallel.store_keys import comes
+from loongplug.parallel.rendezvous import comes
 
 # Once two digests differ, what ranks that are still to come may take to be named too.
 GRACE_SECONDS = 5.0

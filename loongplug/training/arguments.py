@@ -15,7 +15,7 @@ from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bu
 from loongplug.models.family import Family
 from loongplug.models.lora import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
-from loongplug.parallel.world import this_rank
+from loongplug.parallel.rendezvous import this_rank
 from loongplug.platform.active import DeviceName
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import compose_asked_for, to_yaml_data

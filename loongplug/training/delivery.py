@@ -22,8 +22,8 @@ from loongplug.data.microbatch import MediaToCome
 from loongplug.data.planned_media import MediaBatch, PlannedShare, PlannedUnit
 from loongplug.data.sample import Sample
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.parallel.store_keys import comes
-from loongplug.parallel.verdict import SharedFaultError
+from loongplug.parallel.failure import SharedFaultError
+from loongplug.parallel.rendezvous import comes
 from loongplug.platform.devices import to_device
 
 _COMPARED = 1000  # microbatches of a replica: more than a rank is ahead of another
@@ -259,7 +259,7 @@ class SameRows:
                     f"{where}: {_said(here)} on rank {self._rank}, {_said(there)} on rank {rank}. "
                     "Ranks have to read the same of a row: give all of them the same media files."
                 )
-                raise SharedFaultError(said, fault="rows that ranks read differently", knows=0)
+                raise SharedFaultError(said, turn=0)
 
 
 def _read(sample: Sample) -> str:

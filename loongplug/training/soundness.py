@@ -11,9 +11,9 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from loongplug.parallel.failure import SharedFaultError
 from loongplug.parallel.module_ddp import bucket_groups_of
 from loongplug.parallel.optimizer_per_module import OptimizerPerModule
-from loongplug.parallel.verdict import SharedFaultError
 from loongplug.platform.finite import is_finite, take_broken
 from loongplug.training.forward_step import ForwardStep
 
@@ -71,7 +71,7 @@ class Soundness:
         broken = take_broken(group for chunk in self._chunks for group in bucket_groups_of(chunk))
         if broken:
             what = _gradients(self._chunks, broken)
-            raise self._error(what, losses=self._losses, knows=1)
+            raise self._error(what, losses=self._losses, turn=0)
 
     def _look(self, norm: float) -> bool:
         """Whether the step may change weights; the same on every rank."""
@@ -92,21 +92,21 @@ class Soundness:
         if not self._args.check_for_nan_in_loss_and_grad:
             return True
         if losses and not is_finite(torch.stack(losses)):
-            raise self._error("", losses=losses, knows=0)
+            raise self._error("", losses=losses, turn=1)
         if not math.isfinite(norm):
             what = f"the norm of all gradients is {norm}, though each rank's are finite"
-            raise self._error(what, losses=losses, knows=0)
+            raise self._error(what, losses=losses, turn=1)
         return True
 
     @property
     def _iteration(self) -> int:
         return int(self._args.curr_iteration) + 1
 
-    def _error(self, what: str, *, losses: Sequence[Tensor], knows: int) -> SharedFaultError:
+    def _error(self, what: str, *, losses: Sequence[Tensor], turn: int) -> SharedFaultError:
         """What this rank says, with ``what`` it has found beside its losses.
 
         Several ranks may meet the same step, of which one is printed: one whose losses are not
-        finite, where there is one, and else one that ``knows`` whose gradients are not.
+        finite, where there is one, and else one of ``turn`` 0, which knows whose gradients are not.
         """
         broken = sum(not is_finite(loss) for loss in losses)
         if broken:
@@ -124,8 +124,7 @@ class Soundness:
         return SharedFaultError(
             f"Iteration {self._iteration}, rank {self._args.rank}: {what}. "
             f"{at_work}loss scale: {scale:g}.{place} {_CURE}",
-            fault=f"iteration {self._iteration} is not finite",
-            knows=knows + 2 * bool(broken),
+            turn=turn if broken else turn + 2,
         )
 
 

@@ -17,9 +17,8 @@ from torch.distributed import PrefixStore, Store
 
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.data.fingerprint import content_digest
-from loongplug.parallel.failure import met_store
+from loongplug.parallel.rendezvous import comes, met_store
 from loongplug.parallel.same_values import Values, require_same_values
-from loongplug.parallel.store_keys import comes
 from loongplug.platform.machine import version
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.checkpoints import has_checkpoint

@@ -18,14 +18,14 @@ from draws import Draw
 from prepared import Prepared
 from torch.distributed import TCPStore
 
-from loongplug.parallel import failure, verdict
+from loongplug.parallel import failure
 from loongplug.training.run import run
 
 # A run takes a second or two. These only bound one that hangs, where others keep the machine busy.
 RUN_SECONDS = 240.0
 ENDING_SECONDS = 60.0  # of the others, once one rank has ended
 # In tests ranks listen more often to each other, and wait less long for one that is dead.
-WATCH_SECONDS, PARTING_SECONDS, AGREEMENT_SECONDS = 0.05, 1.0, 0.3
+WATCH_SECONDS, PARTING_SECONDS, TURN_SECONDS = 0.05, 0.3, 0.2
 
 WHOLE, TERMINATED, FAILED = "whole", "terminated", "failed"
 
@@ -130,7 +130,7 @@ def life(
     os.dup2(said, 2)
     prepared.use()
     failure.WATCH_SECONDS, failure.PARTING_SECONDS = WATCH_SECONDS, PARTING_SECONDS
-    verdict.AGREEMENT_SECONDS = AGREEMENT_SECONDS
+    failure.TURN_SECONDS = TURN_SECONDS
     fault = None
     if draw is not None and save is not None:
         fault = BuiltIn(draw, rank=rank, save=save, fired=folder / f"{rank}.fired")

@@ -25,7 +25,7 @@ STEPS = 16
 MEETS = """
 import torch.distributed as dist
 from loongplug.parallel.failure import failure_board
-from loongplug.parallel.world import served_store
+from loongplug.parallel.rendezvous import served_store
 with failure_board():
     served = served_store(on_gpus=False)
     dist.init_process_group("gloo")

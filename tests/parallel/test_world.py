@@ -12,9 +12,8 @@ import pytest
 
 import loongplug
 from loongplug import platform, train
-from loongplug.parallel import world
-from loongplug.parallel.failure import met_store
-from loongplug.parallel.world import served_store, take_rank, this_rank
+from loongplug.parallel import rendezvous
+from loongplug.parallel.rendezvous import met_store, served_store, take_rank, this_rank
 from loongplug.train import started
 
 ROOT = str(Path(loongplug.__file__).parents[1])
@@ -191,8 +190,8 @@ def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
             """
             import os, sys, torch.distributed as dist
             from datetime import timedelta
-            from loongplug.parallel.failure import failure_board, met_store
-            from loongplug.parallel.world import served_store
+            from loongplug.parallel.failure import failure_board
+            from loongplug.parallel.rendezvous import met_store, served_store
             with failure_board():
                 served = served_store(on_gpus=False)
                 rank = int(os.environ["RANK"])
@@ -237,4 +236,4 @@ def test_ranks_without_torchrun_meet_and_end(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_a_command_line_is_checked_early_where_no_starter_gave_a_rank() -> None:
     """``loongplug.train`` names starters itself, since this module imports torch."""
-    assert {*train._RANKS} == {rank for rank, *_ in world._STARTERS}
+    assert {*train._RANKS} == {rank for rank, *_ in rendezvous._STARTERS}

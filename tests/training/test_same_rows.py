@@ -16,7 +16,7 @@ from ranks import RankError, run_ranks
 from loongplug.data.packing import PackingState
 from loongplug.data.sample import BadSample, MediumExtent, RowExtent, Sample
 from loongplug.data.sample_order import ResumePoint
-from loongplug.parallel.verdict import SharedFaultError
+from loongplug.parallel.failure import SharedFaultError
 from loongplug.training import delivery
 from loongplug.training.delivery import SameRows
 from loongplug.training.run import run

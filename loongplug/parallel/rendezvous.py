@@ -1,11 +1,16 @@
-"""Which rank this process is, by what started it; without torchrun, rank 0 serves the store."""
+"""Which rank this process is, by what started it, and the store in which ranks meet.
+
+torchrun serves that store; without torchrun, rank 0 does.
+"""
 
 import os
 import re
+import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 # What starters call a process's number, how many there are, and its number on its machine; in a
 # Slurm job, mpirun's count. Slurm's are a step's, since a job's script has the job's.
@@ -17,6 +22,7 @@ _STARTERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # by torchrun, or by rank 0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between two looks for a key
 
 
 def take_rank() -> tuple[int, int]:
@@ -80,6 +86,65 @@ def served_store(*, on_gpus: bool) -> TCPStore | None:
     os.environ |= {_SERVED: "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.setdefault("LOCAL_RANK", "0")
     return store
+
+
+def torchrun_store(timeout: timedelta, *, purpose: str = "failure") -> Store:
+    """A new connection to the store that torchrun serves to the ranks (MASTER_ADDR, _PORT).
+
+    Keys are of one purpose and of this attempt: torchrun keeps the store when it starts ranks
+    again.
+    """
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"loongplug/{purpose}/{attempt}", store)
+
+
+def met_store(rank: int, *, limit: timedelta, purpose: str) -> Store:
+    """As :func:`torchrun_store`. ValueError where rank 0 is not there, or two have one rank."""
+    try:
+        store = torchrun_store(limit, purpose=purpose)
+    except RuntimeError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ValueError(
+            f"rank 0 was not at {where} within {limit}: give all ranks its MASTER_ADDR and one "
+            "MASTER_PORT, or see why it did not start"
+        ) from error
+    this = f"process {os.getpid()} on {socket.gethostname()}"
+    first = store.compare_set(f"process/{rank}", "", this).decode()
+    if first != this:
+        raise ValueError(f"rank {rank} was started twice, as {first} and {this}: start it once")
+    return store
+
+
+def comes(
+    store: Store,
+    key: str,
+    *,
+    seconds: float,
+    first: float = _FIRST_PAUSE,
+    longest: float = _LONGEST_PAUSE,
+) -> bool:
+    """Whether ``key`` is there before time is up, asked again and again at growing distances.
+
+    These are from ``first`` to ``longest`` seconds.
+
+    A wait of the store's own would print a warning when time is up, and meanwhile let no handler of
+    a signal run. Raises RuntimeError when the store is gone.
+    """
+    until, pause = time.monotonic() + seconds, first
+    while not store.check([key]):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+    return True
 
 
 def _number(name: str, default: str) -> int:
