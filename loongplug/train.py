@@ -37,7 +37,7 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
     # Megatron wants it on Hopper and before; CUDA reads it when it starts, so it is set first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with failure_board() as at_end:
-        from loongplug.parallel.programs import ALONE
+        from loongplug.parallel.rank_programs import ALONE
         from loongplug.parallel.rendezvous import served_store
         from loongplug.platform import activate, choose_device, requested_device
 

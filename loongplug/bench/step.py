@@ -18,7 +18,7 @@ from rich.table import Table
 
 from loongplug.consoles import table_console
 from loongplug.output_files import write_figures
-from loongplug.parallel.programs import ranks_command
+from loongplug.parallel.rank_programs import ranks_command
 
 _WRITING_FLAGS = ("--save", "--save-hf", "--metrics-json", "--tensorboard-dir")
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loongplug.models.hf_mapping import Shape
-from loongplug.platform.finite import is_finite
+from loongplug.platform.finite_values import is_finite
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

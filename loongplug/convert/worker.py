@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from loongplug.parallel.programs import ranks_command
+from loongplug.parallel.rank_programs import ranks_command
 
 
 def convert(flags: Sequence[str], *, ranks: int) -> None:

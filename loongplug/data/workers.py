@@ -26,7 +26,7 @@ from queue import PriorityQueue
 from rich.console import Console
 from rich.progress import Progress
 
-from loongplug.platform.forks import signals_wait
+from loongplug.platform.uninterrupted_forks import signals_wait
 
 _ROWS = 32  # of map_rows, at a time
 _FROZEN_FROM_THE_START = gc.get_freeze_count()  # Python's own

@@ -18,7 +18,7 @@ from loongplug.checkpoint.owned import parameter_names
 from loongplug.hetero.engine import Engine
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.parallel.snapshot import load_start
+from loongplug.parallel.megatron_globals import load_start
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of

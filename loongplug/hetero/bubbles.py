@@ -36,7 +36,7 @@ from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.operations import before_pass
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
-from loongplug.parallel.connections import connected_group
+from loongplug.parallel.exchange_groups import connected_group
 
 # What Megatron's schedules, and what finalises gradients behind them, look for.
 _GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]

@@ -23,12 +23,11 @@ from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.recorded_schedule import forwards_first
 from loongplug.models.entries import Entry
-from loongplug.parallel.connections import connected_group
+from loongplug.parallel.exchange_groups import connected_group, create_exchange_group
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.module_parts import ModuleState
 from loongplug.parallel.states import (
     adopt_parallel_state,
-    create_exchange_group,
     create_parallel_state,
     decoder_layout,
     is_adopted,

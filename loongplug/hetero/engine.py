@@ -28,7 +28,7 @@ from loongplug.hetero.routes import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.module_parts import ModuleState
 from loongplug.parallel.states import TEXT_DECODER, decoder_layout
 from loongplug.platform import current_platform
 

@@ -17,7 +17,7 @@ from loongplug.models.entries import Entry, encoders
 from loongplug.models.features import Features, FeatureSource, PlacedFeatures
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.inputs import PackedSegments
-from loongplug.parallel.module_state import ModulePart, ModuleState
+from loongplug.parallel.module_parts import ModulePart, ModuleState
 
 
 class MultimodalModel(MegatronModule):

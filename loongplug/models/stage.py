@@ -15,7 +15,7 @@ from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.adapter import add_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.parts import Part, load
-from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.module_parts import ModuleState
 
 
 def build_model(

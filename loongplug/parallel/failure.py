@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from torch.distributed import Store
 
-from loongplug.parallel import endings
+from loongplug.parallel import exit_notes
 from loongplug.parallel.rendezvous import comes, take_rank, torchrun_store
 
 TRACEBACK_VARIABLE = "LOONGPLUG_TRACEBACK"
@@ -203,7 +203,7 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     finally:
         if board is not None:
             board.stop()
-        endings.ended()
+        exit_notes.ended()
 
 
 def nothing_at_end(tidy: Callable[[], None]) -> None:
@@ -213,7 +213,7 @@ def nothing_at_end(tidy: Callable[[], None]) -> None:
 def _fail(board: FailureBoard | None, report: str, *, code: int, turn: int = 0) -> NoReturn:
     if board is not None:
         board.fail(report, code=code, turn=turn)
-    endings.failed(code)
+    exit_notes.failed(code)
     _print(report)
     raise SystemExit(code)
 
@@ -265,7 +265,7 @@ def _print(text: str) -> None:
 
 def _exit(first: FirstError) -> NoReturn:
     _tell_torchrun(first)
-    endings.failed(first.code)
+    exit_notes.failed(first.code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,9 +16,9 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
-from loongplug.parallel import endings
-from loongplug.parallel.programs import ALONE, program_of
-from loongplug.platform.forks import signals_wait
+from loongplug.parallel import exit_notes
+from loongplug.parallel.rank_programs import ALONE, program_of
+from loongplug.platform.uninterrupted_forks import signals_wait
 
 # What the process that ranks are forked from imports for them.
 _PRELOADED = "loongplug.preloaded"
@@ -28,7 +28,7 @@ _PORT = "give --master-port, or --rdzv-endpoint, with a port that is free on its
 def _stays(record: logging.LogRecord, *, endings_in: Path) -> bool:
     """Whether torchrun's line on a failed rank stays: no rank has said why it failed."""
     record.exc_info = None  # a traceback would be torchrun's own
-    return endings.failed_code(endings_in) is None
+    return exit_notes.failed_code(endings_in) is None
 
 
 def main() -> None:
@@ -39,8 +39,9 @@ def main() -> None:
         sys.argv = [program.path, *program.flags]
         runpy.run_path(program.path, run_name="__main__")
         return
-    with tempfile.TemporaryDirectory(prefix="loongplug-endings-") as folder:
-        os.environ[endings.FOLDER_VARIABLE] = folder  # before there is what ranks are forked from
+    with tempfile.TemporaryDirectory(prefix="loongplug-exits-") as folder:
+        # Before there is what ranks are forked from.
+        os.environ[exit_notes.FOLDER_VARIABLE] = folder
         if program is not None and program.can_be_forked:
             sys.argv[1:] = program.forked()
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, but before torch is there
@@ -91,10 +92,10 @@ def _told_to_end(folder: Path, *, by: int) -> int:
 
     Ranks save first; the signal's code says that all have.
     """
-    killed = endings.killed_ranks(folder)
+    killed = exit_notes.killed_ranks(folder)
     for rank in killed:
         print(f"loongplug: rank {rank} was killed before it had saved", file=sys.stderr)
-    code = endings.failed_code(folder)
+    code = exit_notes.failed_code(folder)
     if code is not None:
         return code
     return 128 + (signal.SIGKILL if killed else by)

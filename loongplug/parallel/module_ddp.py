@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
-from loongplug.parallel.module_state import ModulePart, ModuleState
+from loongplug.parallel.module_parts import ModulePart, ModuleState
 
 
 class ModuleDataParallel(DistributedDataParallel):

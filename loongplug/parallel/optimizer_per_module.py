@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_ddp import wrapper_of_nothing
-from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.module_parts import ModuleState
 from loongplug.parallel.parameter_groups import SavedRates, groups_to_load, rate_overrides
 from loongplug.parallel.states import decoder_layout, has_state, is_adopted, layout_of
 from loongplug.platform import current_platform

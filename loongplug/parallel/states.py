@@ -7,31 +7,23 @@ of encoders are made beside it (:func:`create_parallel_state`), and
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.live_layout import live_layout
-from loongplug.parallel.snapshot import Snapshot, load_start, part_random_numbers
+from loongplug.parallel.megatron_globals import Snapshot, load_start, part_random_numbers
 from loongplug.platform.upstream_seams import rank_order_table
 
 TEXT_DECODER = "text_decoder"
 _BETWEEN_STAGES = 100  # seeds, as in Megatron
 _NOWHERE = "no decoder"  # of ranks that the decoder has not: what Megatron has between modules
-# Of a GPU's some 130 multiprocessors, those that a message may hold until its other end comes. NCCL
-# would take 32; several messages wait at a time.
-_CTAS_OF_A_MESSAGE = 4
 
 # Called after each switch with the names of the state that was left and the one now in use.
 OnSwitch = Callable[[str, str], None]
@@ -244,47 +236,6 @@ def create_parallel_state(
     PARALLEL_STATES[name] = _State(layout, snapshot)
 
 
-def create_exchange_group(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    *,
-    options_of: str,
-    messages: bool = False,
-    timeout_minutes: float = 30,
-    nccl_config_path: str | None = None,
-) -> dist.ProcessGroup | None:
-    """A process group for what ``name`` exchanges; None on a rank that is of none of ``groups``.
-
-    Collective over the world: every rank calls this in the same order with the same arguments.
-    ``groups`` have no rank in common. With ``messages``, ranks send each other messages there, at
-    any time. NCCL's options are those of the groups that Megatron calls ``options_of``; what the
-    user leaves open of them is ours. Like the groups of a state, this one lives as long as the
-    default group, and Megatron's change of the timeout after the first step reaches it.
-    """
-    # Else two ranks' messages would go through the one communicator of the whole group.
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    assert bound is None, "communicators are made at the first message"
-    options = None
-    if dist.get_backend() == "nccl" and dist.is_nccl_available():
-        # Of the pool of streams that Megatron's groups leave alone: no two of ours share one.
-        chosen: dict[str, Any] = {"is_high_priority_stream": True}
-        chosen |= {"max_ctas": _CTAS_OF_A_MESSAGE} if messages else {}
-        if nccl_config_path is not None:
-            chosen |= yaml.safe_load(Path(nccl_config_path).read_text()).get(options_of) or {}
-        options = parallel_state.get_nccl_options(options_of, {options_of: chosen})
-    mine = None
-    for ranks in groups:
-        made = parallel_state.create_group(
-            list(ranks),
-            timeout=timedelta(minutes=timeout_minutes),
-            pg_options=options,
-            group_desc=f"EXCHANGE_OF_{name.upper()}_GROUP",
-        )
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
-
-
 @contextmanager
 def parallel_state_of(name: str) -> Iterator[None]:
     """``with parallel_state_of(name):`` runs the block in that state, and always switches back.
@@ -315,8 +266,46 @@ def has_state(name: str) -> bool:
 
 
 def decoder_layout() -> Layout:
-    """The decoder's layout, on every rank; errors as :func:`~.live_layout.live_layout`."""
+    """The decoder's layout, on every rank; errors as :func:`live_layout`."""
     return layout_of(TEXT_DECODER) if is_adopted() else live_layout()
+
+
+def live_layout() -> Layout:
+    """The layout of Megatron's parallel state as it is now; ranks do not talk.
+
+    Raises:
+        RuntimeError: the parallel state is not initialized.
+        ValueError: its groups are not those of a layout over all ranks in Megatron's default
+            order.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(
+            "Megatron's parallel state is not initialized: call initialize_model_parallel() first."
+        )
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "etp": parallel_state.get_expert_tensor_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }
+    layout = Layout(**{kind: group.size() for kind, group in groups.items()})
+    rank = dist.get_rank()
+    if layout.world_size != dist.get_world_size():
+        raise ValueError(
+            f"the parallel state spans {layout.world_size} ranks and there are "
+            f"{dist.get_world_size()}: it has to span all of them."
+        )
+    for kind, group in groups.items():
+        found, expected = dist.get_process_group_ranks(group), layout.group(kind, rank)
+        if found != expected:
+            raise ValueError(
+                f"the {kind} group of rank {rank} has ranks {found}, in Megatron's default order "
+                f"it has {expected}: parallel states know the order tp-cp-ep-dp-pp only, which "
+                "is Megatron's without --use-tp-pp-dp-mapping."
+            )
+    return layout
 
 
 def process_groups(name: str) -> ProcessGroupCollection:

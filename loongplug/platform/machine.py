@@ -1,4 +1,4 @@
-"""The facts about a machine that ``loongplug doctor`` judges. Collecting them judges nothing."""
+"""The facts about a machine that ``loongplug doctor`` judges, and what GPUs can do at most."""
 
 import importlib
 import importlib.metadata
@@ -24,6 +24,21 @@ SHOWN_PACKAGES = frozenset(
 )
 # Optional packages that upstream imports when they are installed, by the module that has to work.
 OPTIONAL_MODULES = {"transformer-engine": "transformer_engine.pytorch", "flash-attn": "flash_attn"}
+# Dense bf16 products of matrices by the data sheets, in TFLOP/s. The first name that is contained
+# in a device's counts, so that the more special ones stand first.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 836.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +127,15 @@ def _seen_by_torch() -> dict[str, Any]:
         "has_grouped": grouped_product() is not None,
         "has_onednn": onednn_product() is not None,
     }
+
+
+def peak_tflops(device: str) -> float | None:
+    """The peak of a device of this name; None for one that is not known.
+
+    >>> peak_tflops("NVIDIA H100 80GB HBM3")
+    989.0
+    """
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
 def version(package: str) -> str | None:

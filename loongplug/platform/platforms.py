@@ -14,7 +14,7 @@ from loongplug.platform.active import Platform
 from loongplug.platform.copies import CudaCopies, HostCopies
 from loongplug.platform.cuda_on_cpu import CPU_ROWS
 from loongplug.platform.devices import HOST
-from loongplug.platform.foreach import ON_CUDA
+from loongplug.platform.multi_tensor import ON_CUDA
 from loongplug.platform.replacements import ReplacementTable
 
 # How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in

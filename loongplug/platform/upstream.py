@@ -5,7 +5,6 @@ What gives our own code its place in Megatron's is in ``upstream_seams.py`` and,
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from loongplug.platform.active import Platform
-from loongplug.platform.finite import norms_before_sums
-from loongplug.platform.foreach import OF_GRADIENTS
+from loongplug.platform.finite_values import norms_before_sums
+from loongplug.platform.multi_tensor import OF_GRADIENTS
 from loongplug.platform.replacements import Replacement, ReplacementTable
 from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
 
@@ -43,13 +42,8 @@ def _in_own_store(original: Callable[..., Any]) -> Callable[..., Any]:
     return _initialize_distributed
 
 
-def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
+def _helpers_are_built() -> None:
+    pass
 
 
 def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +182,7 @@ EVERYWHERE: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
-        wrapper=_prebuilt_helpers,
+        replacement=_helpers_are_built,
         parameters="()",
         reason="runs make without the Makefile, which the wheel lacks, although the wheel "
         "brings the helpers built",

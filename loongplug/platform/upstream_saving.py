@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from loongplug.platform.forks import signals_wait
 from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.uninterrupted_forks import signals_wait
 
 _CHECKPOINTS = "megatron.core.dist_checkpointing"
 _STRATEGIES = f"{_CHECKPOINTS}.strategies"

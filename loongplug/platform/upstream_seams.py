@@ -95,43 +95,35 @@ def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTab
 Losses = dict[str, torch.Tensor]
 
 
-def training_log_table(
-    on_iteration: Callable[..., None],
-    *,
-    on_evaluation: Callable[[Losses], None],
-    interval: int,
-) -> ReplacementTable:
-    """Call ``on_iteration`` and ``on_evaluation(losses)`` as training goes.
+class _TrainingLog:
+    """What :func:`training_log_table` wraps around Megatron's functions, and what they share."""
 
-    ``on_iteration(iteration, losses, learning_rate=, grad_norm=)`` gets numbers that the host has
-    by then, None on ranks that know none. The rate is the iteration's own, in Megatron's logging as
-    well.
+    def __init__(
+        self,
+        on_iteration: Callable[..., None],
+        on_evaluation: Callable[[Losses], None],
+        interval: int,
+    ) -> None:
+        self._on_iteration, self._on_evaluation = on_iteration, on_evaluation
+        self._interval = interval
+        self._rate: float | None = None  # of the last step
+        self._evaluated: int | None = None  # the iteration of the last evaluation
 
-    They are called after Megatron's own logging of an iteration and after each evaluation, on
-    every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
-    iterations, and the first one after each start beside that: what it has summed up then counts
-    in the next line too, but where the interval ends with that iteration. A skipped iteration whose
-    loss is not a number, for it had no tokens, has none.
-    """
-
-    used: float | None = None  # the rate of the last step
-
-    def stepped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
         @functools.wraps(original)
         def train_step(
             forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            nonlocal used
-            used = (
+            self._rate = (
                 None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
             )
             return original(forward_step, data, model, optimizer, *args, **kwargs)
 
         return train_step
 
-    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_log(
             loss_dict: Losses,
@@ -151,34 +143,32 @@ def training_log_table(
             result = original(
                 loss_dict,
                 total_loss_dict,
-                used,
+                self._rate,
                 iteration,
                 loss_scale,
                 report_memory_flag,
                 skipped_iter,
                 grad_norm,
                 *args,
-                is_first_iteration=is_first_iteration and iteration % interval != 0,
+                is_first_iteration=is_first_iteration and iteration % self._interval != 0,
                 **kwargs,
             )
-            on_iteration(iteration, loss_dict, learning_rate=used, grad_norm=grad_norm)
+            self._on_iteration(iteration, loss_dict, learning_rate=self._rate, grad_norm=grad_norm)
             return result
 
         return training_log
 
-    def tapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             losses, other, timed_out = original(*args, **kwargs)
             if not timed_out:
-                on_evaluation(losses)
+                self._on_evaluation(losses)
             return losses, other, timed_out
 
         return evaluate
 
-    def once(original: Callable[..., Any]) -> Callable[..., Any]:
-        evaluated: int | None = None  # the iteration of the last evaluation
-
+    def evaluation_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate_and_print_results(
             prefix: str,
@@ -189,20 +179,39 @@ def training_log_table(
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            nonlocal evaluated
-            if prefix.endswith("on validation set") and iteration == evaluated:
+            if prefix.endswith("on validation set") and iteration == self._evaluated:
                 return
-            evaluated = iteration
+            self._evaluated = iteration
             original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
         return evaluate_and_print_results
 
+
+def training_log_table(
+    on_iteration: Callable[..., None],
+    *,
+    on_evaluation: Callable[[Losses], None],
+    interval: int,
+) -> ReplacementTable:
+    """Call ``on_iteration`` and ``on_evaluation(losses)`` as training goes.
+
+    ``on_iteration(iteration, losses, learning_rate=, grad_norm=)`` gets numbers that the host has
+    by then, None on ranks that know none. The rate is the iteration's own, in Megatron's logging as
+    well.
+
+    They are called after Megatron's own logging of an iteration and after each evaluation, on
+    every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
+    iterations, and the first one after each start beside that: what it has summed up then counts
+    in the next line too, but where the interval ends with that iteration. A skipped iteration whose
+    loss is not a number, for it had no tokens, has none.
+    """
+    log = _TrainingLog(on_iteration, on_evaluation, interval)
     return ReplacementTable(
         "training log",
         (
             Replacement(
                 target="megatron.training.training.train_step",
-                wrapper=stepped,
+                wrapper=log.step,
                 parameters="(forward_step_func, data_iterator, model, optimizer, "
                 "opt_param_scheduler, config, forward_backward_func, iteration, pg_collection, "
                 "p2p_communicator)",
@@ -210,7 +219,7 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.training_log",
-                wrapper=tapped,
+                wrapper=log.log,
                 parameters="(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
                 "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, "
                 "max_attention_logit, pg_collection, is_first_iteration, "
@@ -221,14 +230,14 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.evaluate",
-                wrapper=tapped_evaluation,
+                wrapper=log.evaluation,
                 parameters="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
                 "config, verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
                 reason="the only place that knows the validation loss; it has no hook",
             ),
             Replacement(
                 target="megatron.training.training.evaluate_and_print_results",
-                wrapper=once,
+                wrapper=log.evaluation_once,
                 parameters="(prefix, forward_step_func, data_iterator, model, iteration, "
                 "process_non_loss_data_func, config, verbose, write_to_tensorboard, "
                 "non_loss_data_func, pg_collection, p2p_communicator)",

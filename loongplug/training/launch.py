@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NoReturn
 
-from loongplug.parallel.programs import ranks_command
+from loongplug.parallel.rank_programs import ranks_command
 from loongplug.platform import requested_device
 from loongplug.platform.upstream_flags import add_upstream_flags, is_tested
 from loongplug.platform.without_torch import transformers_without_torch

@@ -15,7 +15,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from loongplug.checkpoint.agreement import write_error
 from loongplug.hetero.engine import Engine
 from loongplug.platform import current_platform
-from loongplug.platform.peak_rates import peak_tflops
+from loongplug.platform.machine import peak_tflops
 from loongplug.training.answers import Answers
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep

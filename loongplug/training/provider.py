@@ -30,7 +30,7 @@ from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.module_parts import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers

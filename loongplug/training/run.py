@@ -23,7 +23,7 @@ from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
-from loongplug.parallel.endings import saves_when_told
+from loongplug.parallel.exit_notes import saves_when_told
 from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from loongplug.parallel.failure import SharedFaultError
 from loongplug.parallel.module_ddp import bucket_groups_of
 from loongplug.parallel.optimizer_per_module import OptimizerPerModule
-from loongplug.platform.finite import is_finite, take_broken
+from loongplug.platform.finite_values import is_finite, take_broken
 from loongplug.training.forward_step import ForwardStep
 
 SWITCH = "--no-check-for-nan-in-loss-and-grad"

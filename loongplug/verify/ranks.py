@@ -16,8 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from loongplug.platform.forks import signals_wait
 from loongplug.platform.loopback import own_address
+from loongplug.platform.uninterrupted_forks import signals_wait
 
 if TYPE_CHECKING:
     from loongplug.platform import Platform

@@ -14,7 +14,7 @@ from loongplug.estimate.ranks import as_rank
 from loongplug.hetero import encoder_place
 from loongplug.hetero.communicators import Pair, count, piece_pairs, there_and_back
 from loongplug.hetero.placement import Edge
-from loongplug.parallel import connections, states
+from loongplug.parallel import exchange_groups
 from loongplug.training.rules.communicators import communicators_of
 
 pytestmark = pytest.mark.quick
@@ -51,7 +51,7 @@ def test_as_many_are_counted_as_a_start_connects(
 ) -> None:
     connected: list[list[Pair]] = []
     all_to_all: list[Any] = []
-    make = states.create_exchange_group
+    make = exchange_groups.create_exchange_group
 
     def connect(group: Any, pairs: Iterable[Pair], *, device: Any) -> None:
         if group is not None:
@@ -62,8 +62,8 @@ def test_as_many_are_counted_as_a_start_connects(
         all_to_all.extend([] if messages or group is None else [group])
         return group
 
-    monkeypatch.setattr(connections, "connect", connect)
-    for module in (encoder_place, connections):
+    monkeypatch.setattr(exchange_groups, "connect", connect)
+    for module in (encoder_place, exchange_groups):
         monkeypatch.setattr(module, "create_exchange_group", made)
     parsed = parsed_for([*RUN, *flags], ranks=ranks, stand_ins=tmp_path)
     found = communicators_of(parsed.args, parsed.model)

@@ -12,8 +12,8 @@ from loongplug.hetero.carrier import Carrier
 from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.wire import Wire
+from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.states import create_exchange_group
 
 WIDTH, LENGTH = 3, 8
 MICROBATCHES, STEPS, AHEAD = 5, 2, 2

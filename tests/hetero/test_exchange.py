@@ -14,8 +14,8 @@ from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
 from loongplug.hetero.routes import ExchangeSpec, Rows
 from loongplug.observe.recorder import TraceRecorder
+from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.states import create_exchange_group
 
 WIDTH = 3
 ROUNDS = 12

@@ -59,15 +59,6 @@ def test_few_events_are_held_however_long_a_step_is():
         assert len(written) >= 10_000 - 4096
 
 
-def test_ending_twice_is_ending_once():
-    recorder, written = recorded()
-    span = recorder.span("exchange", "features")
-    span.end()
-    span.end()
-    recorder.close()
-    assert len(written) == 1
-
-
 def test_the_host_clock_tells_the_wall_clock():
     before = time.time_ns()
     now = HostClock().now()

@@ -87,10 +87,8 @@ def _one_fails(rank: int) -> None:
     _collective_forever()
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-def test_one_rank_fails_while_others_wait(store: str, tmp_path: Path, port: int) -> None:
-    where = {"path": str(tmp_path / "store")} if store == "file" else {"port": port}
-    errors, printed = _failed_run(_one_fails, **where)
+def test_one_rank_fails_while_others_wait(port: int) -> None:
+    errors, printed = _failed_run(_one_fails, port=port)
     assert set(errors) == set(range(RANKS))
     assert all("exited with code 1" in text for text in errors.values())
     assert printed == {2: "loongplug: error [rank 2]: tp 3 does not divide\n16 heads"}

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import loongplug
-from loongplug.parallel import endings, launch
-from loongplug.parallel.programs import ranks_command
+from loongplug.parallel import exit_notes, launch
+from loongplug.parallel.rank_programs import ranks_command
 
 ROOT = str(Path(loongplug.__file__).parents[1])
 
@@ -71,7 +71,7 @@ def test_under_torchrun(tmp_path: Path, launcher: str) -> None:
 def launched(torchrun: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Our launcher, where torchrun does this."""
     monkeypatch.setattr("torch.distributed.run.main", torchrun)
-    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
+    for name in ("TORCHELASTIC_ERROR_FILE", exit_notes.FOLDER_VARIABLE):
         monkeypatch.setenv(name, "")  # main sets them
     launch.main()
 
@@ -94,7 +94,7 @@ def test_our_launcher_tells_of_what_cannot_speak(
 ) -> None:
     def torchrun() -> None:
         file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # which torchrun removes and writes
-        assert str(file.parent) == os.environ[endings.FOLDER_VARIABLE]
+        assert str(file.parent) == os.environ[exit_notes.FOLDER_VARIABLE]
         failures = {
             rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
             for rank, code in codes.items()
@@ -158,7 +158,7 @@ def test_told_to_end_our_launcher_says_whether_ranks_could_save(
         textwrap.dedent(
             f"""
             import os, signal, time
-            from loongplug.parallel.endings import saves_when_told
+            from loongplug.parallel.exit_notes import saves_when_told
             from loongplug.parallel.failure import failure_board
             told = []
             signal.signal(signal.SIGTERM, lambda *_: told.append(1))

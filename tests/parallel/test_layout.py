@@ -93,18 +93,10 @@ def test_all_groups_are_megatrons() -> None:
             made = _groups_of_megatron(layout, monkeypatch)
         for name, kind in KINDS.items():
             assert layout.groups(kind) == made[name], kind
+            for group in made[name]:
+                assert all(layout.group(kind, rank) == group for rank in group)
 
     check()
-
-
-@settings(max_examples=80, deadline=None)
-@given(layout=layouts(), kind=st.sampled_from(sorted(KINDS.values())))
-def test_groups_part_the_ranks(layout: Layout, kind: str) -> None:
-    groups = layout.groups(kind)
-    assert sorted(rank for group in groups for rank in group) == list(layout.ranks)
-    for group in groups:
-        for rank in group:
-            assert layout.group(kind, rank) == group
 
 
 @settings(max_examples=80, deadline=None)
@@ -154,7 +146,7 @@ def test_bad_sizes(sizes: dict[str, Any], message: str) -> None:
         Layout(**sizes)
 
 
-@pytest.mark.parametrize("kind", ["", "tp_tp", "ep_tp", "mp", "tp_etp"])
+@pytest.mark.parametrize("kind", ["tp_tp", "mp", "tp_etp"])
 def test_bad_kinds(kind: str) -> None:
     with pytest.raises(ValueError, match="group kind"):
         Layout().groups(kind)

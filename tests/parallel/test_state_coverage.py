@@ -3,18 +3,15 @@
 import ast
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import megatron.core
 import pytest
 import reviewed_globals
-from megatron.core import parallel_state
 
-from loongplug.parallel.snapshot import (
+from loongplug.parallel.megatron_globals import (
     OTHER_GLOBALS,
     PROCESS_WIDE,
     STATE_NAMES,
-    mutable_globals,
     values_at_start,
 )
 
@@ -60,7 +57,7 @@ class _Kept:
 @pytest.mark.quick
 def test_every_global_of_parallel_state_is_covered() -> None:
     assert _Kept(STATE_TREE).globals <= {*STATE_NAMES, *PROCESS_WIDE}
-    # Found by other means than above, and some are never under a global statement.
+    # Some are never under a global statement.
     assigned = {
         target.id
         for node in STATE_TREE.body
@@ -87,48 +84,6 @@ def test_values_at_the_start_are_those_in_the_source() -> None:
 def test_values_at_the_start_are_new_ones_each_time() -> None:
     values_at_start()["_HYBRID_DP_CP_GROUPS"][2] = "group"
     assert values_at_start()["_HYBRID_DP_CP_GROUPS"] == {}
-
-
-@pytest.mark.quick
-def test_discovery_sees_every_way_to_keep_a_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "keeps_values.py").write_text(
-        "import os as _os\n"
-        "from typing import Optional\n"
-        "PUBLIC = 1\n"
-        "CONSTANT = 2\n"
-        "_in_place = {}\n"
-        "_never = None\n"
-        "def _private(): pass\n"
-        "class _Class:\n"
-        "    def method(self):\n"
-        "        global by_method\n"
-        "        by_method = 1\n"
-        "def setter():\n"
-        "    global PUBLIC\n"
-        "    def inner():\n"
-        "        global by_inner\n"
-        "        by_inner = 1\n"
-        "    PUBLIC += 1\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    module = ModuleType("keeps_values")
-    module.PUBLIC = 7  # type: ignore[attr-defined]  # in use, and no value to start with
-    assert mutable_globals(module) == {
-        "PUBLIC": 1,
-        "_in_place": {},
-        "_never": None,
-        "by_inner": None,
-        "by_method": None,
-    }
-
-
-@pytest.mark.quick
-def test_the_module_in_use_stays_as_it_is() -> None:
-    before = dict(vars(parallel_state))
-    mutable_globals(parallel_state)
-    assert vars(parallel_state) == before
 
 
 def test_what_other_modules_keep_has_been_reviewed() -> None:

@@ -55,15 +55,6 @@ def test_each_backward_switches_once_to_and_fro() -> None:
 
 
 @in_one_rank
-def test_ids_as_inputs() -> None:
-    embedding, seen = nn.Embedding(5, 4), []
-    embedding.weight.register_hook(lambda _: seen.append(PARALLEL_STATES.current))
-    run_in_state(embedding, ENCODER)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    assert seen == [ENCODER]
-
-
-@in_one_rank
 def test_a_frozen_module_has_no_backward() -> None:
     seen, (encoder, after) = make_parts("encoder", "after")
     encoder.requires_grad_(False)
@@ -115,7 +106,7 @@ def test_modules_in_modules_and_one_after_another() -> None:
         assert states_of(seen, label) == {state}, label
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], "together", "twice"])
+@pytest.mark.parametrize("order", [[1, 2, 0], "together", "twice"])
 @in_one_rank
 def test_microbatches_in_flight(order: Any) -> None:
     seen, (before, encoder, after) = make_parts("before", "encoder", "after")
@@ -318,10 +309,8 @@ class _Fails(torch.autograd.Function):
     ("where", "state"),
     [
         ("after", DECODER),
-        ("last", ENCODER),
         ("inner", AUDIO),
         ("own", ENCODER),
-        ("before", DECODER),
     ],
 )
 @in_one_rank

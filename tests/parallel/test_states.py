@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,15 +16,14 @@ from ranks import RankError, model_parallel, run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
 from loongplug.parallel.layout import Layout, encoder_layout
-from loongplug.parallel.live_layout import live_layout
-from loongplug.parallel.snapshot import STATE_NAMES
+from loongplug.parallel.megatron_globals import STATE_NAMES
 from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,
-    create_exchange_group,
     create_parallel_state,
     destroy_parallel_states,
     layout_of,
+    live_layout,
     parallel_state_of,
     process_groups,
 )
@@ -165,88 +162,6 @@ def _timeouts(rank: int) -> list[float]:
 
 def test_timeouts_are_set_and_later_changed_for_all_groups() -> None:
     assert run_ranks(_timeouts, 2) == [[30.0, 7.0]] * 2
-
-
-def _exchange_group(rank: int, folder: str) -> tuple[list[int] | None, list[float]]:
-    """The ranks of the group for an exchange, and its timeouts; None on a rank outside."""
-    config = Path(folder) / f"nccl-{rank}.yaml"
-    config.write_text("mp:\n  max_ctas: 8\n")  # options of other groups
-    with adopted(tp=2):
-        group = create_exchange_group(
-            ENCODER,
-            ((0, 1), (3,)),
-            options_of="tp",
-            timeout_minutes=0.5,
-            nccl_config_path=str(config),
-        )
-        tp = parallel_state.get_tensor_model_parallel_group()
-        if group is not None:
-            assert group is not tp
-            dist.barrier(group)
-
-        def timeouts() -> list[float]:
-            options = [] if group is None else [group._get_backend(torch.device("cpu")).options]
-            return [each._timeout.total_seconds() for each in options]
-
-        before = timeouts()
-        parallel_state.update_pg_timeout(timedelta(seconds=7))
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        return ranks, before + timeouts()
-
-
-def test_an_exchange_has_a_group_of_its_own(tmp_path: Path) -> None:
-    inside = [30.0, 7.0]
-    assert run_ranks(_exchange_group, 4, folder=str(tmp_path)) == [
-        ([0, 1], inside),
-        ([0, 1], inside),
-        (None, []),
-        ([3], inside),
-    ]
-
-
-def _options(rank: int, folder: str) -> list[tuple[bool, int]]:
-    """NCCL's of groups for an all-to-all, for messages, and for those with a file of options."""
-    config = Path(folder) / "nccl.yaml"
-    config.write_text("pp:\n  max_ctas: 2\n  is_high_priority_stream: false\n")
-    given: list[Any] = []
-    with (
-        adopted(),
-        patch.object(dist, "get_backend", return_value="nccl"),
-        patch.object(parallel_state, "create_group", lambda *_, **more: given.append(more)),
-    ):
-        for options_of, messages in (("tp", False), ("mp", True), ("pp", True)):
-            create_exchange_group(
-                ENCODER,
-                ((0,),),
-                options_of=options_of,
-                messages=messages,
-                nccl_config_path=str(config) if options_of == "pp" else None,
-            )
-    found = [each["pg_options"] for each in given]
-    return [(each.is_high_priority_stream, each.config.max_ctas) for each in found]
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
-def test_messages_hold_few_multiprocessors_and_streams_are_of_the_other_pool(
-    tmp_path: Path,
-) -> None:
-    nccls = dist.ProcessGroupNCCL.Options().config.max_ctas  # type: ignore[attr-defined]
-    expected = [(True, nccls), (True, 4), (False, 2)]
-    assert run_ranks(_options, 1, folder=str(tmp_path)) == [expected]
-
-
-def _bound(rank: int) -> None:
-    with adopted():
-        world = dist.group.WORLD
-        assert world is not None
-        world.bound_device_id = torch.device("cpu", 0)
-        with pytest.raises(AssertionError, match="made at the first message"):
-            create_exchange_group(ENCODER, ((0,),), options_of="tp")
-        world.bound_device_id = None
-
-
-def test_communicators_are_made_at_the_first_message() -> None:
-    run_ranks(_bound, 1)
 
 
 # What is kept

@@ -318,7 +318,7 @@ def draw_anew(original: Any, **_: Any) -> Any:
 
 @fault("a state goes on with another's random numbers", spec="placement.md P2, random state")
 @at(
-    "loongplug.parallel.snapshot:_put_generators",
+    "loongplug.parallel.megatron_globals:_put_generators",
     where=lambda taken: not torch.equal(torch.get_rng_state(), taken[0]),
 )
 def go_on_with_others_draws(original: Any, taken: Any) -> None:

@@ -170,12 +170,6 @@ def test_what_a_step_frees_is_there_for_the_next_one(mib: int) -> None:
     assert min(faults_of_a_step() for _ in range(10)) < mib << 6  # a quarter of a tensor's pages
 
 
-def test_no_mode_taxes_every_operation() -> None:
-    assert torch.overrides._get_current_function_mode_stack() == []
-    assert torch.add is importlib.import_module("torch").add
-    assert activate("cpu") is current_platform()
-
-
 PLAIN = {"weight_decay": 0.1, "betas": (0.8, 0.95), "maximize": True}
 
 

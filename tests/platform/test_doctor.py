@@ -73,14 +73,6 @@ def _with(facts: MachineFacts, **changes: Any) -> MachineFacts:
     return dataclasses.replace(facts, packages=packages, **changes)
 
 
-def _only(facts: MachineFacts, *, device: str = "auto") -> tuple[str, str, str, int]:
-    """The one problem, and the exit code."""
-    diagnosis = diagnose(facts, device=device)
-    assert len(diagnosis.problems) == 1, diagnosis.problems
-    problem = diagnosis.problems[0]
-    return problem.severity, problem.text, problem.cure, diagnosis.exit_code
-
-
 def test_a_good_cpu_machine() -> None:
     diagnosis = diagnose(CPU, device="auto")
     assert diagnosis.problems == ()
@@ -90,6 +82,7 @@ def test_a_good_cpu_machine() -> None:
     assert "LoongPlug's own" in use["layers"]
     assert "scaled_dot_product_attention" in use["attention"]
     assert use[PARTS] == "LoongPlug's own, on torch's kernels"
+    assert "up to joined_rows rows" in use["encoder's passes"]
 
 
 def test_a_good_gpu_machine() -> None:
@@ -111,90 +104,103 @@ def test_the_cpu_of_a_gpu_machine() -> None:
     assert diagnosis.use["backend"] == "gloo"
     assert "TransformerEngine" not in diagnosis.use[PARTS]
     assert "LoongPlug's own" in diagnosis.use["layers"]  # TransformerEngine needs the GPU
+    broken = _with(GPU, broken={"transformer-engine": ("ImportError", "no libcudnn")})
+    assert "LoongPlug's own" in diagnose(broken, device="auto").use["layers"]
+    assert diagnose(_with(GPU, gpus=(H100, V100)), device="auto").use["precision"] == "fp32"
+
+
+OLD_MEGATRON = "megatron-core is 0.19.1; LoongPlug needs <0.20,>=0.19.2"
+NO_LIBRARY = "libcudnn.so.9: cannot open"
+# What is in the way of a run: the facts and the device; how grave it is, what it is, its cure.
+PROBLEMS: dict[str, tuple[MachineFacts, str, str, str, str]] = {
+    "a version that is too old": (
+        _with(CPU, packages={"megatron-core": "0.19.1"}),
+        *("auto", "error", OLD_MEGATRON, "pip install 'megatron-core<0.20,>=0.19.2'"),
+    ),
+    "one that is too new, before its release": (
+        _with(CPU, packages={"megatron-core": "0.20.0rc1"}),
+        *("auto", "error", "megatron-core is 0.20.0rc1; LoongPlug needs", "pip install"),
+    ),
+    "a requirement that is missing": (
+        _with(CPU, packages={"transformers": None}),
+        *("auto", "error", "transformers is not installed", "pip install 'transformers<6,>=5.20'"),
+    ),
+    "an old Python": (
+        _with(CPU, python="3.11.9"),
+        *("auto", "error", "Python is 3.11.9; LoongPlug needs >=3.12", "python3.12 -m venv"),
+    ),
+    "a Megatron that cannot be used": (
+        _with(CPU, upstream_error="ReplacementError: expected the parameters ()"),
+        *("auto", "error", "ReplacementError: expected the parameters ()", "install a version of"),
+    ),
+    "cuda without a GPU": (
+        *(CPU, "cuda", "error", "no usable CUDA GPU"),
+        "use --device cpu, or install an NVIDIA driver for CUDA 13.2",
+    ),
+    "a driver without a usable GPU": (
+        _with(CPU, has_nvidia_driver=True, torch_cuda=None),
+        *("auto", "warning", "there is an NVIDIA driver", "a torch that is built for CUDA"),
+    ),
+    "a GPU without NCCL": (
+        _with(GPU, nccl=None),
+        *("auto", "error", "this torch has no NCCL", "torch from PyPI for Linux"),
+    ),
+    "a CPU without gloo": (
+        _with(CPU, has_gloo=False),
+        *("auto", "error", "this torch has no gloo", "torch from PyPI"),
+    ),
+    "a GPU without TransformerEngine": (
+        _with(GPU, packages={"transformer-engine": None}),
+        *("auto", "warning", "slower on a GPU"),
+        "in the checkout: pip install --no-build-isolation '.[gpu]'",
+    ),
+    "a TransformerEngine that upstream does without": (
+        _with(GPU, broken={"transformer-engine": ("ImportError", NO_LIBRARY)}),
+        *("auto", "warning", f"(ImportError: {NO_LIBRARY})", "pip uninstall transformer-engine"),
+    ),
+    "one that it falls with": (
+        _with(GPU, broken={"transformer-engine": ("OSError", NO_LIBRARY)}),
+        *("cpu", "error", f"(OSError: {NO_LIBRARY})", "a CPU run does not use it"),
+    ),
+    "an old GPU": (
+        _with(GPU, gpus=(H100, V100)),
+        *("auto", "warning", "Tesla V100 cannot compute in bf16", "train without --bf16"),
+    ),
+    "little memory": (
+        _with(CPU, available_memory_bytes=int(1.5 * GIB)),
+        *("auto", "warning", "1.5 GiB of memory", "use fewer ranks"),
+    ),
+    "little shared memory": (
+        _with(CPU, shared_memory_bytes=GIB // 16),
+        *("auto", "warning", "0.1 GiB are free in /dev/shm", "--shm-size"),
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"),
+    ("facts", "device", "severity", "text", "cure"), PROBLEMS.values(), ids=PROBLEMS
+)
+def test_what_is_in_the_way_is_told_with_its_cure(
+    facts: MachineFacts, device: str, severity: str, text: str, cure: str
+) -> None:
+    diagnosis = diagnose(facts, device=device)
+    (problem,) = diagnosis.problems
+    assert (problem.severity, diagnosis.exit_code) == (severity, int(severity == "error"))
+    assert text in problem.text
+    assert cure in problem.cure
+
+
+@pytest.mark.parametrize(
+    ("facts", "device"),
     [
-        ("0.19.1", False),
-        ("0.19.2", True),
-        ("0.19.9", True),
-        ("0.20.0", False),
-        ("0.20.0rc1", False),
+        (_with(CPU, packages={"megatron-core": "0.19.9"}), "auto"),
+        (_with(CPU, requirements=("triton>=9; sys_platform == 'plan9'",)), "auto"),
+        (_with(CPU, has_nvidia_driver=True, torch_cuda=None), "cpu"),
+        (_with(CPU, nccl=None, shared_memory_bytes=None), "auto"),
     ],
 )
-def test_megatron_version(version: str, fits: bool) -> None:
-    facts = _with(CPU, packages={"megatron-core": version})
-    assert diagnose(facts, device="auto").exit_code == int(not fits)
-    if not fits:
-        severity, text, cure, _ = _only(facts)
-        assert severity == "error"
-        assert text == f"megatron-core is {version}; LoongPlug needs <0.20,>=0.19.2"
-        assert cure == "pip install 'megatron-core<0.20,>=0.19.2'"
-
-
-def test_missing_requirement() -> None:
-    facts = _with(CPU, packages={"transformers": None})
-    assert _only(facts) == (
-        "error",
-        "transformers is not installed",
-        "pip install 'transformers<6,>=5.20'",
-        1,
-    )
-
-
-def test_requirements_of_other_systems_are_passed_over() -> None:
-    facts = _with(CPU, requirements=("triton>=9; sys_platform == 'plan9'",))
-    assert diagnose(facts, device="auto").problems == ()
-
-
-def test_old_python() -> None:
-    severity, text, cure, code = _only(_with(CPU, python="3.11.9"))
-    assert (severity, code) == ("error", 1)
-    assert text == "Python is 3.11.9; LoongPlug needs >=3.12"
-    assert "python3.12 -m venv" in cure
-
-
-def test_megatron_that_cannot_be_used() -> None:
-    error = "ReplacementError: megatron.training.x: expected the parameters (), found (y)"
-    severity, text, _, code = _only(_with(CPU, upstream_error=error))
-    assert (severity, code) == ("error", 1)
-    assert error in text
-
-
-def test_cuda_asked_for_without_a_gpu() -> None:
-    severity, text, cure, code = _only(CPU, device="cuda")
-    assert (severity, code) == ("error", 1)
-    assert "no usable CUDA GPU" in text
-    assert "--device cpu" in cure
-    assert "CUDA 13.2" in cure
-
-
-def test_driver_without_a_usable_gpu() -> None:
-    facts = _with(CPU, has_nvidia_driver=True, torch_cuda=None)
-    severity, text, cure, code = _only(facts)
-    assert (severity, code) == ("warning", 0)
-    assert "NVIDIA driver" in text
-    assert "built for CUDA" in cure
-    assert diagnose(facts, device="cpu").problems == ()
-
-
-def test_gpu_without_nccl() -> None:
-    assert _only(_with(GPU, nccl=None))[0::3] == ("error", 1)
-    assert diagnose(_with(CPU, nccl=None), device="auto").problems == ()
-
-
-def test_cpu_without_gloo() -> None:
-    assert _only(_with(CPU, has_gloo=False))[0::3] == ("error", 1)
-
-
-def test_gpu_without_transformer_engine() -> None:
-    facts = _with(GPU, packages={"transformer-engine": None})
-    severity, text, cure, code = _only(facts)
-    assert (severity, code) == ("warning", 0)
-    assert "slower" in text
-    assert cure == "in the checkout: pip install --no-build-isolation '.[gpu]'"
-    assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
+def test_what_a_run_does_not_need_is_no_problem(facts: MachineFacts, device: str) -> None:
+    assert diagnose(facts, device=device).problems == ()
 
 
 def test_attention_without_transformer_engine() -> None:
@@ -209,12 +215,6 @@ def test_attention_without_transformer_engine() -> None:
     loop = "a call for each length"
     assert loop in attention(GPU, has_varlen=False)
     assert loop in attention(GPU, gpus=(H100, V100), has_varlen=True)
-
-
-def test_units_above_the_budget_of_a_pass_are_named() -> None:
-    for facts in (CPU, GPU):
-        named = diagnose(facts, device="auto").use["encoder's passes"]
-        assert "up to joined_rows rows; what has more by itself" in named
 
 
 def test_experts_without_transformer_engine() -> None:
@@ -271,35 +271,6 @@ def test_a_torch_without_them_is_served(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch_kernels.onednn_product() is None
     monkeypatch.setattr("torch.ops.mkldnn", object())
     assert torch_kernels.onednn_product() is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "severity", "code"), [("ImportError", "warning", 0), ("OSError", "error", 1)]
-)
-def test_transformer_engine_that_does_not_import(kind: str, severity: str, code: int) -> None:
-    facts = _with(GPU, broken={"transformer-engine": (kind, "libcudnn.so.9: cannot open")})
-    found = _only(facts)
-    assert (found[0], found[3]) == (severity, code)
-    assert f"({kind}: libcudnn.so.9: cannot open)" in found[1]
-    assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
-    assert "uninstall" in _only(facts, device="cpu")[2]
-
-
-def test_old_gpu() -> None:
-    facts = _with(GPU, gpus=(H100, V100))
-    severity, text, _, code = _only(facts)
-    assert (severity, code) == ("warning", 0)
-    assert text.startswith("Tesla V100 ")
-    assert diagnose(facts, device="auto").use["precision"] == "fp32"
-
-
-def test_little_memory() -> None:
-    assert "1.5 GiB of memory" in _only(_with(CPU, available_memory_bytes=int(1.5 * GIB)))[1]
-    severity, text, cure, _ = _only(_with(CPU, shared_memory_bytes=GIB // 16))
-    assert severity == "warning"
-    assert "0.1 GiB are free in /dev/shm" in text
-    assert "--shm-size" in cure
-    assert diagnose(_with(CPU, shared_memory_bytes=None), device="auto").problems == ()
 
 
 def test_every_problem_is_printed_with_its_cure() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from lazy_copies import LazyCopies, poison
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform.copies import Copies, HostCopies
 from loongplug.platform.prefetch import PrefetchQueue
@@ -234,43 +233,6 @@ def test_each_layer_is_sent_for_when_the_one_before_it_goes_backward(monkeypatch
             assert len(users) in (turn, turn + 1)
             demanded += len(users) == turn + 1  # sent for when it was used already
         assert demanded <= late
-
-
-def test_no_more_than_two_layers_are_there_at_a_time(monkeypatch):
-    """Of what is named, in the backward of four microbatches that all went forward first."""
-    noted: dict[int, tuple[StorageWeakRef, int]] = {}
-    counts: list[int] = []
-    leave, sent = PrefetchQueue.leave, PrefetchQueue.send_for
-
-    def note(items) -> None:
-        for each in items:
-            if each.device is not None:
-                storage = each.device.untyped_storage()
-                noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def resident() -> int:
-        return sum(nbytes for storage, nbytes in noted.values() if not storage.expired())
-
-    def noting_out(self, lots):
-        for items in lots.values():
-            note(items)
-        counts.append(resident())
-        leave(self, lots)
-
-    def noting_back(self, *layers):
-        items = [
-            each for layer in layers if layer in self._lots for each in self._lots[layer].items
-        ]
-        sent(self, *layers)
-        note(items)
-        counts.append(resident())
-
-    monkeypatch.setattr(PrefetchQueue, "leave", noting_out)
-    monkeypatch.setattr(PrefetchQueue, "send_for", noting_back)
-    gradients(HostCopies(), schedule="backwards", steps=2)
-    layer = 3 * ROWS * WIDTH * 4  # [rows, width] and [rows, 2 * width]
-    assert max(counts) == 2 * layer
-    assert resident() == 0
 
 
 def test_nothing_leaves_without_a_backward_to_come():

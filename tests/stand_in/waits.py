@@ -28,7 +28,7 @@ SHAPES = "p2p_communication.py:_communicate_shapes"
 # Between microbatches, once or a few times a step: what the gradients and their norm say, and
 # which figures all ranks have.
 OF_A_STEP = (
-    *("platform/finite.py:is_finite", "platform/finite.py:take_broken"),
+    *("platform/finite_values.py:is_finite", "platform/finite_values.py:take_broken"),
     *("training/soundness.py:_look", "optimizer_per_module.py:_told_to_all"),
     *("clip_grads.py:get_grad_norm_fp32", "optimizer/optimizer.py:has_grad_norm_group"),
     "common_utils.py:logical_and_across_model_parallel_group",

@@ -21,7 +21,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.failure import SharedFaultError, failure_board
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
-from loongplug.platform.finite import is_finite, norms_before_sums
+from loongplug.platform.finite_values import is_finite, norms_before_sums
 from loongplug.training import apart, forward_step
 from loongplug.training.run import run
 from loongplug.training.soundness import MOST_EMPTY_STEPS, Soundness

@@ -4,7 +4,7 @@ A snapshot covers
 
 - every mutable global of ``megatron.core.parallel_state``: groups, lists of ranks, the sizes and
   ranks that are set by hand, the virtual stage, the global memory buffer. Which names there are
-  is read from the installed module, not from a list (:func:`mutable_globals`);
+  is read from the installed module, not from a list;
 - the RNG tracker of ``megatron.core.tensor_parallel.random``, as an object;
 - the default generators of host and device. Modules that draw different numbers of random
   values (because they compute different units) must not disturb each other's generators, which
@@ -15,11 +15,9 @@ What stays with the process as a whole, and why: docs/parallel_states.md.
 """
 
 import copy
-import dis
 import importlib.util
-from collections.abc import Iterator
 from operator import itemgetter
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,53 +28,28 @@ from megatron.core.transformer.moe import moe_logging
 from loongplug.platform import current_platform
 
 
-def mutable_globals(module: ModuleType) -> dict[str, Any]:
-    """The names that may change while a process runs, with the values that they start with.
+def _values_at_start(module: ModuleType) -> dict[str, Any]:
+    """The private values of a module, but for functions and modules, as its code begins with them.
 
-    Those are the names that some function of the module assigns by a ``global`` statement, and
-    its private values that are no functions, classes or modules, such as a dictionary that is
-    changed in place. The values come from running the module's code once more, beside the
-    module in use.
+    So Megatron names what may change while a process runs; a test holds that against its source.
+    The values come from running the code once more, beside the module in use.
     """
     spec = importlib.util.find_spec(module.__name__)
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    names = set(_assigned_in_functions(fresh))
-    names.update(
-        name
+    return {
+        name: value
         for name, value in vars(fresh).items()
         if name.startswith("_")
         and not name.startswith("__")
         and not callable(value)
         and not isinstance(value, ModuleType)
-    )
-    return {name: vars(fresh).get(name) for name in sorted(names)}
+    }
 
 
-def _assigned_in_functions(module: ModuleType) -> Iterator[str]:
-    # What an import elsewhere may have wrapped does not matter: this is the fresh module.
-    for value in vars(module).values():
-        if getattr(value, "__module__", None) != module.__name__:
-            continue
-        functions = vars(value).values() if isinstance(value, type) else (value,)
-        for function in functions:
-            code = getattr(function, "__code__", None)
-            if code is not None:
-                yield from _stored_globals(code)
-
-
-def _stored_globals(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _stored_globals(constant)
-
-
-_AT_START = mutable_globals(parallel_state)
+_AT_START = _values_at_start(parallel_state)
 
 # The list by which Megatron sets the timeout of all groups of the process at once.
 PROCESS_WIDE = frozenset({"_global_process_group_list"})

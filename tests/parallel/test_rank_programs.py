@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 import loongplug
-from loongplug.parallel.programs import program_of, ranks_command
+from loongplug.parallel.rank_programs import program_of, ranks_command
 
 pytestmark = pytest.mark.quick
 

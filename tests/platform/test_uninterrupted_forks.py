@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loongplug.platform.forks import signals_wait
+from loongplug.platform.uninterrupted_forks import signals_wait
 
 
 @pytest.mark.quick
@@ -14,7 +14,7 @@ from loongplug.platform.forks import signals_wait
 def test_a_signal_that_ends_the_process_waits(name: str) -> None:
     script = f"""
 import signal
-from loongplug.platform.forks import signals_wait
+from loongplug.platform.uninterrupted_forks import signals_wait
 signal.signal(signal.{name}, signal.SIG_DFL)
 with signals_wait():
     signal.raise_signal(signal.{name})

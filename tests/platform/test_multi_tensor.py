@@ -12,7 +12,7 @@ from torch.optim import adam as torch_adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loongplug.platform import current_platform
-from loongplug.platform.foreach import fused_adam, norm_of_all, scale_of_all, step_all
+from loongplug.platform.multi_tensor import fused_adam, norm_of_all, scale_of_all, step_all
 from loongplug.platform.upstream import EVERYWHERE
 
 pytestmark = pytest.mark.quick
