@@ -21,17 +21,17 @@ class HostClock:
         return time.perf_counter_ns() + self._offset
 
     def new_reference(self) -> None:
-        """Needs none."""
+        """The host's clock needs no reference."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def reached(self, stamp: int) -> bool:
-        """Always."""
+        """Whether the time is known: always."""
         return True
 
     def nanoseconds(self, stamp: int) -> int:
-        """The stamp."""
+        """The time of a stamp: the stamp."""
         return stamp
 
 

@@ -58,7 +58,7 @@ class ReportedWork:
     _name: str
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """As the transfer's own."""
+        """Wait as the transfer does."""
         with self._recorder.span("wait", self._name):
             return self._work.wait(*args, **kwargs)
 
@@ -288,7 +288,7 @@ class StepHooks:
 
 
 def _identity(output: Any) -> int:
-    """Of the tensor, which schedules may hold in a list of one."""
+    """The id of a tensor, which schedules may hold in a list of one."""
     return id(output[0] if isinstance(output, list) else output)
 
 

@@ -50,7 +50,7 @@ class Span:
         """Add what is known only now."""
 
     def end(self) -> None:
-        """It is over; a second time does nothing."""
+        """The span is over; a second time does nothing."""
 
     def __enter__(self) -> Self:
         return self

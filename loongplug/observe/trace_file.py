@@ -58,7 +58,7 @@ class RankTrace:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes."""
+    """The file that a rank writes."""
     return folder / f"rank_{rank:05d}.jsonl"
 
 

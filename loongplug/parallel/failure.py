@@ -207,7 +207,7 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
 
 
 def nothing_at_end(tidy: Callable[[], None]) -> None:
-    """For a process that leaves its contexts however it ends."""
+    """Take no function: a process that leaves its contexts however it ends needs none."""
 
 
 def _fail(board: FailureBoard | None, report: str, *, code: int, turn: int = 0) -> NoReturn:

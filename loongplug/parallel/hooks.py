@@ -128,7 +128,7 @@ class _Call:
     _before: str = ""
 
     def enter(self) -> None:
-        """At each output's node: the first of a backward switches."""
+        """Switch to the module's state, at the first output's node of a backward."""
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
             return
@@ -145,7 +145,7 @@ class _Call:
 
 
 class _Leave(torch.autograd.Function):
-    """In front of a module; the last of its nodes in a backward."""
+    """A node in front of a module, the last of its nodes in a backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, leaf: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Behind an output of a module; the identity."""
+    """A node behind an output of a module; the identity."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

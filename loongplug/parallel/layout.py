@@ -15,7 +15,7 @@ _EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank is in its module's two grids; ``pp`` is the same in both."""
+    """A rank's place in its module's two grids; ``pp`` is the same in both."""
 
     tp: int
     cp: int
@@ -136,7 +136,7 @@ class Layout:
         return sorted(ranks[start + offset] for offset in self._offsets(axes, changing))
 
     def _index(self, rank: int) -> int:
-        """Where in the grids a rank is."""
+        """A rank's place in the grids of some axes."""
         return self.order.index(rank) if self.order else rank - self.first_rank
 
     def _place(self, axes: tuple[str, ...], rank: int) -> dict[str, int]:

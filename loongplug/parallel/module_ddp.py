@@ -133,7 +133,7 @@ class _PartDataParallel(DistributedDataParallel):
 
 
 def wrapper_of_nothing(chunk: ModuleDataParallel) -> DistributedDataParallel:
-    """As that of a part without modules, in Megatron's state as it is now."""
+    """The wrapper of a part without modules, in Megatron's state as it is now."""
     state = ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
     nothing = ModulePart(name="nothing", state=state, modules={})
     return _wrapped(nothing, state, chunk.config, ddp_config=chunk.ddp_config, single=True)

@@ -36,7 +36,7 @@ class Program:
 
     @property
     def alone(self) -> bool:
-        """It is a single rank, which does not need torchrun."""
+        """Whether the program is a single rank, which does not need torchrun."""
         return "--standalone" in self.launcher and "--nproc-per-node=1" in self.launcher
 
     @property

@@ -26,7 +26,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between two looks for a key
 
 
 def take_rank() -> tuple[int, int]:
-    """As :func:`this_rank`, once the environment says what another starter does, as torchrun."""
+    """Rank and world size, once the environment says what another starter says as torchrun does."""
     given = next((each for each in _STARTERS if {*each[:2]} <= {*os.environ}), ())
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if not given and "SLURM_PROCID" in os.environ and tasks != "1":
@@ -106,7 +106,7 @@ def torchrun_store(timeout: timedelta, *, purpose: str = "failure") -> Store:
 
 
 def met_store(rank: int, *, limit: timedelta, purpose: str) -> Store:
-    """As :func:`torchrun_store`. ValueError where rank 0 is not there, or two have one rank."""
+    """A :func:`torchrun_store`. ValueError where rank 0 is not there, or two have one rank."""
     try:
         store = torchrun_store(limit, purpose=purpose)
     except RuntimeError as error:

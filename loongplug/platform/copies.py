@@ -77,13 +77,13 @@ class CudaCopies(Copies):
 
 
 class HostCopies(Copies):
-    """On a CPU, device and host are the same memory and all work is done in the order given."""
+    """Copies on a CPU, whose one memory is device and host, and whose work is done in order."""
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Other memory of the same kind."""
+        """Memory beside that of ``tensor``, of the same kind."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """At once."""
+        """Copy at once."""
         with torch.no_grad():
             target.copy_(source)

@@ -44,7 +44,7 @@ class HostStream:
         return (0, 0)
 
     def synchronize(self, *_: Any) -> None:
-        """Already so."""
+        """Nothing to wait for: all work before is done."""
 
     wait_stream = wait_event = synchronize
 
@@ -72,7 +72,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def synchronize(self, *_: Any) -> None:
-        """Already so."""
+        """Nothing to wait for: the event is reached."""
 
     wait = synchronize
 

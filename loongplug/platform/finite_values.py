@@ -32,7 +32,7 @@ def norms_before_sums(original: Callable[[Any, bool, bool], None]) -> Callable[.
 
 
 def take_broken(groups: Iterable[Any]) -> list[nn.Parameter]:
-    """Those of bucket groups whose gradients had no finite norm on this rank, before the sum.
+    """The parameters of bucket groups whose gradients had no finite norm here, before the sum.
 
     What was kept is forgotten. The host waits for the device once.
     """

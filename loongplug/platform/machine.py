@@ -139,7 +139,7 @@ def peak_tflops(device: str) -> float | None:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where there is none."""
+    """The version of an installed package; None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

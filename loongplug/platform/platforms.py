@@ -57,11 +57,11 @@ class CudaPlatform(Platform):
         return CudaCopies()
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """To torch's allocator, for the stream that the storage was allocated on."""
+        """Give memory to torch's allocator, for the stream that the storage was allocated on."""
         storage.resize_(0)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """From torch's allocator, on the current stream."""
+        """Take memory from torch's allocator, on the current stream."""
         storage.resize_(nbytes)
 
 
@@ -105,15 +105,15 @@ class CpuPlatform(Platform):
             return
 
     def copies(self) -> HostCopies:
-        """Such that are done when they are asked for."""
+        """Copies that are done when they are asked for."""
         return HostCopies()
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """There is no other memory to keep it in: what uses it gets NaN, where a GPU would fail."""
+        """Keep the memory, the only one: what uses it gets NaN, where a GPU would fail."""
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """It is still there."""
+        """Leave the memory, which is still there."""
         assert storage.nbytes() == nbytes
 
     def deactivate(self) -> None:

@@ -102,7 +102,7 @@ class PrefetchQueue:
         self._lots: dict[Hashable, _Lot] = {}
 
     def leave(self, lots: Mapping[Hashable, Sequence[Movable]]) -> None:
-        """They set out; until :meth:`let_go` they may be used, but not changed."""
+        """Lots set out; until :meth:`let_go` they may be used, but not changed."""
         assert not self._lots.keys() & lots.keys(), "it has left already"
         self._copies.follow()
         for items in lots.values():
@@ -127,7 +127,7 @@ class PrefetchQueue:
             lot.state = _State.AWAY
 
     def send_for(self, *names: Hashable) -> None:
-        """Those that are away set out on their way back; those that have not left yet stay."""
+        """Lots that are away set out on their way back; lots that have not left yet stay."""
         for name in names:
             lot = self._lots.get(name)
             if lot is not None and lot.state is _State.LEAVING:
@@ -152,7 +152,7 @@ class PrefetchQueue:
             lot.state, lot.mark = _State.COMING, mark
 
     def take(self, *names: Hashable) -> dict[Hashable, Sequence[Movable]]:
-        """They are there from now on, and no longer this queue's."""
+        """Lots are there from now on, and no longer this queue's."""
         self.send_for(*names)
         self._wait(self._of(names, _State.COMING))
         return {name: self._lots.pop(name).items for name in names if name in self._lots}

@@ -9,7 +9,7 @@ from multiprocessing import util
 
 @contextmanager
 def signals_wait() -> Iterator[Callable[..., None]]:
-    """Inside, Ctrl-C and SIGTERM are noted; behind it they come.
+    """Ctrl-C and SIGTERM wait for the end of the block.
 
     An exception between a fork and the note of its process would leave a process that nobody ends
     and, in the new process, run this one's clean-up. A mask of signals does not hold them: another

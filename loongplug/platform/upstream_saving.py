@@ -14,7 +14,7 @@ _STRATEGIES = f"{_CHECKPOINTS}.strategies"
 
 
 def synchronous_save_table() -> ReplacementTable:
-    """For runs that write their checkpoints within the training process (no ``--async-save``)."""
+    """The table of runs that save within the training process (no ``--async-save``)."""
     results: queue.Queue[Any] = queue.Queue()
     row = _results_queue(
         lambda mp_mode="spawn": results,
@@ -25,7 +25,7 @@ def synchronous_save_table() -> ReplacementTable:
 
 
 def asynchronous_save_on_cpu_table() -> ReplacementTable:
-    """For CPU runs with ``--async-save``: each save is written by a fork of its rank.
+    """The table of CPU runs with ``--async-save``: each save is written by a fork of its rank.
 
     The fork has the memory as it was, without a copy, while training goes on.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tensor passes by: what a submodule of the layer is given, or what it gives.
+    """A place that a tensor passes: what a submodule of the layer is given, or what it gives.
 
     ``module`` is the submodule's name; what begins with a dot is the end of names in ``mlp``, which
     every expert has one of.

@@ -155,7 +155,7 @@ class _LayerStorage(Movable):
     release: Callable[[torch.UntypedStorage], None] | None
 
     def free(self) -> None:
-        """Nothing here holds what the copy was made of."""
+        """Let go of the device's memory, of which the copy was made."""
         assert self.device is not None
         _also_used_here(self.device)
         if self.release is not None:
