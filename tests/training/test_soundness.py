@@ -22,7 +22,7 @@ from loongplug.parallel.failure import SharedFaultError, failure_board
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
 from loongplug.platform.finite_values import is_finite, norms_before_sums
-from loongplug.training import apart, forward_step
+from loongplug.training import forward_step, own_ranks
 from loongplug.training.run import run
 from loongplug.training.soundness import MOST_EMPTY_STEPS, Soundness
 
@@ -285,11 +285,11 @@ def test_gradients_set_out_beside_the_sum_of_tokens(
             did.append("sum")
             self.tokens.fill_(8)
 
-    monkeypatch.setattr(apart, "decoder_layout", Layout)
-    monkeypatch.setattr(apart.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(apart.dist, "all_reduce", Coming)
-    monkeypatch.setattr(apart.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(apart, "finalized", lambda *_: did.append("gradients"))
+    monkeypatch.setattr(own_ranks, "decoder_layout", Layout)
+    monkeypatch.setattr(own_ranks.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(own_ranks.dist, "all_reduce", Coming)
+    monkeypatch.setattr(own_ranks.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(own_ranks, "finalized", lambda *_: did.append("gradients"))
     chunk = Namespace(scale_gradients=lambda factor: did.append(float(factor)))
-    apart.finalized_together([chunk], torch.tensor(7))
+    own_ranks.finalized_together([chunk], torch.tensor(7))
     assert did == ["tokens", "gradients", "sum", *([1 / 8] if rank else [])]
