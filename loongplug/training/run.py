@@ -141,19 +141,7 @@ def _run(
     )
     engine = engine_of(args, parsed.model)
     step_rows = _scheduled(args, engine)
-    datasets = DatasetProvider(args, parsed.model, engine=engine)
-    # The first rank has the outputs by now: no rank changes a folder that is another run's.
-    require_same_data(
-        args,
-        {
-            "training": datasets.fingerprint,
-            "validation": datasets.valid_fingerprint,
-            "plans": datasets.planned,
-        },
-    )
-    _say(datasets.told(), args=args)
-    check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
-    require_same_weights(args)
+    datasets = _agreed_datasets(parsed, engine)
     make_own_groups(args, engine)  # with a default group, nothing more is compared
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
@@ -250,6 +238,25 @@ def _run(
         print_facts(end_facts(args), args=args, file=terminal)
         raise_together(unwritten)
     return reports
+
+
+def _agreed_datasets(parsed: ParsedArguments, engine: Engine) -> DatasetProvider:
+    """The data, once ranks agree on them and on the weights, and the folders are their run's."""
+    args = parsed.args
+    datasets = DatasetProvider(args, parsed.model, engine=engine)
+    # The first rank has the outputs by now: no rank changes a folder that is another run's.
+    require_same_data(
+        args,
+        {
+            "training": datasets.fingerprint,
+            "validation": datasets.valid_fingerprint,
+            "plans": datasets.planned,
+        },
+    )
+    _say(datasets.told(), args=args)
+    check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
+    require_same_weights(args)
+    return datasets
 
 
 def _scheduled(args: Namespace, engine: Engine) -> StepRows | None:
