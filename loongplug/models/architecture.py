@@ -61,8 +61,7 @@ class EncoderArchitecture:
         if self.stage_layers is not None:
             return self.stage_layers
         each, more = divmod(self.computed_layers, self.pipeline_model_parallel_size)
-        stages = range(self.pipeline_model_parallel_size)
-        return tuple(each + (stage < more) for stage in stages)
+        return tuple(each + (stage < more) for stage in range(self.pipeline_model_parallel_size))
 
     @property
     def row_values(self) -> int:
@@ -277,21 +276,17 @@ class MultimodalArchitecture:
     def entries(cls) -> tuple[Entry, ...]:
         """The modules with layouts of their own, in the order of parameters and optimizers."""
         (decoder,) = (name for name, key in cls.keys.items() if key == "foundation")
-        return checked(
-            (
-                *(
-                    Entry(
-                        name=name,
-                        role=Role.ENCODER,
-                        media=each.media,
-                        beside=(each.projector,),
-                        into=decoder,
-                    )
-                    for name, each in cls.encoders.items()
-                ),
-                Entry(name=decoder, role=Role.DECODER),
+        encoders = [
+            Entry(
+                name=name,
+                role=Role.ENCODER,
+                media=each.media,
+                beside=(each.projector,),
+                into=decoder,
             )
-        )
+            for name, each in cls.encoders.items()
+        ]
+        return checked((*encoders, Entry(name=decoder, role=Role.DECODER)))
 
     def modules(self) -> dict[str, ModuleArchitecture]:
         """The architecture of each module, by its name in the built model."""

@@ -43,7 +43,6 @@ CASES = [
     ("composed_vl", Layout(dp=2, ep=2, micro_batch_size=2)),
     ("paired_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
     ("paired_vl", Layout(dp=2, overlap_grad_reduce=True)),
-    ("paired_vl", Layout(tp=2, recompute=True)),
 ]
 
 

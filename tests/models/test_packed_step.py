@@ -24,7 +24,6 @@ PACKS = ((0, 2, 3), (1, 4), (7, 5), (6,))
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 LAYOUTS = [
     Layout(),
-    Layout(pp=2, **SP),
     Layout(pp=2, vpp=2),
     Layout(pp=2, recompute=True, **SP),
 ]

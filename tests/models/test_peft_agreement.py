@@ -69,7 +69,6 @@ CASES = [
     ("qwen3_vl-text", TP2_PP2),
     ("qwen2_5_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
     ("qwen2_audio", Layout(tp=2, pp=2)),
-    ("experts", Layout(**SP)),
     ("experts", Layout(**SP, etp=1, ep=2)),
     ("experts", Layout(dp=2, **SP, ep=2)),
 ]

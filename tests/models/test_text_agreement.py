@@ -91,9 +91,9 @@ def test_every_tensor_comes_back_bit_by_bit(
     assert [name for name, tensor in written.items() if not torch.equal(back[name], tensor)] == []
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_adapters_agree_with_peft(tmp_path: Path, name: str) -> None:
-    model = adapted(with_decoder(DECODERS[name]), {"foundation": LoraSettings(rank=4, alpha=6.0)})
+def test_adapters_agree_with_peft(tmp_path: Path) -> None:
+    settings = {"foundation": LoraSettings(rank=4, alpha=6.0)}
+    model = adapted(with_decoder(DECODERS["qwen3_moe"]), settings)
     theirs, _ = write_reference(tmp_path, model)
     table = adapter_table(model, described(model))
     assert table is not None
@@ -103,5 +103,4 @@ def test_adapters_agree_with_peft(tmp_path: Path, name: str) -> None:
     step = with_our_gradients(step_of(wrapped, data()), table)
     expected = Reference(model, tmp_path, data(), step)
     for layout in (Layout(), Layout(tp=2, sequence_parallel=True), Layout(dp=2, ep=2)):
-        if layout.ep == 1 or "moe" in name:
-            assert_agrees(expected, layout, adapters=adapters)
+        assert_agrees(expected, layout, adapters=adapters)

@@ -21,10 +21,14 @@ MODELS: dict[str, Any] = {
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni": OMNI,
 }
-TP2_PP2_VPP2, PP2_DP2 = Layout(tp=2, pp=2, vpp=2), Layout(pp=2, dp=2)
+TP2_PP2_VPP2 = Layout(tp=2, pp=2, vpp=2)
 CASES = [
-    *((name, layout) for name in MODELS for layout in (TP2_PP2_VPP2, PP2_DP2)),
-    *((f"qwen3_vl{end}", layout) for end in ("", "-tied") for layout in (Layout(), Layout(pp=4))),
+    *((name, TP2_PP2_VPP2) for name in MODELS),
+    *(
+        (f"qwen3_vl{end}", layout)
+        for end in ("", "-tied")
+        for layout in (Layout(), Layout(pp=4), Layout(pp=2, dp=2))
+    ),
 ]
 
 

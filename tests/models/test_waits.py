@@ -48,13 +48,11 @@ LAYERS_AWAY = (
 )
 # Ranks, the one that is looked at, and flags.
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "one-rank": (1, 0, ()),
     "one-rank-packed-recompute": (1, 0, (*PACKED, *RECOMPUTE)),
     "windows-packed-layers-away": (1, 0, (*WINDOWS, *PACKED, *LAYERS_AWAY)),
     "tp2-sp-first-stage": (4, 1, (TP, "2", PP, "2", SP)),
     "tp2-sp-last-stage": (4, 3, (TP, "2", PP, "2", SP)),
     "hetero-tp": (2, 1, (TP, "2", SP, "+model.image_encoder.tensor_model_parallel_size=1")),
-    "hetero-dp-sp": (2, 1, (DP, TP, "2", SP)),
     "hetero-dp-windows-packed": (2, 0, (DP, TP, "2", *WINDOWS, *PACKED)),
     "full-first-stage-away": (2, 0, (FULL, PP, "2", *FEATURES_AWAY)),
     "full-last-stage-sp-packed": (4, 2, (FULL, *SEPARATED, TP, "2", PP, "2", SP, *PACKED)),

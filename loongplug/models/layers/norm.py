@@ -35,10 +35,6 @@ class _Norm(torch.nn.Module):
         parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
-    def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
-        return f"{self.hidden_size}, eps={self.eps}"
-
 
 class RMSNorm(_Norm):
     """Root-mean-square norm over the last dimension, [..., hidden] -> [..., hidden].
