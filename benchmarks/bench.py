@@ -251,7 +251,7 @@ def bench_pipeline_tables(
 ) -> None:
     """Make a table of modes or of published schedules, with stages that sleep."""
     with user_errors():
-        from loongplug.verify.runs import preload
+        from loongplug.verify.forked_runs import preload
 
         preload("cpu")  # what is below brings Megatron
         from micro.pipeline_tables import TABLES

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from modes.levels_work import SETTINGS, Work, level_variants, write_levels_data
 from loongplug.verify.ranks import join, run_ranks
-from loongplug.verify.runs import preload
+from loongplug.verify.forked_runs import preload
 
 folder, name, level, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 model = ("--model-name", sys.argv[5])

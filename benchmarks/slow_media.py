@@ -37,7 +37,7 @@ load, layer = map(float, sys.argv[5:7])
 # Before others take it from there.
 media_files.decode_image = behind_a_sleep(media_files.decode_image, load)
 from loongplug.verify.ranks import join, run_ranks
-from loongplug.verify.runs import preload
+from loongplug.verify.forked_runs import preload
 from modes.levels_work import SETTINGS, Work, level_variants, write_levels_data
 
 folder, layout, level, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])

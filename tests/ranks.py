@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import OnEvent, Rank, fork_ranks
-from loongplug.verify.runs import preload
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to

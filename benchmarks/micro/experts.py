@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.consoles import threadless_bars
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import OnEvent, join, run_ranks
-from loongplug.verify.runs import preload
 
 ONE_BY_ONE, JOINED, KERNEL = "one by one", "joined", "torch's grouped product"
 WAYS: Final = (ONE_BY_ONE, JOINED, KERNEL)

@@ -82,8 +82,8 @@ def _measured(flags: Sequence[str], *, units: int, side: int, rounds: int) -> Jo
     import torch
 
     from loongplug.data.microbatch import MediaInput, Unit
-    from loongplug.hetero.decoder_hooks import unwrapped
     from loongplug.hetero.encoder_of_step import EncoderOfStep
+    from loongplug.hetero.executor import unwrapped
     from loongplug.training.run import run as train
 
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.consoles import threadless_bars
-from loongplug.verify.runs import device_of, preload
+from loongplug.verify.forked_runs import device_of, preload
 from micro.memory_plan import BOTH, FULL, Work, ways, write_data
 from micro.memory_rank import Held, held
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.live_bytes import Tape
 from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
 

@@ -12,8 +12,8 @@ from rich.progress import Progress, TaskID
 
 from loongplug.consoles import table_console, threadless_bars
 from loongplug.output_files import write_figures
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import run_ranks
-from loongplug.verify.runs import preload
 from modes import CONTEXT
 from modes.context_work import (
     IMAGES,

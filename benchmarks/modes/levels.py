@@ -20,8 +20,8 @@ from loongplug.consoles import threadless_bars
 from loongplug.observe.picture import draw_timeline
 from loongplug.observe.trace_file import read_folder
 from loongplug.output_files import check_pictures, write_figures
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import OnEvent, join, run_ranks
-from loongplug.verify.runs import preload
 from modes import LEVELS
 from modes.levels_clock import clock_ms
 from modes.levels_figures import (

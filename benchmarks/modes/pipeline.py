@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from loongplug.consoles import table_console, threadless_bars
 from loongplug.observe.picture import draw_timeline
 from loongplug.output_files import check_pictures, write_figures
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import run_ranks
-from loongplug.verify.runs import preload
 from modes import are_cases
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def bench_pipeline(
 def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
     """Each case in its turn, with a bar of all steps; those of one place in the same ranks.
 
-    The process has done :func:`~loongplug.verify.runs.preload` for the CPU, and so its ranks have.
+    The process has done :func:`~loongplug.verify.forked_runs.preload` for the CPU, and so have its
+    ranks.
 
     Raises:
         RankError: a rank failed.

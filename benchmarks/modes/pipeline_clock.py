@@ -22,9 +22,8 @@ from loongplug.hetero.operations import (
     When,
     forward,
 )
-from loongplug.hetero.pass_order import Turn
 from loongplug.hetero.placement import ApartPiece, Edge
-from loongplug.hetero.recorded_schedule import around
+from loongplug.hetero.recorded_schedule import Turn, around
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.partition.clock import StageTime
 from loongplug.simulate.clock import step_time

@@ -1,18 +1,19 @@
 """``loongplug estimate``: from the flags of a run, or of several layouts of it, to a table."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from loongplug.estimate.changes import SECONDS, Change, Found, changed, changes_of, ways_to_fit
 from loongplug.estimate.estimate import estimate as estimate_run
-from loongplug.estimate.estimator import GB, USABLE, fits_in, quiet, run_of, stepping_of
 from loongplug.estimate.microbatches import media_rows
+from loongplug.estimate.run_of_flags import GB, USABLE, fits_in, quiet, run_of, stepping_of
 from loongplug.estimate.tables import EstimatedLayout, as_json, print_layouts, print_stages
+from loongplug.estimate.ways_to_fit import SECONDS, Change, Found, changed, changes_of, ways_to_fit
 from loongplug.output_files import write_figures
 
 FITS, TOO_LARGE = 0, 1
@@ -45,25 +46,15 @@ def estimate(
         shown = Console(stderr=True).status("")  # what is at work, on a terminal
 
         def layout(own: str, *changes: Change, name: str) -> EstimatedLayout:
-            shown.update(f"{name}: flags and data")
-            try:
-                run = changed([*flags, *shlex.split(own)], changes)
-                parsed, step_of = run_of(
-                    run, ranks=ranks, visual_tokens=visual_tokens, folder=Path(folder)
-                )
-                with quiet():
-                    stages = estimate_run(
-                        parsed,
-                        step_of,
-                        stepping=stepping_of(run),
-                        on_stage=lambda stage, stages: shown.update(
-                            f"{name}: stage {stage} of {stages}"
-                        ),
-                    )
-            except ValueError as error:
-                return EstimatedLayout(name=name, flags=own, refused=str(error))
-            rows = tuple(map(media_rows, step_of(0)))
-            return EstimatedLayout(name=name, flags=own, parsed=parsed, rows=rows, stages=stages)
+            return _estimated(
+                flags,
+                EstimatedLayout(name=name, flags=own),
+                changes=changes,
+                ranks=ranks,
+                visual_tokens=visual_tokens,
+                folder=Path(folder),
+                told=lambda what: shown.update(f"{name}: {what}"),
+            )
 
         with shown:
             found = [
@@ -102,6 +93,33 @@ def estimate(
             )
     _print_what_to_change(ways, name=smallest.name)
     return TOO_LARGE
+
+
+def _estimated(
+    flags: Sequence[str],
+    layout: EstimatedLayout,
+    *,
+    changes: Sequence[Change],
+    ranks: int,
+    visual_tokens: int | None,
+    folder: Path,
+    told: Callable[[str], None],
+) -> EstimatedLayout:
+    """The memory of a run with a layout's flags and changes, or why a start would refuse it."""
+    told("flags and data")
+    try:
+        run = changed([*flags, *shlex.split(layout.flags)], changes)
+        parsed, step_of = run_of(run, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
+        with quiet():
+            stages = estimate_run(
+                parsed,
+                step_of,
+                stepping=stepping_of(run),
+                on_stage=lambda stage, stages: told(f"stage {stage} of {stages}"),
+            )
+    except ValueError as error:
+        return replace(layout, refused=str(error))
+    return replace(layout, parsed=parsed, rows=tuple(map(media_rows, step_of(0))), stages=stages)
 
 
 def _print_what_to_change(found: Found, *, name: str) -> None:

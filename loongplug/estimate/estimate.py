@@ -8,16 +8,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.estimate.executed import EncoderReplay, one_rank
+from loongplug.estimate.encoder_replay import EncoderReplay, one_rank
+from loongplug.estimate.live_bytes import (
+    DECODER,
+    ENCODER,
+    FEATURES,
+    PIPELINE,
+    STATES,
+    TRANSIENT,
+    Tape,
+)
 from loongplug.estimate.microbatches import StepOf, media_rows, own_ranks_of, pieces_of
+from loongplug.estimate.model_state import State, Stepping, rank_state
 from loongplug.estimate.ranks import EstimatedRank, as_rank
-from loongplug.estimate.stage import TracedStage, TurnBytes
-from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.tape import DECODER, ENCODER, FEATURES, PIPELINE, STATES, TRANSIENT, Tape
-from loongplug.estimate.trace import EncoderStandIn, PassBytes, media_of, trace_encoder
+from loongplug.estimate.traced_encoder import EncoderStandIn, PassBytes, media_of, trace_encoder
+from loongplug.estimate.traced_stage import TracedStage, TurnBytes
 from loongplug.hetero.operations import BEGIN, END, Event, When
-from loongplug.hetero.pass_order import Pipeline, Turn, first_stage
-from loongplug.hetero.recorded_schedule import events, shortened, turns
+from loongplug.hetero.recorded_schedule import Pipeline, Turn, events, first_stage, shortened, turns
 from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
@@ -50,7 +57,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all parts."""
         return sum(self.parts.values())
 
     @property
@@ -154,7 +161,7 @@ class EstimatedStep:
         }
 
     def _trace_decoder(self) -> None:
-        """All microbatches have as long rows, and as many media, as the largest."""
+        """Trace passes, where all microbatches have rows and media as the largest has."""
         args, first, count = self._args, self._first, len(self._microbatches)
         pipeline = self._pipeline = replace(first_stage(args), stage=self._rank.stage)
         largest = max(self._microbatches, key=lambda each: (each.split.length, media_rows(each)))
@@ -208,7 +215,7 @@ class EstimatedStep:
         )
 
     def memory(self, rank: int) -> RankMemory:
-        """Of a rank that has the same chunks as this process's."""
+        """The memory of a rank that has the same chunks as this process's."""
         state, own = sum(self._states.values(), State()), self._rank.engine.own
         kept, tape = state.by_name(), Tape(region=TRANSIENT)
         for name, nbytes in kept.items():
@@ -324,7 +331,7 @@ class EstimatedStep:
 
 
 def _loaded(unit: Unit, replica: int | None, row_values: int, tape: Tape) -> Unit:
-    """With the media of a replica's share, where it has one."""
+    """The unit with the media of a replica's share, where it has one."""
     for share in unit.shares:
         if share.encoder_replica == replica:
             numbers = range(len(unit.grids)) if share.media is None else share.media

@@ -29,7 +29,7 @@ StepOf = Callable[[int], Sequence[Microbatch]]
 
 
 def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
-    """Those of the data that the flags name, in a step that is counted from 0.
+    """Microbatches of the data that the flags name, in a step that is counted from 0.
 
     Reads the text parts and the headers of media only.
 
@@ -68,7 +68,7 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
 
 
 def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
-    """As many of ``visual_tokens`` to each row, in one image of about a square, or one sound.
+    """Microbatches with ``visual_tokens`` to a row, of an image of about a square, or a sound.
 
     They are the first encoder's, spread evenly over the row; others have no media.
 
@@ -117,7 +117,7 @@ class OwnRanks:
 
     @property
     def samples(self) -> int:
-        """Of a microbatch of all decoder replicas, those of ``made``."""
+        """How many samples of a microbatch of all decoder replicas the replica makes."""
         return sum(len(each.samples) for each in self.made)
 
     def rank(self, stage: int) -> int:
@@ -126,7 +126,7 @@ class OwnRanks:
 
 
 def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
-    """Of each encoder that lies apart, in the order of the model's entries, by checked ``args``."""
+    """The ranks of each encoder that lies apart, in the entries' order, by checked ``args``."""
     found = []
     for entry in encoders(model.entries()):
         encoder = model.encoder(entry.name)
@@ -151,7 +151,7 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
 
 
 def pieces_of(one: OwnRanks, step_of: StepOf, *, encoder: Any, packed: bool) -> list[Microbatch]:
-    """What the busiest replica of an ``encoder`` on ranks of its own encodes, in its order."""
+    """Microbatches that the busiest replica of an ``encoder`` apart encodes, in its order."""
     steps = {each: step_of(each) for each in {piece.decoder for piece in one.made}}
     found = []
     for number in range(len(next(iter(steps.values())))):

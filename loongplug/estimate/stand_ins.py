@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loongplug.estimate.tape import Answer, Tape
+from loongplug.estimate.live_bytes import Answer, Tape
 from loongplug.platform.copies import Copies
 
 _META = torch.device("meta")
@@ -114,7 +114,7 @@ class Away(Copies):
         return self
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Its memory is given back, though tensors on it live on."""
+        """Count a storage as freed, though tensors on it live on."""
         self._device.given_back(storage)
 
     def host_like(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is printed and written of an estimate."""
+"""Tables and JSON of an estimate."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from loongplug.consoles import table_console
 from loongplug.estimate.estimate import RankMemory
-from loongplug.estimate.estimator import GB, USABLE, fits_in
+from loongplug.estimate.run_of_flags import GB, USABLE, fits_in
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import shown_name
 

@@ -1,7 +1,7 @@
 """Who encodes which unit, how features travel, and when: the three choices behind every mode.
 
 A *unit* is the vision input of one microbatch. ``placement.py`` says which ranks encode and who
-consumes (assignment), ``routes.py`` and ``exchange.py`` how features come to the decoder and
+consumes (assignment), ``row_moves.py`` and ``exchange.py`` how features come to the decoder and
 gradients back (exchange), ``policies.py`` when (policy): from a step to its plan, a list of
 ``operations.py`` at events of the decoder's schedule. ``executor.py`` does them; the estimate adds
 up their bytes. ``modes.py`` alone knows what the modes are called. The decoder asks a feature

@@ -59,7 +59,7 @@ class Balance:
         )
 
     def costs(self, units: Sequence[Sequence[Grid]]) -> list[int]:
-        """Each unit's."""
+        """The cost of each unit."""
         of_frame = self.of_frame
         return [
             sum([time * of_frame(height, width) for time, height, width in grids or (self.blank,)])
@@ -175,7 +175,7 @@ def runs(costs: Sequence[int], largest: int) -> list[range]:
 def in_passes[Piece](
     pieces: Sequence[Piece], costs: Sequence[int], *, most: int | None
 ) -> list[tuple[Piece, ...]]:
-    """What of a replica's ``pieces`` goes through the encoder together.
+    """The passes of a replica's ``pieces`` through the encoder.
 
     A pass costs ``most`` at most, or has one piece that costs anything; None: one each.
     """
@@ -185,14 +185,14 @@ def in_passes[Piece](
 
 
 def _halves(costs: Sequence[int], run: range) -> tuple[range, range]:
-    """Of several media, as even as can be."""
+    """Two parts of a run of several media, as even as can be."""
     first = list(accumulate(costs[run.start : run.stop]))
     middle = min(run[1:], key=lambda at: abs(first[-1] - 2 * first[at - run.start - 1]))
     return range(run.start, middle), range(middle, run.stop)
 
 
 def _rows(media: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
-    """Of these media, a slice for neighbours together; ``ends`` are those of all, from 0 on."""
+    """The rows of these media, neighbours as one slice; ``ends`` are those of all, from 0 on."""
     found: list[slice] = []
     for number in media:
         first, behind = ends[number], ends[number + 1]
@@ -220,7 +220,7 @@ def loads(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: in
 
 
 def imbalance(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: int) -> float:
-    """By what part of the mean the slowest replica is above it; 0 where there is no work."""
+    """The part of the mean by which the slowest replica is above it; 0 where there is no work."""
     total = sum(costs)
     slowest = max(loads(costs, encoder_replicas, replicas=replicas))
     return slowest * replicas / total - 1 if total else 0.0

@@ -73,7 +73,7 @@ class StreamedStep:
     trains: bool
 
     def stream(self, replica: int) -> Stream:
-        """As one replica's ranks see it."""
+        """The step as one replica's ranks see it."""
         microbatches = [each.microbatch for each in self.pieces]
         ends = [bisect_left(microbatches, number) for number in range(len(self.shares) + 1)]
         return Stream(work=self.work[replica], pieces=tuple(map(range, ends, ends[1:])))
@@ -137,7 +137,7 @@ class StepPlanner:
         return cut([sum(self._costs.of_media([grid])) for grid in grids], pieces)
 
     def _step(self, units: Units, media: Sequence[Sequence[Sequence[int]]]) -> Step:
-        """Each of a unit's ``media``, by their numbers, is a piece."""
+        """The step with a piece for each of a unit's ``media``, given by their numbers."""
         costs = self._costs
         return Step(
             pieces=tuple(

@@ -31,10 +31,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from loongplug.hetero.communicators import pipeline_pairs
-from loongplug.hetero.decoder_hooks import unwrapped
-from loongplug.hetero.executor import Executor, Schedule
+from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.operations import before_pass
-from loongplug.hetero.sends import Sends
+from loongplug.hetero.wire import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
 from loongplug.parallel.exchange_groups import connected_group
 
@@ -106,7 +105,7 @@ def filling(
 
 
 class BubbleCommunicator(P2PCommunicator):
-    """One stage's, for one step: it posts at once, and waits when a pass begins."""
+    """A stage's communicator for one step: it posts at once, and waits when a pass begins."""
 
     def __init__(
         self,
@@ -223,6 +222,6 @@ class BubbleCommunicator(P2PCommunicator):
         return self._groups[f"{what}_around" if around else what]
 
     def _span(self, name: str, tensor: Tensor) -> Span:
-        """Of a message that moves on."""
+        """The span of a message in a trace."""
         _, said, size, side = _WAYS[name]
         return self._recorder.span("p2p", said, **{size: tensor.nbytes, side: self._peer(name)})

@@ -57,7 +57,7 @@ def reverse(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def count(groups: Iterable[Iterable[Pair]]) -> Counter[int]:
-    """By rank, the communicators of process groups in which these pairs send messages."""
+    """The communicators of each rank in process groups in which these pairs send messages."""
     joined = chain(*({frozenset(pair) for pair in pairs} for pairs in groups))
     return Counter(chain(*joined))
 

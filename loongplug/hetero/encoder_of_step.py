@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Media, MediaInput, Microbatch, Unit
-from loongplug.hetero.routes import ExchangeSpec, sequence_shards
+from loongplug.hetero.row_moves import ExchangeSpec, sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder import EncoderInput, HandedOn
 from loongplug.models.entries import Entry

@@ -19,9 +19,8 @@ from loongplug.hetero.communicators import (
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.placement import ApartPiece, Edge, Placement
-from loongplug.hetero.recorded_schedule import forwards_first
+from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
 from loongplug.models.entries import Entry
 from loongplug.parallel.exchange_groups import connected_group, create_exchange_group
 from loongplug.parallel.layout import Layout
@@ -178,7 +177,7 @@ class PlaceOfEncoder:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of all process groups."""
+        """Options that all process groups have."""
         return {
             "timeout_minutes": self.timeout_minutes,
             "nccl_config_path": self.nccl_config_path,

@@ -34,13 +34,13 @@ class _Storage(Movable):
     was_away: bool = False  # so that ``host`` has what it was then
 
     def free(self) -> None:
-        """Its memory is released."""
+        """Release the storage's memory."""
         assert self.device is not None
         self.platform.release(self.device.untyped_storage())
         self.was_away = True
 
     def allocate(self) -> Tensor:
-        """Its memory is restored."""
+        """Restore the storage's memory."""
         assert self.device is not None
         self.platform.restore(self.device.untyped_storage(), self.device.nbytes)
         return self.device
@@ -126,14 +126,14 @@ def _by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Of their storages."""
+    """The addresses of the tensors' storages."""
     return {*_by_address(tensors)}
 
 
 def _versions_of_frozen(
     parameters: Sequence[Tensor], trained: Sequence[Tensor]
 ) -> dict[int, tuple[int, ...]]:
-    """Of the tensors on each storage on which nothing trains, by its address."""
+    """Versions of the tensors on each storage on which nothing trains, by its address."""
     trains = addresses((*(each for each in parameters if each.requires_grad), *trained))
     versions: dict[int, tuple[int, ...]] = {}
     for each in parameters:

@@ -75,15 +75,15 @@ class EncoderStep:
 
     @property
     def units(self) -> range:
-        """All of the step, a unit to a microbatch."""
+        """The numbers of the step's units, a unit to a microbatch."""
         return range(len(self.encoder_replicas))
 
     def mine(self, units: range) -> list[int]:
-        """Those of ``units`` of which this rank encodes a share."""
+        """The ``units`` of which this rank encodes a share."""
         return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
 
     def passes(self) -> list[tuple[int, ...]]:
-        """Those of all units that this rank encodes, by the pass that they go in."""
+        """The units that this rank encodes, by the pass that they go in."""
         mine = self.mine(self.units)
         rows = [self.rows[unit] for unit in mine] if self.rows else ()
         return in_passes(mine, rows, most=self.joined_rows if self.rows else None)

@@ -12,19 +12,21 @@ from megatron.core import parallel_state
 
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep
 from loongplug.hetero.bubbles import create_pipeline_groups, filling
-from loongplug.hetero.carrier import Carrier, stage_links
-from loongplug.hetero.crossings import Crossings, apart_crossings, streamed_crossings
-from loongplug.hetero.dealing import Dealer
-from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executed_step import Streaming
-from loongplug.hetero.executor import Executor, Schedule
+from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.recorded_schedule import forwards_first
-from loongplug.hetero.routes import ExchangeSpec
+from loongplug.hetero.piece_carrier import Carrier, Dealer
+from loongplug.hetero.piece_routes import (
+    Crossings,
+    apart_crossings,
+    stage_links,
+    streamed_crossings,
+)
+from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
+from loongplug.hetero.row_moves import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -104,7 +106,7 @@ class EncoderEngine:
         self.executor().trains_before = self.here and any(trains[:stage])
 
     def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
-        """Of a step, as this rank does it.
+        """The plan of a step, as this rank does it.
 
         ``of_step`` is what is known of the step as fields of :class:`EncoderStep`: at least its
         ``encoder_replicas``, and whether the encoder ``trains`` in it.
@@ -121,7 +123,7 @@ class EncoderEngine:
         return self._mode.policy(step)
 
     def executor(self) -> Executor:
-        """What does the plan of a step, one for the run. Collective like :attr:`place`."""
+        """The executor of the steps' plans, one for the run. Collective like :attr:`place`."""
         if self._executor is None:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
             self._executor = Executor(
@@ -156,7 +158,7 @@ class EncoderEngine:
     def crossings(
         self, units: ExchangeSpec, training: bool, streamed: StreamedStep | None, *, rank: int
     ) -> Crossings | None:
-        """Those of a step, as ``rank`` knows them; None where its units are exchanged."""
+        """The crossings of a step that ``rank`` knows; None where its units are exchanged."""
         place, cp = self.place, decoder_layout().cp
         if place.pieces is not None:
             return apart_crossings(place.pieces[training], units, cp=cp, rank=rank)
@@ -181,7 +183,7 @@ class EncoderEngine:
             shares=self._dealer(place.replica_group if not behind else None),
             crossings=partial(self.crossings, rank=rank),
             links=(
-                ()
+                {}
                 if place.layout is None
                 else stage_links(place.layout, rank, widths=self.found.handed_on)
             ),
@@ -260,7 +262,7 @@ class Engine:
 
     @property
     def apart(self) -> tuple[EncoderEngine, ...]:
-        """Those of encoders on ranks of their own."""
+        """The engines of encoders on ranks of their own."""
         return tuple(each for each in self.encoders.values() if each.apart)
 
     @property

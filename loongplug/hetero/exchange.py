@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import (
+from loongplug.hetero.row_moves import (
     ExchangeSpec,
     RowMove,
     Rows,

@@ -1,46 +1,34 @@
-"""Does the operations of a step's plan, around and within Megatron's own schedule."""
+"""Has the operations of a step's plan done around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.carrier import Carrier, StageSpec
-from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.exchange import AllToAll, own_storage
+from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.executed_step import ExecutedStep, HostMoves, Streaming
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    Backward,
-    Cargo,
-    Encode,
-    Exchange,
-    Hand,
-    Kept,
-    Move,
     Operation,
-    Receive,
-    Send,
     StepPlan,
-    To,
-    Weights,
     When,
     backward,
     forward,
     gradient,
 )
+from loongplug.hetero.piece_carrier import Carrier
 from loongplug.hetero.step_costs import DecoderPass
-from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
+from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 
@@ -52,8 +40,9 @@ _ONE_TO_A_MICROBATCH = MappingProxyType({True: 1, False: 1})
 class Executor:
     """One rank's encoder side of a run's steps; the decoder's feature source.
 
-    The plan says what is done, and when; here is how. Collective where the plan's operations are:
-    every rank of the exchange's group has a plan that enters the same ones in the same order.
+    The plan says what is done, and when; :class:`ExecutedStep` does it. Collective where the plan's
+    operations are: every rank of the exchange's group has a plan that enters the same ones in the
+    same order.
     """
 
     def __init__(
@@ -190,17 +179,16 @@ class Executor:
             spec=spec,
             pieces=None if stream is None else stream.pieces,
             streamed=streamed,
+            exchange=self._exchange,
             carrier=None if crossings is None else self.carrier,
+            host=self.host,
         )
         if self.carrier is not None and crossings is not None:
-            states = None
+            states: list[tuple[int, int]] = []
             if self.carrier.links:
-                states = StageSpec(
-                    rows=tuple(map(encoder.states, units)),
-                    microbatches=tuple(each.number for each in microbatches),
-                    dtype=spec.dtype,
-                )
-            self.carrier.begin(crossings, states, trains=encoder.trains)
+                each_with = zip(units, microbatches, strict=True)
+                states = [(encoder.states(unit), each.number) for unit, each in each_with]
+            self.carrier.begin(crossings, states=states, trains=encoder.trains)
         self.do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,14 +210,14 @@ class Executor:
 
     @property
     def streamed_passes(self) -> tuple[DecoderPass, ...] | None:
-        """Of this stage of the decoder in the step under way; None where it does not stream."""
+        """The passes of this stage of the decoder in the step; None where it does not stream."""
         streamed = self._now.streamed
         if streamed is None or self.streaming is None:
             return None
         return streamed.passes[self.streaming.stage]
 
     def features(self, number: int) -> Features:
-        """For the decoder's graph, which hands their gradient to this step."""
+        """Features for the decoder's graph, which hands their gradient to this step."""
         step = self._now
         rows = self.taken(number)
         return Features.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
@@ -267,134 +255,61 @@ class Executor:
         self._now.arrived = None
 
     def do(self, when: When) -> None:
-        """What the plan has there."""
+        """Do what the plan has there."""
         for operation in self._now.plan.get(when, ()):
             self.operate(operation)
 
     def operate(self, operation: Operation) -> None:
         """Do one of the plan's operations."""
-        step = self._now
-        match operation:
-            case Encode(pieces=pieces, movable=movable):
-                self._encode(pieces, movable=movable)
-            case Backward(pieces=pieces, more=more):
-                self._backward(pieces, more=more)
-            case Send(what=Cargo.STATE_GRADIENTS as what, piece=piece):
-                states = step.states.pop(piece)
-                if len(states):  # else they have no gradient
-                    assert states.grad is not None, f"piece {piece} has no gradient"
-                    self._wire.send(what, piece, states.grad)
-            case Send(what=what, piece=piece):
-                leaving = step.gradients if what is Cargo.GRADIENTS else step.payloads
-                self._wire.send(what, piece, leaving.pop(piece))
-            case Receive(what=what, piece=piece):
-                coming = {Cargo.FEATURES: step.features, Cargo.STATES: step.states}
-                coming.get(what, step.own_gradients)[piece] = self._wire.receive(what, piece)
-            case Exchange(what=Cargo.FEATURES, pieces=pieces, to_host=to_host):
-                self._gather(pieces, to_host=to_host)
-            case Exchange(pieces=pieces):
-                self._scatter(pieces)
-            case Hand(what=Cargo.FEATURES, microbatch=microbatch):
-                self._features_to_decoder(microbatch)
-            case Hand(microbatch=microbatch):
-                self._gradient_of_decoder(microbatch)
-            case Move(to=to, what=what, pieces=pieces):
-                self.host.move(to, what, pieces, step)
-            case Weights(gather=True):
-                step.encoder.gather_weights()
-            case Weights():
-                step.encoder.reduce_gradients()
+        self._now.operate(operation)
 
-    def _encode(self, pieces: tuple[int, ...], *, movable: bool) -> None:
-        step = self._now
-        units = list(map(step.unit, pieces))
-        with self.host.saves(step, movable=movable) as saved:
-            payload = step.encoder.payload(units, states=self._given(pieces))
-        if saved is not None:
-            step.saved[pieces[0]] = list(saved.values())
-        if step.encoder.trains:
-            step.own[pieces] = get_gradient_edge(payload)
-        payload = payload.detach()
-        if not pieces and step.encoder.trains:
-            step.own_gradients[None] = torch.zeros_like(payload)  # [0, width]
-        parts: Sequence[Tensor] = [payload] if pieces else []
-        if len(pieces) > 1:
-            parts = payload.split(list(map(step.encoder.tokens, units)))
-            if step.streamed is not None:  # a view of one piece would keep the memory of all
-                parts = [each.clone() for each in parts]
-        step.payloads |= zip(pieces, parts, strict=True)
 
-    def _backward(self, pieces: tuple[int, ...], *, more: bool) -> None:
-        step = self._now
-        first, *others = map(step.own_gradients.pop, pieces or (None,))
-        came = torch.cat([first, *others]) if others else first
-        if step.carrier is not None:
-            came = step.carrier.shared(pieces, came)
-        step.encoder.backward(step.own.pop(pieces), came, more=more)
+def unwrapped(chunk: Any) -> MultimodalModel:
+    """Megatron hands chunks on with or without its wrappers."""
+    model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
+    return model
 
-    def _given(self, pieces: tuple[int, ...]) -> Tensor | None:
-        """What the stage before has made of a piece; held on to where it gets a gradient."""
-        step = self._now
-        if not pieces or pieces[0] not in step.states:
-            return None
-        (piece,) = pieces
-        return step.states[piece] if step.encoder.trains_before else step.states.pop(piece)
 
-    def _features_to_decoder(self, microbatch: int) -> None:
-        """They are in the order of the text, as pieces are, and rows within one."""
-        step = self._now
-        found = [step.features.pop(each) for each in step.pieces_of(microbatch)]
-        if step.carrier is not None:
-            found = [step.carrier.dealt(microbatch, found)]
-        (step.taken[microbatch],) = found
+def before_backward(output: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward of what a forward step gave begins."""
+    if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
+        output.on_backward(call)
+    elif output.requires_grad:
+        output.register_hook(lambda gradient_of_output: call())
 
-    def _gradient_of_decoder(self, microbatch: int) -> None:
-        step, pieces = self._now, self._now.pieces_of(microbatch)
-        assert step.arrived is not None
-        came, step.arrived = step.arrived, None
-        parts = [came]
-        if step.carrier is not None:
-            parts = step.carrier.collected(microbatch, pieces, came)
-        step.gradients |= zip(pieces, parts, strict=True)
 
-    def _gather(self, pieces: range, *, to_host: bool) -> None:
-        step = self._now
-        for some in step.spec.lots(pieces):
-            own = [piece for piece in some if piece in step.payloads]
-            arrived = self._all_to_all.gather_variable_shape_embeddings(
-                {piece - some.start: step.payloads.pop(piece) for piece in own},
-                step.spec.part(some),
-            )
-            here = [some.start + piece for piece in sorted(arrived)]
-            for piece in here:
-                rows = arrived.pop(piece - some.start)
-                step.features[piece] = rows if to_host else own_storage(rows)
-                del rows
-            for to in (To.LEAVE, To.FREE) if to_host and here else ():
-                self.host.move(to, Kept.FEATURES, here, step)
+class FeaturesNode(torch.autograd.Function):
+    """Where features come from, and their gradient goes to, in the decoder's graph.
 
-    def _scatter(self, pieces: range) -> None:
-        step, exchange = self._now, self._all_to_all
-        if exchange.consumes:
-            missing = [piece for piece in pieces if piece not in step.gradients]
-            assert not missing, f"no gradient came for pieces {missing}"
-        found = exchange.scatter_variable_shape_embeddings(
-            {
-                piece - pieces.start: step.gradients.pop(piece)
-                for piece in pieces
-                if piece in step.gradients
-            },
-            step.spec.part(pieces),
-        )
-        step.own_gradients |= {pieces.start + piece: each for piece, each in found.items()}
+    Has an input without values, since the graph goes no further than inputs that need it.
+    """
 
-    @property
-    def _all_to_all(self) -> AllToAll:
-        assert self._exchange is not None, "the encoder lies with the decoder"
-        return self._exchange
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, take: Callable[[], Tensor], came: Callable[[Tensor], None]
+    ) -> Tensor:
+        """``take`` gives the features; ``came`` is called with their gradient."""
+        ctx.came = came
+        return take()
 
-    @property
-    def _wire(self) -> Wire:
-        carrier = self._now.carrier
-        assert carrier is not None, "the step exchanges"
-        return carrier.wire
+    @staticmethod
+    def backward(ctx: Any, gradient_of_features: Tensor) -> tuple[None, None, None]:
+        """Nothing goes further in this graph."""
+        ctx.came(gradient_of_features)
+        return None, None, None
+
+
+class Waiting:
+    """Stands in for a function that is to be called later, with what it was called with."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._calls.append((args, kwargs))
+
+    def release(self, function: Callable[..., Any] | None) -> None:
+        """Call it, as often as this was."""
+        for args, kwargs in self._calls:
+            assert function is not None
+            function(*args, **kwargs)

@@ -89,7 +89,7 @@ SCHEDULES = (*SCHEDULED, "auto")
 
 
 def modes_of(args: Namespace, model: Any) -> dict[str, Mode]:
-    """Of all encoders of a model, by name.
+    """The modes of a model's encoders, by name.
 
     One streams at a time. Where several could, it is the one with most work for each token that it
     gives the text, by :func:`macs_for_a_token`; of equal ones the first. How many tokens each will
@@ -107,7 +107,7 @@ def modes_of(args: Namespace, model: Any) -> dict[str, Mode]:
 
 
 def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode:
-    """What the flags ask for, or the ``encoder``'s YAML, which stands above them.
+    """The mode that the flags ask for, or the ``encoder``'s YAML, which stands above them.
 
     That is of an encoder that is alone; :func:`modes_of` says which one of several streams.
     Heterogeneous TP is the uniform mode with another encoder size.

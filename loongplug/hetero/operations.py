@@ -147,8 +147,8 @@ class Exchange:
 class Hand:
     """The decoder's forward uses a microbatch's features up, or has just made their gradient.
 
-    Where pieces are sent, ranks of its first stage deal them then (:mod:`~.dealing`). Collective:
-    their group.
+    Where pieces are sent, ranks of its first stage deal them then, by the ``Dealer`` of
+    :mod:`~.piece_carrier`. Collective: their group.
     """
 
     what: Cargo

@@ -93,7 +93,7 @@ class ApartPiece:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the encoder's last stage that have its features."""
+        """The ranks of the encoder's last stage that have its features."""
         return self.edge.replicas[self.replica]
 
 
@@ -120,7 +120,7 @@ class Placement:
         return set(entry.layout.ranks).isdisjoint(self.entry(entry.into).layout.ranks)
 
     def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
-        """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
+        """The pieces of the entry ``name``, which lies apart: one for each pair that meets.
 
         They are a microbatch of all decoder replicas, in the order of the samples. The encoder's
         replicas divide these among themselves, each a run of neighbours, as even as whole samples
@@ -287,7 +287,7 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
 
 
 def _ranks(ranks: set[int]) -> str:
-    """As users read them, "ranks 0 to 3" where none is left out."""
+    """The ranks as users read them, "ranks 0 to 3" where none is left out."""
     first, last = min(ranks), max(ranks)
     if first == last:
         return f"rank {first}"

@@ -245,7 +245,7 @@ def _activations_away(
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
-    """Of a stage of an encoder with ranks of its own."""
+    """The forward of a unit on a stage of an encoder with ranks of its own."""
     if step.stage:
         plan.at(BEGIN, Receive(what=Cargo.STATES, piece=unit))
     made = Cargo.FEATURES if step.stage == step.stages - 1 else Cargo.STATES

@@ -4,9 +4,11 @@ The functions run as they are, on objects in the place of tensors: a forward or 
 and computes nothing, and the communicator notes what it is asked to send and to receive.
 """
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +32,42 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Where a stage stands; ``group`` is how many microbatches each chunk takes in turn.
+
+    With ``overlaps`` one microbatch's forward runs together with another's backward.
+    """
+
+    stages: int
+    stage: int
+    chunks: int
+    group: int
+    overlaps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A microbatch's way through one of the rank's chunks, forward or backward."""
+
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a stage does at a time: a forward, a backward, or both together."""
+
+    forward: Pass | None = None
+    backward: Pass | None = None
+
+    @property
+    def name(self) -> str:
+        """The turn in words."""
+        there = (("forward", self.forward), ("backward", self.backward))
+        return " with ".join(name for name, each in there if each is not None)
 
 
 class StageEnd(NamedTuple):
@@ -106,6 +143,18 @@ def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) 
             **with_peers,
         )
     return tuple(noted)
+
+
+def first_stage(args: Namespace) -> Pipeline:
+    """The decoder's, in a run with these checked flags."""
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    return Pipeline(
+        stages=stages,
+        stage=0,
+        chunks=chunks or 1,
+        group=(args.microbatch_group_size_per_vp_stage if chunks else None) or stages,
+        overlaps=args.overlap_moe_expert_parallel_comm,
+    )
 
 
 def turns(pipeline: Pipeline, microbatches: int) -> Iterator[Turn]:

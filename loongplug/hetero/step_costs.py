@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.recorded_schedule import turns
+from loongplug.hetero.recorded_schedule import Pipeline, turns
 
 
 class DecoderPass(NamedTuple):
@@ -26,7 +25,7 @@ class DecoderPass(NamedTuple):
 
 
 def decoder_passes(pipeline: Pipeline, microbatches: int) -> tuple[DecoderPass, ...]:
-    """All of one stage in a step, in Megatron's order."""
+    """The passes of one stage in a step, in Megatron's order."""
     return tuple(
         DecoderPass(forward, one.chunk * pipeline.stages + pipeline.stage, one.microbatch)
         for turn in turns(pipeline, microbatches)
@@ -94,7 +93,7 @@ class Step:
 
     @cached_property
     def passes(self) -> tuple[tuple[DecoderPass, ...], ...]:
-        """Of each stage, in Megatron's order."""
+        """The passes of each stage, in Megatron's order."""
         stages = 1 + max(self.replicas)
         first = Pipeline(
             stages=stages, stage=0, chunks=len(self.forward) // stages, group=self.group
@@ -104,11 +103,11 @@ class Step:
         )
 
     def cost(self, one: DecoderPass) -> int:
-        """Of a pass."""
+        """The cost of a decoder's pass."""
         return (self.forward if one.forward else self.backward)[one.place]
 
     def before(self, one: DecoderPass) -> DecoderPass | None:
-        """What it waits for, but for features; None for the first of all."""
+        """The pass that this one waits for, beside features; None for the first of all."""
         forward, place, microbatch = one
         if forward:
             return DecoderPass(True, place - 1, microbatch) if place else None
@@ -118,7 +117,7 @@ class Step:
 
     @cached_property
     def behind(self) -> dict[DecoderPass | None, DecoderPass]:
-        """By pass what waits for it, but for an encoder's backward."""
+        """The pass that waits for each, beside an encoder's backward."""
         return {self.before(one): one for passes in self.passes for one in passes}
 
     def encoding(self, microbatch: int, piece: int) -> int:

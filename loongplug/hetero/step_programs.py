@@ -6,8 +6,7 @@ from functools import lru_cache
 from itertools import chain
 
 from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.pass_order import Pipeline, Turn
-from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls
+from loongplug.hetero.recorded_schedule import Pipeline, Posted, StageEnd, Turn, Waited, calls
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, Step
 from loongplug.simulate.clock import step_time
 from loongplug.simulate.order import Deadlock

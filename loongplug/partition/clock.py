@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from loongplug.hetero.pass_order import Pass, Pipeline, Turn
-from loongplug.hetero.recorded_schedule import forwards_first
+from loongplug.hetero.recorded_schedule import Pass, Pipeline, Turn, forwards_first
 from loongplug.hetero.step_programs import stage_acts
 from loongplug.simulate import clock
 from loongplug.simulate.programs import Act, Build, End, Post, Wait, Work

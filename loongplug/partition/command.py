@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from loongplug.estimate.estimator import quiet
+from loongplug.estimate.run_of_flags import quiet
 from loongplug.output_files import write_figures
 
 

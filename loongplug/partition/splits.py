@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.estimate.estimator import run_of
 from loongplug.estimate.microbatches import OwnRanks, own_ranks_of
+from loongplug.estimate.run_of_flags import run_of
 from loongplug.hetero.modes import mode_of
-from loongplug.hetero.pass_order import first_stage
+from loongplug.hetero.recorded_schedule import first_stage
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
 from loongplug.models.entries import Entry, encoders, only_decoder
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
@@ -156,7 +156,7 @@ def costs_of(
     apart: Collection[str] = (),
     own: Sequence[OwnRanks] = (),
 ) -> dict[str, EntryCosts]:
-    """By entry, the decoder's last: of a microbatch with the mean media of these.
+    """The costs of each entry, the decoder's last, for a microbatch with the mean media of these.
 
     ``trains`` says of a parameter's name whether it trains; ``apart`` are the encoders on ranks of
     their own, which are as many for a unit as their tensor parallel size. Those of which ``own``
@@ -189,7 +189,7 @@ def costs_of(
 def _of_encoder(
     amounts: ModelAmounts, name: str, units: Sequence[Unit], *, part: Fraction
 ) -> EntryCosts:
-    """With its projector, which its last layer has beside it. ``part``: of a unit, for a rank."""
+    """The costs of an encoder with its projector, for a rank that does ``part`` of a unit."""
     encoder, own = amounts.model.encoder(name), amounts.entries[name]
     share = len(units) * part.denominator
     units = [*units] * part.numerator
@@ -239,7 +239,7 @@ def _virtual_stages(args: Namespace, layers: int) -> int:
 def _stages_of_encoders(
     given: Sequence[str], *, model: Any, names: Sequence[str]
 ) -> dict[str, int]:
-    """By the encoder's name, in the model's order, from NAME=N with names as the YAML has them."""
+    """The stages of encoders by name, in the model's order, from NAME=N with a YAML's names."""
     known = {model.keys[name]: name for name in names}
     found = {}
     for each in given:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.training.layer_costs import Cost, EntryCosts
 
@@ -87,7 +87,7 @@ def partition(
         ]
 
     def step_of(entry: str, *, behind: Sequence[str] = ()) -> float:
-        """Of an entry ``behind`` others."""
+        """The time of a step of an entry ``behind`` others."""
         times = {
             each: [StageTime(forward=x.cost.forward, backward=x.cost.backward) for x in found[each]]
             for each in (*behind, entry)

@@ -1,4 +1,4 @@
-"""What is printed and written of two splits."""
+"""Tables and JSON of two splits."""
 
 import shlex
 from typing import Any
@@ -65,7 +65,7 @@ def _print_stages(split: Partition, found: FoundSplits) -> None:
 
 
 def _name(stage: Stage, found: FoundSplits) -> str:
-    """With the encoders that a stage has before its layers."""
+    """A stage's name, with the encoders that it has before its layers."""
     name = f"{stage.entry} {stage.number}"
     first = stage.entry == found.decoder and stage.layers.start == 0
     return " + ".join([*found.inside, name]) if first else name

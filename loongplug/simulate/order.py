@@ -62,7 +62,7 @@ class Deadlock(Exception):  # noqa: N818 - what it is, not that it is an error
 
 
 def order(programs: Programs) -> Order:
-    """In which order all of a step can be done.
+    """The order in which all of a step can be done.
 
     Raises:
         Deadlock: ranks wait for one another, or for what nobody does.

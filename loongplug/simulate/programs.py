@@ -68,7 +68,7 @@ class RankMessage(NamedTuple):
     behind: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """As a user reads it."""
+        """The message as a user reads it."""
         return f"{_said(self.stream)} {_said(self.which)}"
 
 
@@ -115,7 +115,7 @@ class Build:
     def programs(
         self, ranks: Sequence[Sequence[Act]], *, places: Sequence[Mapping[str, int]] = ()
     ) -> Programs:
-        """Of these acts, by rank."""
+        """The programs with these acts, by rank."""
         return Programs(
             ranks=tuple(map(tuple, ranks)),
             messages=tuple(self._messages),

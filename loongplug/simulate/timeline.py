@@ -10,7 +10,7 @@ STEP = 1
 
 
 def traces(run: Run, programs: Programs, *, nanoseconds: float = 1.0) -> list[RankTrace]:
-    """Of all ranks; a unit of the clock is so many ``nanoseconds``."""
+    """Traces of all ranks; a unit of the clock is so many ``nanoseconds``."""
 
     def at(time: Time) -> int:
         return round(time * nanoseconds)

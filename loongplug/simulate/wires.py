@@ -8,7 +8,7 @@ from loongplug.simulate.programs import Act, End, Post, Programs, RankMessage, W
 
 
 def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -> Programs:
-    """With at most so many messages of each stream under way at a time, of those that are ``of``.
+    """Programs with at most so many messages of each stream that is ``of`` under way at a time.
 
     Who sends one more waits for the message ``most`` before; nobody waits for it where that is
     eager.
@@ -30,7 +30,7 @@ def windowed(programs: Programs, *, most: int, of: Callable[[Hashable], bool]) -
 
 
 def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Programs:
-    """With a message ahead of each that is ``of``, for its shape, which both of its ends wait for.
+    """Programs with a message ahead of each that is ``of``, for its shape; both ends wait for it.
 
     Those of one :class:`Post` are one handshake, as in Megatron.
     """

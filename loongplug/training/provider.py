@@ -21,7 +21,7 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import modes_of
-from loongplug.hetero.pass_order import first_stage
+from loongplug.hetero.recorded_schedule import first_stage
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry, encoders

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from loongplug.consoles import threadless_bars
 from loongplug.output_files import write_figures
+from loongplug.verify.forked_runs import RecordRank, device_of, plan_runs, preload, record
 from loongplug.verify.plan import Plan, Request
-from loongplug.verify.runs import RecordRank, device_of, plan_runs, preload, record
 
 AGREES, DIFFERS = 0, 1
 
@@ -23,7 +23,7 @@ def verify(
     """Run the command; gives its exit code, :data:`AGREES` or :data:`DIFFERS`.
 
     ``keep`` is where recordings and logs stay. ``record_layout`` stands in for
-    :func:`loongplug.verify.record.record_run` on the layout's ranks.
+    :func:`loongplug.verify.step_recorder.record_run` on the layout's ranks.
 
     Raises:
         ValueError: the flags or the options cannot be used.
@@ -66,7 +66,7 @@ def verify(
 def _compare(plan: Plan, found: Path, expected: Path, *, json_path: Path | None) -> bool:
     """Print the report and write the JSON; whether the recordings agree."""
     from loongplug.verify.compare import compare
-    from loongplug.verify.recording import read_recording
+    from loongplug.verify.recorded_run import read_recording
     from loongplug.verify.report import as_json, report, without_infinities
 
     comparison = compare(read_recording(found), read_recording(expected))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from loongplug.verify.recording import (
+from loongplug.verify.recorded_run import (
     FIRST_MOMENT,
     PARAMETERS,
     ROOM,
@@ -245,7 +245,7 @@ def _norms(found: Recording, expected: Recording) -> Iterable[NormError]:
 
 
 def _apart(found: Recording) -> Iterable[str]:
-    """Each slice once, by the first step in which its copies differ."""
+    """Slices whose copies differ, each once, by the first step in which they do."""
     seen: set[tuple[str, str]] = set()
     for number, step in enumerate(found.steps, start=1):
         for note in step.apart:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loongplug.verify.flags import common_flags, reference_flags
-from loongplug.verify.tiny import (
+from loongplug.verify.tiny_rows import write_rows
+from loongplug.verify.tiny_sizes import (
     TinyLayout,
     as_overrides,
     longest_row,
@@ -19,7 +20,6 @@ from loongplug.verify.tiny import (
     up,
     write_processor_of,
 )
-from loongplug.verify.tiny_rows import write_rows
 
 if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
@@ -215,7 +215,7 @@ class _Planner:
         return [*more, *overrides]
 
     def _ranks(self, args: Namespace, own: int) -> int:
-        """As many as were asked for, else the fewest that the sizes ask for.
+        """As many ranks as were asked for, else the fewest that the sizes ask for.
 
         ``own`` are the ranks of encoders that the decoder has not.
         """

@@ -260,7 +260,7 @@ def _live(
 
 
 def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
-    """Its own process group, output and environment; it ends when the parent does."""
+    """Give a rank a process group, output and environment; it ends when the parent does."""
     gc.freeze()  # to look through what the parent has made would copy all of its pages
     os.setpgid(0, 0)
     with suppress(OSError, AttributeError):  # Linux only

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from loongplug.checkpoint.agreement import of_all_ranks
 from loongplug.checkpoint.owned import ParameterPiece, owned_parameters, sort_key
 from loongplug.models.hf_mapping import Mapping
-from loongplug.verify.recording import ApartNote
+from loongplug.verify.recorded_run import ApartNote
 
 
 def digest(tensor: Tensor) -> int:

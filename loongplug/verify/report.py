@@ -35,7 +35,7 @@ def report(plan: Plan, comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """One line."""
+    """The last line: whether the layout agrees."""
     if comparison.agrees:
         return "verdict: agrees. The layout computes the single rank's training step."
     return "verdict: differs. The layout computes another training step than a single rank."

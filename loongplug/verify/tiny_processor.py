@@ -30,19 +30,17 @@ _TIMESTAMPS = ("<", ">", _SPACE + "seconds")  # of a video's frames
 _WORD, _CHARACTER = -1.0, -10.0  # log probabilities: one word beats its characters
 _CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
+# ``marks`` are what stands for each medium. The numbers of sounds go on from message to message.
 _CHAT = """\
+{%- set sounds = namespace(count=0) -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-MEDIA
-{%- else -%}
-{{- part.text -}}
-{%- endif -%}
+{%- set text = [{'type': 'text', 'text': message.content}] -%}
+{%- for part in (text if message.content is string else message.content) -%}
+{%- set sounds.count = sounds.count + (1 if part.type == 'audio' else 0) -%}
+{%- set mark = marks[part.type] if part.type in marks else part.text -%}
+{{- mark | replace('NUMBER', sounds.count) if part.type == 'audio' else mark -}}
 {%- endfor -%}
-{%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -50,26 +48,15 @@ MEDIA
 {%- endif -%}
 """
 
-# Sounds have numbers, which go on from message to message, and a line of their own.
-_NUMBERS = "{%- set sounds = namespace(count=0) -%}\n"
-_NUMBERED = """\
-{%- set sounds.count = sounds.count + 1 -%}
-{{- 'Audio ' ~ sounds.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\\n' -}}"""
-
 # Answers end without a token, as in LLaVA's folders, and images stand before the text.
 _PLAIN = """\
 {%- for message in messages -%}
 {{- message.role | upper + ': ' -}}
-{%- if message.content is string -%}
-{{- message.content + ' ' -}}
-{%- else -%}
-{%- for part in message.content if part.type == 'image' -%}
-{{- '<image>\\n' -}}
+{%- set text = [{'type': 'text', 'text': message.content}] -%}
+{%- set parts = text if message.content is string else message.content -%}
+{%- for part in parts | sort(attribute='type') -%}
+{{- '<image>\\n' if part.type == 'image' else part.text + ' ' -}}
 {%- endfor -%}
-{%- for part in message.content if part.type == 'text' -%}
-{{- part.text + ' ' -}}
-{%- endfor -%}
-{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- 'ASSISTANT:' -}}
@@ -88,13 +75,9 @@ class FixedImages:
     patch_size: int = 8
 
 
-def _chat(**media: str) -> str:
-    """The chat template with what stands for each medium, a text or a piece of Jinja."""
-    lines = []
-    for number, (kind, mark) in enumerate(media.items()):
-        lines.append(f"{{%- {'elif' if number else 'if'} part.type == '{kind}' -%}}")
-        lines.append(mark if "{" in mark else f"{{{{- '{mark}' -}}}}")
-    return _CHAT.replace("MEDIA", "\n".join(lines))
+def _chat(**marks: str) -> str:
+    """The chat template with what stands for each medium."""
+    return f"{{%- set marks = {marks} -%}}\n{_CHAT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +131,13 @@ _KINDS: Mapping[Kind, _Kind] = {
     "internvl": _Kind(  # what stands around an image's tokens, its processor writes
         processor="InternVLProcessor",
         tokens=(*_CHAT_TOKENS, *_TILE_NAMES.values()),
-        template=_chat(image="<IMG_CONTEXT>\\n", video="<video>\\n"),
+        template=_chat(image="<IMG_CONTEXT>\n", video="<video>\n"),
         names=_TILE_NAMES,
     ),
     "qwen2_audio": _Kind(
         processor="Qwen2AudioProcessor",
         tokens=(*_CHAT_TOKENS, "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
-        template=_NUMBERS + _chat(audio=_NUMBERED),
+        template=_chat(audio="Audio NUMBER: <|audio_bos|><|AUDIO|><|audio_eos|>\n"),
     ),
     "qwen2_5_omni": _Kind(
         processor="Qwen2_5OmniProcessor",
@@ -173,6 +156,14 @@ _COLORS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _PATCHES = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": _MERGE, **_COLORS}
 _PIXELS = {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}  # of an image
 _ALL_PIXELS = {"shortest_edge": 2 * 32 * 32, "longest_edge": 8 * 512 * 512}  # of a video's frames
+_SOUNDS = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": MEL_BINS,
+    "sampling_rate": SAMPLE_RATE,
+    "hop_length": HOP,
+    "chunk_length": SECONDS,
+    "return_attention_mask": True,
+}
 
 
 def write_processor(
@@ -236,46 +227,28 @@ def build_tokenizer(
 def _files(kind: Kind, fixed: FixedImages) -> dict[str, dict[str, Any]]:
     """The JSON files of a kind, as transformers reads them."""
     own = {"processor_class": _KINDS[kind].processor}
-    square = {"height": fixed.side, "width": fixed.side}
-    if kind == "llava":
-        clip = {"image_processor_type": "CLIPImageProcessor", **own, "size": square}
-        cut = {
-            "image_token": "<image>",
-            "patch_size": fixed.patch_size,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        }
-        return {
-            IMAGE_FILE: {**clip, "do_center_crop": False, **_COLORS},
-            COMBINED_FILE: {**own, **cut},
-        }
-    if kind == "internvl":
-        tile = {"image_processor_type": "GotOcr2ImageProcessor", **own, "size": square}
-        tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 2}
-        tokens = (fixed.side // (fixed.patch_size * _MERGE)) ** 2
-        return {
-            IMAGE_FILE: {**tile, **tiles, **_COLORS},
-            COMBINED_FILE: {**own, "image_seq_length": tokens},
-        }
-    all_frames = kind == "qwen3_vl"
+    square = {"size": {"height": fixed.side, "width": fixed.side}, **_COLORS}
+    all_frames = {"size": _ALL_PIXELS if kind == "qwen3_vl" else _PIXELS, **_PATCHES}
     image = {"image_processor_type": "Qwen2VLImageProcessor", **own, "size": _PIXELS, **_PATCHES}
-    video = {
-        "video_processor_type": f"Qwen{3 if all_frames else 2}VLVideoProcessor",
-        **own,
-        "size": _ALL_PIXELS if all_frames else _PIXELS,
-        **_PATCHES,
-    }
-    sound = {
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": MEL_BINS,
-        "sampling_rate": SAMPLE_RATE,
-        "hop_length": HOP,
-        "chunk_length": SECONDS,
-        "return_attention_mask": True,
-    }
-    if kind == "qwen2_audio":
-        return {COMBINED_FILE: {**own, "feature_extractor": sound}}
-    if kind == "qwen2_5_omni":
-        seen = {"image_processor": image, "video_processor": video}
-        return {COMBINED_FILE: {**own, **seen, "feature_extractor": sound}}
-    return {IMAGE_FILE: image, VIDEO_FILE: video}
+    video = {"video_processor_type": "Qwen2VLVideoProcessor", **own, **all_frames}
+    match kind:
+        case "llava":
+            image = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}
+            tokens = {"image_token": "<image>", "num_additional_image_tokens": 1}
+            tokens |= {"patch_size": fixed.patch_size, "vision_feature_select_strategy": "default"}
+            files = {IMAGE_FILE: image | square, COMBINED_FILE: tokens}
+        case "internvl":
+            tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 2}
+            image = {"image_processor_type": "GotOcr2ImageProcessor", **tiles}
+            count = (fixed.side // (fixed.patch_size * _MERGE)) ** 2
+            files = {IMAGE_FILE: image | square, COMBINED_FILE: {"image_seq_length": count}}
+        case "qwen2_audio":
+            files = {COMBINED_FILE: {"feature_extractor": _SOUNDS}}
+        case "qwen2_5_omni":
+            seen = {"image_processor": image, "video_processor": video}
+            files = {COMBINED_FILE: {**seen, "feature_extractor": _SOUNDS}}
+        case _:
+            if kind == "qwen3_vl":
+                video["video_processor_type"] = "Qwen3VLVideoProcessor"
+            files = {IMAGE_FILE: image, VIDEO_FILE: video}
+    return {name: own | content for name, content in files.items()}

@@ -8,7 +8,7 @@ from micro.memory_counter import CountedCopies, StorageCounter
 from micro.memory_plan import BOTH, FULL, NOTHING, PLAIN, TWICE, Work, ways
 from typer.testing import CliRunner
 
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.live_bytes import Tape
 from loongplug.platform.copies import HostCopies
 
 KIB = 1024

@@ -10,9 +10,9 @@ from modes.pipeline_figures import CaseFigures
 from modes.pipeline_work import MODES, Case, PacedEncoder, parse_encoder, parse_stages
 from typer.testing import CliRunner
 
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.partition.clock import StageTime, step_time
-from loongplug.verify.runs import preload
+from loongplug.verify.forked_runs import preload
 
 OWN_RANKS, STREAMED = "own_ranks", "streamed"
 FULL = "full_hetero_dp"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import MediaInput, MediaToCome
-from loongplug.estimate.tape import (
+from loongplug.estimate.live_bytes import (
     DECODER,
     ENCODER,
     FEATURE_GRADIENTS,
@@ -29,13 +29,13 @@ from loongplug.estimate.tape import (
     Tape,
 )
 from loongplug.hetero.bubbles import BubbleCommunicator
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.dealing import Deal, Dealer
-from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import AllToAll
-from loongplug.hetero.executor import Executor
+from loongplug.hetero.executed_step import ExecutedStep
+from loongplug.hetero.executor import Executor, unwrapped
 from loongplug.hetero.operations import Cargo, Kept
+from loongplug.hetero.piece_carrier import Carrier, Dealer
+from loongplug.hetero.piece_routes import Deal
 from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
@@ -188,7 +188,7 @@ class _Watch:
         around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(AllToAll, name, exchange_counted(getattr(AllToAll, name)))
-        around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
+        around(ExecutedStep, "_gather", inside=lambda: tape.region(FEATURES))
         if self.apart:
             Features.packed = packed_counted
         for name in ("forward_step", "backward_step"):
@@ -250,14 +250,14 @@ class _Watch:
             with tape.region(FEATURE_GRADIENTS):
                 return shared(carrier, *args)
 
-        encode = Executor._encode
+        encode = ExecutedStep._encode
 
-        def encoded(executor: Executor, *args: Any, **kwargs: Any) -> None:
-            if executor.streamed_passes is None:
-                encode(executor, *args, **kwargs)
+        def encoded(step: ExecutedStep, *args: Any, **kwargs: Any) -> None:
+            if step.streamed is None:
+                encode(step, *args, **kwargs)
                 return
             with tape.region(FEATURES):
-                encode(executor, *args, **kwargs)
+                encode(step, *args, **kwargs)
             self._note(FEATURES)
 
         def made(encoder: EncoderOfStep, *args: Any, **kwargs: Any) -> Tensor:
@@ -272,8 +272,8 @@ class _Watch:
         BubbleCommunicator._send = lambda self, name, tensor: bubbles(self, name, copied(tensor))
         EncoderOfStep.payload = made
         Dealer.features, Dealer.gradients, Carrier.shared = dealt, collected, sharing
-        Executor._encode = encoded
-        around(Executor, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
+        ExecutedStep._encode = encoded
+        around(ExecutedStep, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
         if not self.decodes:
             around(EncoderOfStep, "backward", before=self._sample)
 

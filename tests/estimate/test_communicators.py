@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import as_rank
+from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.hetero import encoder_place
-from loongplug.hetero.communicators import Pair, count, piece_pairs, there_and_back
-from loongplug.hetero.placement import Edge
+from loongplug.hetero.communicators import Pair, count
 from loongplug.parallel import exchange_groups
 from loongplug.training.rules.communicators import communicators_of
 
@@ -41,8 +40,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "apart": (6, [*TP2_PP2[:2], *APART]),
     "apart-sequence-parallel": (6, [*TP2_PP2[:2], "--sequence-parallel", *APART]),
 }
-# By hand: tp, cp, pp, and the communicators of a rank of the first stage for features and back.
-COUNTED = [(2, 1, 4, 6), (8, 1, 4, 6), (8, 1, 8, 14), (1, 2, 4, 12), (2, 3, 4, 18), (4, 2, 8, 28)]
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
@@ -78,16 +75,6 @@ def test_as_many_are_counted_as_a_start_connects(
                     each.bubbles()
         assert found[rank].messages == count(connected)[rank], rank
         assert found[rank].exchanges == len(all_to_all), rank
-
-
-@pytest.mark.parametrize(("tp", "cp", "pp", "expected"), COUNTED)
-def test_pieces_of_a_first_stage(tp: int, cp: int, pp: int, expected: int) -> None:
-    """One for each rank of later stages with its number in the tensor parallel group, each way."""
-    ranks = range(tp * cp * pp)
-    edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=(*ranks[: tp * cp],))
-    found = count(there_and_back(piece_pairs([edge], cp=cp)))
-    assert {found[rank] for rank in edge.consumers} == {expected}
-    assert expected <= 2 * pp * cp
 
 
 def test_megatrons_groups_are_those_of_several_ranks(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ from ranks import run_ranks
 from sweeps import sweep
 
 from loongplug.estimate.estimate import ROLES, estimate
-from loongplug.estimate.estimator import parsed_for, stepping_of
-from loongplug.estimate.microbatches import step_of_data
-from loongplug.estimate.tape import (
+from loongplug.estimate.live_bytes import (
     DECODER,
     ENCODER,
     FEATURE_GRADIENTS,
@@ -27,6 +25,8 @@ from loongplug.estimate.tape import (
     STATES,
     WEIGHTS,
 )
+from loongplug.estimate.microbatches import step_of_data
+from loongplug.estimate.run_of_flags import parsed_for, stepping_of
 
 pytestmark = pytest.mark.slow
 

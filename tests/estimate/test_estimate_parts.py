@@ -1,56 +1,21 @@
 """The parts of the estimate that are plain arithmetic, and the command's refusals."""
 
-import re
 from argparse import Namespace
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.utils import local_multi_tensor_scale
-from micro.memory_counter import all_to_alls_apart
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.estimate import RankMemory
-from loongplug.estimate.estimator import fits_in, stepping_of
-from loongplug.estimate.state import State, _Buffer, _trained, _work
-from loongplug.estimate.tables import EstimatedLayout, print_stages
-from loongplug.estimate.tape import TRANSIENT, Tape
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.recorded_schedule import shortened, turns
+from loongplug.estimate.live_bytes import TRANSIENT, Tape
+from loongplug.estimate.model_state import State, _Buffer, _trained, _work
+from loongplug.estimate.run_of_flags import fits_in, stepping_of
+from loongplug.hetero.recorded_schedule import Pipeline, shortened, turns
 from loongplug.verify.tiny_processor import write_processor
 
 pytestmark = pytest.mark.quick
-
-
-def order(microbatches, **pipeline):
-    def shown(letter, each):
-        return "" if each is None else f"{letter}{each.chunk}{each.microbatch}"
-
-    return " ".join(
-        shown("f", each.forward) + shown("b", each.backward)
-        for each in turns(Pipeline(**pipeline), microbatches)
-    )
-
-
-def test_schedules_are_megatron_s():
-    assert order(2, stages=1, stage=0, chunks=1, group=1) == "f00 b00 f01 b01"
-    assert order(3, stages=2, stage=0, chunks=1, group=2) == "f00 f01 b00 f02 b01 b02"
-    assert order(3, stages=2, stage=1, chunks=1, group=2) == "f00 b00 f01 b01 f02 b02"
-    assert order(2, stages=2, stage=1, chunks=2, group=2) == "f00 f01 f10 b10 f11 b11 b00 b01"
-
-
-def test_the_overlap_goes_one_microbatch_further_ahead_and_pairs_what_follows():
-    overlap = {"overlaps": True}
-    assert order(3, stages=1, stage=0, chunks=1, group=1, **overlap) == "f00 f01b00 f02b01 b02"
-    found = order(2, stages=2, stage=1, chunks=2, group=2, **overlap)
-    assert found == "f00 f01 f10 f11b10 b11 b00 b01"
-
-
-def test_a_schedule_with_less_microbatches_than_stages_goes_backward_too():
-    assert order(1, stages=4, stage=0, chunks=1, group=4) == "f00 b00"
-    assert order(1, stages=1, stage=0, chunks=1, group=1, overlaps=True) == "f00 b00"
 
 
 @pytest.mark.parametrize(
@@ -112,39 +77,6 @@ def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
         del other
         assert tape.total == 0
         assert tape.most == 800
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_what_gloo_has_not_let_go_of_yet_does_not_count(monkeypatch, async_op):
-    held = []
-
-    class Work:
-        def __init__(self, output, input):
-            self.moves = output, input
-
-        def wait(self):
-            output, input = self.moves
-            output.copy_(input)
-
-    def moved(output, input, *, async_op):
-        work = Work(output, input)
-        held.append(work)  # as gloo's threads do, for a moment
-        return work if async_op else work.wait()
-
-    monkeypatch.setattr(dist, "all_to_all_single", moved)
-    with Tape(region="one") as tape:
-        with all_to_alls_apart():
-            output, input = torch.zeros(50), torch.ones(50)
-            work = dist.all_to_all_single(output, input, async_op=async_op)
-            assert (work is not None) == async_op
-            assert output.tolist() == [1.0] * 50
-            assert tape.total == 400
-            del input
-            assert tape.total == 200
-            del output
-            assert tape.total == 0
-        assert dist.all_to_all_single is moved
-    assert held
 
 
 @pytest.mark.parametrize(
@@ -224,21 +156,6 @@ def test_gradients_in_bf16_are_copied_for_all_optimizers_at_once():
 )
 def test_the_optimizer_is_torch_s_unless_another_is_asked_for(flags, stepping):
     assert stepping_of(flags) == stepping
-
-
-@pytest.mark.parametrize("host", [0, 3_000_000])
-def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
-    args = Namespace(model_name="tiny", ranks=1)
-    parts = {"weights": 2_000_000}
-    found = RankMemory(
-        stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
-    )
-    parsed = Namespace(args=args)
-    print_stages(EstimatedLayout(name="it", flags="", parsed=parsed, rows=(4,), stages=[found]))
-    shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
-    assert "total 2.00" in shown  # on the device
-    assert "in the optimizer s step 1.50" in shown
-    assert ("named tensors on the host 3.00" in shown) == bool(host)
 
 
 def test_a_tenth_of_the_device_stays_free():

@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.microbatches import own_ranks_of, pieces_of, step_of_data
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.tape import ENCODER, INPUT, STATES
+from loongplug.estimate.run_of_flags import parsed_for
 
 pytestmark = pytest.mark.quick
 
@@ -72,39 +71,6 @@ def estimated(*options, ranks=2):
     return result.output
 
 
-def test_the_decoder_s_ranks_have_nothing_of_the_encoder(tmp_path):
-    figures = tmp_path / "figures.json"
-    written = ("--json", str(figures))
-    shown = estimated(f"{OWN}=1", *written)
-    assert "qwen3_vl_tiny, 2 rank(s)" in shown
-    decoder, encoder = json.loads(figures.read_text())["stages"]
-    assert (decoder["role"], decoder["rank"]) == ("decoder", 0)
-    assert (encoder["role"], encoder["rank"], encoder["stage"]) == ("image_encoder", 1, 0)
-    assert not {ENCODER, INPUT} & {*decoder["parts"], *decoder["most"]}
-    assert "decoder activations" not in encoder["most"]
-    estimated(*written, ranks=1)
-    (together,) = json.loads(figures.read_text())["stages"]
-    for kind in ("weights", "gradient buffers", "optimizer state"):
-        assert decoder["most"][kind] + encoder["most"][kind] == together["most"][kind]
-    # In fp32, weights, their gradients and two moments, of a parameter.
-    assert encoder["most"]["optimizer state"] == 2 * encoder["most"]["weights"]
-
-
-def test_an_encoder_s_stages_have_together_what_one_has(tmp_path):
-    figures = tmp_path / "figures.json"
-    written = ("--json", str(figures))
-    stages = "model.image_encoder.pipeline_model_parallel_size=2"
-    shown = estimated(f"{OWN}=1", stages, *written, ranks=3)
-    assert STATES in shown
-    _, first, last = json.loads(figures.read_text())["stages"]
-    assert [(each["stage"], each["rank"]) for each in (first, last)] == [(0, 1), (1, 2)]
-    assert first["role"] == last["role"] == "image_encoder"
-    estimated(f"{OWN}=1", *written)
-    _, whole = json.loads(figures.read_text())["stages"]
-    for kind in ("weights", "gradient buffers", "optimizer state"):
-        assert first["most"][kind] + last["most"][kind] == whole["most"][kind]
-
-
 def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):
     figures = tmp_path / "figures.json"
     layouts = [f"{OWN}=1", f"{OWN}=1 model.image_encoder.num_layers=60"]
@@ -115,9 +81,3 @@ def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):
     small, large = json.loads(figures.read_text())["layouts"]
     assert [each["role"] for each in small["stages"]] == ["decoder", "image_encoder"]
     assert small["stages"][0] == large["stages"][0]
-
-
-def test_what_a_start_refuses_is_refused_here():
-    result = CliRunner().invoke(app, [*RUN, "--ranks", "3", f"{OWN}=1"])
-    assert result.exit_code == 1
-    assert "3 ranks with rank_offset 1 and 1 rank of encoders: expected 2" in result.output

@@ -8,8 +8,8 @@ import transformers
 from loongplug.models.hf_config import hf_config
 from loongplug.training.config import compose_model
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-from loongplug.verify.tiny import kind_of
 from loongplug.verify.tiny_processor import write_processor
+from loongplug.verify.tiny_sizes import kind_of
 
 
 def saved_model(folder: Path, name: str) -> Path:

@@ -26,17 +26,15 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.carrier import Carrier, stage_links
-from loongplug.hetero.crossings import apart_crossings
-from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Cargo, StepPlan
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.piece_carrier import Carrier, Dealer
+from loongplug.hetero.piece_routes import apart_crossings, stage_links
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.recorded_schedule import forwards_first
+from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
 from loongplug.hetero.wire import Wire
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout

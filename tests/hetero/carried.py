@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_carrier import Carrier, Dealer
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
@@ -65,9 +64,8 @@ def carrier_of(
     counted: Counted,
     *,
     most: float,
-    deals: str = "tp",
 ) -> Carrier:
-    """Of this rank, over groups of all ranks; ``deals`` are the decoder's groups that do."""
+    """Of this rank, over groups of all ranks."""
     there, back = (
         create_exchange_group(name, [list(everyone)], options_of="pp") for name in ("there", "back")
     )
@@ -76,7 +74,7 @@ def carrier_of(
     dealers = [
         None if group is None else Dealer(group)
         for group in (
-            create_exchange_group("deals", decoder.groups(deals), options_of="tp"),
+            create_exchange_group("deals", decoder.groups("tp"), options_of="tp"),
             create_exchange_group("shares", encoder.groups("tp"), options_of="tp"),
         )
     ]

@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loongplug.hetero.dealing import Deal
-from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.piece_routes import Deal
+from loongplug.hetero.row_moves import Rows, size
 from loongplug.hetero.wire import StepMoves
 
 Row = Any  # what tells it from others

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loongplug.hetero import dealing, exchange, wire
+from loongplug.hetero import exchange, piece_carrier, wire
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait
 
@@ -23,7 +23,7 @@ class Queues:
         self.given: dict[int, list[Act]] = {}
         # The rows of each message of a stream, at the end that sends and at the other one.
         self.rows = {sends: defaultdict[Stream, list[int]](list) for sends in (True, False)}
-        for module in (dealing, exchange, wire):
+        for module in (exchange, piece_carrier, wire):
             patch.setattr(module, "dist", self)
 
     def turn_to(self, rank: int) -> None:

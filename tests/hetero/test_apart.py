@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import Meeting, Placement, all_apart, all_ranks_dp, one_apart
+from loongplug.hetero.placement import Meeting, Placement, all_apart, one_apart
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -170,12 +170,3 @@ def test_ranges_that_part_the_world_and_no_others(spans):
     else:
         with pytest.raises(ValueError, match="rank_offset"):
             all_apart(decoder, encoders, into="text")
-
-
-def test_edges_of_one_kind_are_not_asked_for_the_other():
-    with pytest.raises(AssertionError, match="see pieces"):
-        images(Layout(tp=2), Layout(first_rank=2)).edges("images")
-    colocated = all_ranks_dp(Layout(tp=2, dp=2), entry=IMAGES, tp=1)
-    assert not colocated.is_apart("images")
-    with pytest.raises(AssertionError, match="see edges"):
-        colocated.pieces("images", micro_batch_size=1)

@@ -1,11 +1,9 @@
 """Which replica encodes which unit: the planner and its costs."""
 
-from dataclasses import replace
 from functools import cache
 from heapq import heapreplace
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import times_slower
-from surveyed import grids_of
 
-from loongplug.data.dataset import ChatDataset
 from loongplug.data.microbatch import Share
-from loongplug.data.processor_folder import load_processor
 from loongplug.data.sample import Grid
 from loongplug.hetero.balance import (
     Balance,
@@ -80,7 +75,7 @@ def test_every_unit_has_one_owner_and_the_slowest_is_never_slower(
 @settings(deadline=None)
 def test_improvement_never_makes_longest_first_worse(costs: Costs, replicas: int) -> None:
     encoder_replicas = balanced(costs, replicas)
-    assert sorted(set(encoder_replicas)) == sorted(set(encoder_replicas) & set(range(replicas)))
+    assert set(encoder_replicas) <= set(range(replicas))
     assert slowest(costs, encoder_replicas, replicas) <= longest_first(costs, replicas)
 
 
@@ -144,14 +139,6 @@ def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
     assert balance.costs([grids]) == [expected]
     smallest: Grid = (1, own.spatial_merge_size, own.spatial_merge_size)
     assert balance.costs([[]]) == balance.costs([[smallest]])
-
-
-def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
-    """Frames do not attend to each other."""
-    balance = Balance.of(encoder("qwen3_vl_8b"))
-    video, frame, image = balance.costs([[(4, 20, 20)], [(1, 20, 20)], [(1, 40, 40)]])
-    assert video == 4 * frame
-    assert image > 1.05 * video
 
 
 # Media of very uneven cost: a speck of an image, and a long video.
@@ -289,48 +276,3 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
             f" {1 + imbalance(costs, encoder_replicas, replicas=256):.2f} balanced"
         )
     assert slower < 8  # measured: 3.4
-
-
-@pytest.fixture(scope="module")
-def demo_units(demo: Path) -> list[tuple[Grid, ...]]:
-    """The images of each of the demo's training samples, as grids."""
-    dataset = ChatDataset(
-        demo / "train.jsonl",
-        processor=load_processor(demo / "processor"),
-        seq_length=80,
-        training_phase="sft",
-    )
-    return [grids_of(dataset[number]) for number in range(len(dataset))]
-
-
-@pytest.mark.parametrize(("name", "replicas"), [("qwen3_vl_tiny", 16), ("qwen3_vl_8b", 8)])
-def test_uneven_demo_data_come_within_a_tenth_of_the_mean(
-    demo_units: list[tuple[Grid, ...]],
-    name: str,
-    replicas: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    balance = Balance.of(encoder(name))
-    costs = balance.costs(demo_units)
-    encoder_replicas = owners_of(balance.assign(demo_units, replicas=replicas))
-    before = imbalance(costs, in_turn(costs, replicas), replicas=replicas)
-    after = imbalance(costs, encoder_replicas, replicas=replicas)
-    with capsys.disabled():
-        print(
-            f"\n{name}: {len(costs)} demo units over {replicas} replicas, slowest over mean"
-            f" {1 + before:.3f} in turn, {1 + after:.3f} balanced"
-        )
-    assert max(costs) * replicas <= sum(costs)  # attainable
-    assert before > 0.2
-    assert after < 0.1
-
-
-def test_below_the_threshold_the_demo_data_stay_in_turn(
-    demo_units: list[tuple[Grid, ...]],
-) -> None:
-    balance = Balance.of(encoder("qwen3_vl_tiny"))
-    costs = balance.costs(demo_units)
-    exact = imbalance(costs, in_turn(costs, 4), replicas=4)
-    at, above = (replace(balance, threshold=exact + more) for more in (0.0, 1e-9))
-    assert owners_of(at.assign(demo_units, replicas=4)) != in_turn(costs, 4)
-    assert owners_of(above.assign(demo_units, replicas=4)) == in_turn(costs, 4)

@@ -1,13 +1,12 @@
 """Plans that fill the pipeline's bubble: sound for every step, and how much faster they are."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain
 from operator import add
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import times_slower
 from streamed_steps import (
@@ -66,57 +65,6 @@ def test_every_plan_is_sound_and_none_is_slower(step: Step) -> None:
     assert times.step < separated_end(step)
     assert times.features_held() <= len(step.names)
     assert times.step >= busiest(step)
-
-
-def with_work(plan: EncoderPlan, replica: int, work: Iterable[EncoderWork[Name]]) -> EncoderPlan:
-    return (*plan[:replica], tuple(work), *plan[replica + 1 :])
-
-
-@pytest.mark.not_quick
-@given(steps(), st.data())
-@settings(deadline=None)
-def test_a_fault_in_a_plan_is_found(step: Step, data: st.DataObject) -> None:
-    """Pieces of two passes of one replica, or within a pass, change places; a pass is forgotten."""
-    plan = filled(step)
-    assume(plan is not None)
-    assert plan is not None
-    found = [
-        (replica, first, second)
-        for replica, work in enumerate(plan)
-        for second in range(len(work))
-        for first in range(second + 1)
-        if work[first].forward is work[second].forward
-        and (first < second or len(work[first].pieces) > 1)
-    ]
-    assume(found)
-    replica, first, second = data.draw(st.sampled_from(found))
-    work = [*plan[replica]]
-    one, other = work[first], work[second]
-    work[first], work[second] = one._replace(pieces=other.pieces), other._replace(pieces=one.pieces)
-    if first == second:
-        work[first] = one._replace(pieces=one.pieces[::-1])
-    for faulty in (work, [each for each in plan[replica] if each != one]):
-        with pytest.raises(AssertionError):
-            check(step, with_work(plan, replica, faulty))
-
-
-def test_work_that_comes_too_late_or_too_early_is_found() -> None:
-    step = even(4, percent=30)
-    plan = filled(step)
-    assert plan is not None
-    for forward in (True, False):
-        replica, number = next(
-            (replica, number)
-            for replica, work in enumerate(plan)
-            for number, one in enumerate(work)
-            if one.forward is forward
-        )
-        one = plan[replica][number]
-        moved = one._replace(before=len(step.passes[replica]) if forward else 0)
-        rest = [each for each in plan[replica] if each != one]
-        work = (*rest, moved) if forward else (moved, *rest)
-        circle = with_work(plan, replica, work)
-        assert simulate(step, circle) is None
 
 
 def tied(one: EncoderPlan, other: EncoderPlan, *, step: Step) -> EncoderPlan:
@@ -220,18 +168,6 @@ def test_several_replicas_on_a_stage() -> None:
     step = even(4, percent=20, lanes=2)
     before, now = ratio(step)
     assert now < 1.05 < 1.14 < before
-
-
-def test_uneven_microbatches() -> None:
-    """One without media, and one with ten times as many."""
-    step = even(4, percent=50)
-    large = tuple(PieceCost(10 * each.forward, 10 * each.backward) for each in step.pieces[0])
-    for place in (0, 7, 15):
-        pieces = [*step.pieces]
-        pieces[place], pieces[(place + 3) % 16] = large, ()
-        uneven = replace(step, pieces=tuple(pieces))
-        before, now = ratio(uneven)
-        assert now < before
 
 
 def test_joined_passes_leave_the_last_gradients_to_the_first_stage() -> None:

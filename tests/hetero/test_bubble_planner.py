@@ -11,18 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from streamed_steps import busiest, simulate
-from walked_plans import walked
 
 from loongplug.data.microbatch import Share
 from loongplug.data.planned_media import Assignment
 from loongplug.data.sample import Grid
-from loongplug.hetero.balance import Balance
+from loongplug.hetero.balance import Balance, in_passes
 from loongplug.hetero.bubble_drafts import streamed as plan_of
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
-from loongplug.hetero.encoder_steps import EncoderStep
-from loongplug.hetero.operations import Cargo, Encode, Kept, Receive, Send
-from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.policies import separated, streamed
 from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
 
 pytestmark = pytest.mark.quick
@@ -145,29 +140,15 @@ def test_none_is_slower_than_what_runs_would_do_instead(data: st.DataObject) -> 
     for way in (0, 1) if options["trains"] else (0,):
         alone += max(
             sum(of_media(grids)[way] for grids in own)
-            + options["each"][way] * as_planned(own, options["joined_rows"])
+            + options["each"][way] * passes_of(own, options["joined_rows"])
             for own in held
         )
     assert otherwise == alone
 
 
-def as_planned(units: Units, joined_rows: int | None) -> int:
-    """How many passes a run's plan makes of a replica's units."""
-    plan = separated(
-        EncoderStep(
-            encoder_replicas=((0,),) * len(units),
-            replicas=1,
-            replica=0,
-            consumes=False,
-            training=True,
-            trains=True,
-            last_stage=False,
-            on_host=frozenset({Kept.ACTIVATIONS} if joined_rows is None else ()),
-            rows=tuple(sum(map(prod, grids)) for grids in units),
-            joined_rows=joined_rows or 0,
-        )
-    )
-    return sum(isinstance(x, Encode) and bool(x.pieces) for each in plan.values() for x in each)
+def passes_of(units: Units, joined_rows: int | None) -> int:
+    """How many passes a replica's units take."""
+    return len(in_passes(units, [sum(map(prod, grids)) for grids in units], most=joined_rows))
 
 
 def test_where_nothing_is_gained_nothing_is_planned() -> None:
@@ -232,42 +213,3 @@ def test_what_goes_through_in_one_pass_is_sent_as_one() -> None:
                 assert one.media.stop < other.media.start
     alone = planner(2, each=PieceCost(100, 200), joined=0).plan([media] * 16)
     assert alone is None or all(len(x.pieces) == 1 for work in alone.work for x in work)
-
-
-@given(UNITS, st.integers(2, 4), st.booleans(), st.booleans())
-@settings(max_examples=60)
-def test_every_piece_goes_there_and_back_once(
-    units: list[list[Grid]], stages: int, trains: bool, joined: bool
-) -> None:
-    """The plans of one replica to a stage are walked, where activations leave for the host."""
-    each = PieceCost(100, 200) if joined else FREE
-    found = planner(stages, each=each, trains=trains).plan(units)
-    assume(found is not None)
-    assert found is not None
-    walks = []
-    for stage in range(stages):
-        step = EncoderStep(
-            encoder_replicas=((0,),) * len(found.shares),
-            replicas=stages,
-            replica=stage,
-            consumes=stage == 0,
-            training=True,
-            trains=trains,
-            last_stage=stage == stages - 1,
-            on_host=frozenset({Kept.ACTIVATIONS}),
-            stream=found.stream(stage),
-        )
-        pipeline = Pipeline(stages=stages, stage=stage, chunks=1, group=stages)
-        walks.append(walked(streamed(step), step, pipeline))
-    pieces = list(range(len(found.pieces)))
-    assert sorted(chain(*(walk.encoded for walk in walks))) == pieces
-    back = pieces if trains else []
-    for what, there, expected in ((Cargo.FEATURES, Send, pieces), (Cargo.GRADIENTS, Receive, back)):
-        # The encoder's ends of messages, and those of the decoder's first stage, in their order.
-        ends: list[list[int]] = [[], []]
-        for rank, walk in enumerate(walks):
-            for one in walk.wired:
-                if isinstance(one, Send | Receive) and one.what is what:
-                    ends[not isinstance(one, there)].append(one.piece)
-                    assert rank == 0 or isinstance(one, there)
-        assert [sorted(ends[0]), ends[1]] == [expected, expected]

@@ -12,11 +12,11 @@ from ranks import run_ranks
 
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import Crossings, apart_crossings
 from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_carrier import Carrier
+from loongplug.hetero.piece_routes import Crossings, apart_crossings
 from loongplug.hetero.placement import ApartPiece, one_apart
-from loongplug.hetero.routes import ExchangeSpec, Rows, sequence_shards
+from loongplug.hetero.row_moves import ExchangeSpec, Rows, sequence_shards
 from loongplug.parallel.layout import Layout
 
 
@@ -144,7 +144,7 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True) -> Counted:
     numbers = crossings.of_step(Cargo.FEATURES).microbatches
     assert numbers == {n: unit[1] for n, unit in enumerate(units_of(case, rank)) if n in numbers}
     for step in range(STEPS):
-        carrier.begin(crossings, None, trains=trains)
+        carrier.begin(crossings, trains=trains)
         rows = [rows_of(case, rank, unit, step=step) for unit in units_of(case, rank)]
         side(carrier, rows, trains)
         carrier.wire.drain()

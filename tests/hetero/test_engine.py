@@ -23,7 +23,7 @@ from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import BEGIN, END, Kept, backward, forward, gradient
+from loongplug.hetero.operations import BEGIN, END, Kept, forward, gradient
 from loongplug.hetero.policies import group_ahead, separated
 from loongplug.platform.copies import HostCopies
 
@@ -147,22 +147,3 @@ def test_what_each_encoder_has_on_the_host_comes_back(monkeypatch, last_stage):
         found.append(torch.cat([torch.stack(losses), *map(model.gradients_of, BOTH)]))
     for each in found[1:]:
         assert torch.equal(each, found[0])
-
-
-def test_a_backward_that_begins_is_told_to_both(monkeypatch):
-    """The state of each comes back beside the last backward."""
-    told = []
-    do = Executor.do
-
-    def noted(self, when):
-        if when == backward(1):
-            told.append(self._entry.name)
-        do(self, when)
-
-    monkeypatch.setattr(Executor, "do", noted)
-    model = Model(entries=BOTH)
-    around = executors(separated, separated, on_host=frozenset({Kept.STATE}), last_stage=False)
-    for name, each in around.items():
-        each.host.state = EncoderState(model.parts[name], [], platform=each._platform)
-    run_encoders(around, model, microbatches([3, 2], ears=[2, 1]))
-    assert sorted(told) == ["ears", "eyes"]

@@ -9,10 +9,9 @@ from placed import ENCODER, part_of
 from ranks import run_ranks
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.routes import ExchangeSpec, Rows
+from loongplug.hetero.row_moves import ExchangeSpec, Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
@@ -204,41 +203,3 @@ def test_sixteen_units_go_over_at_a_time_or_one_of_each_replica(units, replicas,
     found = [*spec.lots(units)]
     assert [*chain(*found)] == [*units]
     assert [*map(len, found)] == lots
-
-
-def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
-    """Of a step's two exchanges, whether what is sent is what was given."""
-    decoder = Layout(pp=2)
-    placement = all_ranks_dp(decoder, entry=ENCODER, tp=1)
-    edge = placement.edge(ENCODER.name, rank=rank)
-    group = create_exchange_group(
-        ENCODER.name, [each.ranks for each in placement.edges(ENCODER.name)], options_of="tp"
-    )
-    exchange = AllToAll(edge, group, device=torch.device("cpu"))
-    spec = ExchangeSpec(
-        tokens=(3,) * units,
-        shares=((Share(encoder_replica=1),),) * units,
-        width=WIDTH,
-        dtype=torch.float32,
-    )
-    sent, send = [], exchange_module.dist.all_to_all_single
-    exchange_module.dist.all_to_all_single = lambda rows, given, *more: (
-        sent.append(given),
-        send(rows, given, *more),
-    )
-    mine = {unit: payload(unit, 3) for unit in range(units)} if rank else {}
-    arrived = exchange.gather_variable_shape_embeddings(mine, spec)
-    back = {unit: -rows for unit, rows in arrived.items()}
-    exchange.scatter_variable_shape_embeddings(back, spec)
-    given = [mine, back]
-    pointers = [{each.data_ptr() for each in of.values()} for of in given]
-    return [
-        len(rows) > 0 and rows.data_ptr() in of for rows, of in zip(sent, pointers, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(("units", "same"), [(1, True), (2, False)])
-def test_one_unit_is_sent_from_where_it_is(units, same):
-    consumer, encoder = run_ranks(memory_of_what_leaves, 2, units=units)
-    assert encoder == [same, False]
-    assert consumer == [False, same]

@@ -14,11 +14,10 @@ from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatc
 from loongplug.data.microbatch import MediaToCome
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.operations import BEGIN, Cargo, Encode, Hand, Kept, forward
+from loongplug.hetero.operations import BEGIN, Encode, Kept
 from loongplug.hetero.policies import group_ahead, separated
 from loongplug.platform import current_platform
 from loongplug.platform.copies import Copies, CudaCopies, HostCopies
-from loongplug.platform.prefetch import PrefetchQueue
 
 pytestmark = pytest.mark.quick
 
@@ -129,15 +128,6 @@ def test_units_that_are_joined_have_the_numbers_of_each_by_itself(on_host, rows,
     assert found[0][1].any() == bool(sum(rows))
 
 
-def test_a_frozen_encoder_joins_units_too():
-    model, executor = Model(trains=False), executor_of(separated, HostCopies(), joined_rows=100)
-    losses = torch.stack(run_step(executor, model, ROWS))
-    assert model.passes == 1
-    torch.testing.assert_close(
-        losses, torch.stack(run_step(executor_of(separated, HostCopies()), model, ROWS))
-    )
-
-
 def test_features_of_a_pass_are_let_go_unit_by_unit():
     """What the exchange hands on of a pass lies in one piece of memory."""
     alive, made = [], Noted()
@@ -170,51 +160,6 @@ class Noted:
 
     def count(self) -> None:
         self.counts.append(self.alive())
-
-
-@pytest.fixture
-def moved(monkeypatch) -> dict[Kept, Noted]:
-    """What leaves and comes back, by what it is; counted whenever something comes."""
-    noted = {what: Noted() for what in Kept}
-    leave, send_for = PrefetchQueue.leave, PrefetchQueue.send_for
-
-    def leaving(self, lots):
-        for (what, _), items in lots.items():
-            for each in items:
-                noted[what].note(each.device)
-        leave(self, lots)
-
-    def coming(self, *names):
-        send_for(self, *names)
-        for what, unit in names:
-            lot = self._lots.get((what, unit))
-            for each in () if lot is None else lot.items:
-                noted[what].note(each.device)
-            noted[what].count()
-
-    monkeypatch.setattr(PrefetchQueue, "leave", leaving)
-    monkeypatch.setattr(PrefetchQueue, "send_for", coming)
-    return noted
-
-
-def test_features_of_two_units_are_on_the_device_at_most(moved):
-    model = Model()
-    executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.FEATURES}))
-    features = moved[Kept.FEATURES]
-    run_step(executor, model, ROWS, seen=features.count)
-    row = WIDTH * 4
-    assert max(features.counts) == (4 + 7) * row
-    assert features.counts[-1] == 0
-
-
-def test_activations_of_two_units_are_on_the_device_at_most(moved):
-    model, between = Model(), []
-    executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.ACTIVATIONS}))
-    saved = moved[Kept.ACTIVATIONS]
-    run_step(executor, model, ROWS, seen=lambda: between.append(saved.alive()))
-    row = 4 * (PIXELS + 16)  # what came of media, and tanh's result; weights stay
-    assert max(saved.counts) == (4 + 7) * row
-    assert set(between) == {0}
 
 
 @pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
@@ -281,14 +226,6 @@ def test_a_gradient_that_did_not_come_is_missed():
     model = Model()
     with pytest.raises(AssertionError, match=r"no gradient came for pieces \[0, 1\]"):
         run_step(executor, model, [3, 4], backwards=False)
-
-
-def test_a_unit_that_was_not_gathered_is_refused():
-    executor = executor_of(
-        lambda step: {forward(0): (Hand(what=Cargo.FEATURES, microbatch=0),)}, HostCopies()
-    )
-    with pytest.raises(KeyError):
-        run_step(executor, Model(), [3])
 
 
 def test_what_a_plan_makes_and_nobody_uses_is_missed():

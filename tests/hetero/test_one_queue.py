@@ -16,10 +16,7 @@ from placed import ENCODER
 from queued import Queues, Sent, finish
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.carrier import Carrier, StageSpec, stage_links
 from loongplug.hetero.communicators import apart_pairs, count, there_and_back
-from loongplug.hetero.crossings import apart_crossings
-from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
@@ -30,11 +27,20 @@ from loongplug.hetero.operations import (
     Receive,
     Send,
 )
-from loongplug.hetero.pass_order import Pipeline, Turn
+from loongplug.hetero.piece_carrier import Carrier, Dealer
+from loongplug.hetero.piece_routes import apart_crossings, stage_links
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.recorded_schedule import Posted, StageEnd, Waited, calls, forwards_first
-from loongplug.hetero.routes import ExchangeSpec
+from loongplug.hetero.recorded_schedule import (
+    Pipeline,
+    Posted,
+    StageEnd,
+    Turn,
+    Waited,
+    calls,
+    forwards_first,
+)
+from loongplug.hetero.row_moves import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import order
@@ -138,7 +144,7 @@ class Ranks:
         here = rank in layout.ranks
         groups: Any = {what: f"{what.name} {encoder.number}" for what in Cargo}
         links = stage_links(layout, rank, widths=[1] * (layout.pp - 1))
-        last = not any(each.source == rank for each in links)
+        last = not any(source == rank for source, _ in links)
         tp_group: Any = tuple((layout if here else decoder).group("tp", rank))
         carrier = Carrier(
             wire=Wire(groups, most=self._in_flight(encoder, rank), device=HOST),
@@ -176,16 +182,9 @@ class Ranks:
             shards=tuple(((slice(0, each),), *nothing) for each in tokens) if chunks > 1 else None,
             row_tokens=tuple(row_tokens),
         )
-        states = None
-        if encoder.layout.pp > 1 and rank in encoder.layout.ranks:
-            numbers = range(len(tokens))
-            states = StageSpec(
-                rows=tokens,
-                microbatches=tuple(number // len(samples) for number in numbers),
-                dtype=ROW.dtype,
-            )
+        states = [(rows, number // len(samples)) for number, rows in enumerate(tokens)]
         crossings = apart_crossings(encoder.pieces, units, cp=1, rank=rank)
-        carrier.begin(crossings, states, trains=self._trains(encoder, rank))
+        carrier.begin(crossings, states=states, trains=self._trains(encoder, rank))
 
     def _trains(self, encoder: Placed, rank: int) -> bool:
         """Whether gradients of the encoder come to a rank of it, or from one of the decoder."""

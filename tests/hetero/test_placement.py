@@ -11,8 +11,6 @@ from placed import ENCODER, PLACES, decoders, placements
 from loongplug.data.planned_media import Assignment
 from loongplug.hetero.placement import (
     Edge,
-    PlacedEntry,
-    Placement,
     all_ranks_dp,
     first_stage_dp,
     first_stage_tp,
@@ -103,15 +101,6 @@ def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
     assert len(placement.edges(NAME)) == decoder.dp
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_parts_of_a_gradient_on_context_parallel_ranks_are_summed(tp: int) -> None:
-    """Each has what its own tokens give: of the copies that have the same, one counts."""
-    decoder = Layout(tp=2, cp=3, dp=2, pp=2)
-    placement = first_stage_tp(decoder, entry=ENCODER, tp=tp)
-    assert placement.gradient_factor(NAME) == tp / 2
-    assert all_ranks_dp(decoder, entry=ENCODER, tp=tp).gradient_factor(NAME) == 1.0
-
-
 @FEW
 @given(decoders())
 def test_only_all_ranks_are_on_every_stage(made):
@@ -126,15 +115,6 @@ def test_only_all_ranks_are_on_every_stage(made):
 def test_a_size_that_does_not_divide(place, tp):
     with pytest.raises(ValueError, match=f"is {tp}: it has to divide the decoder's, which is 4"):
         place(Layout(tp=4, pp=2), entry=ENCODER, tp=tp)
-
-
-DECODER = PlacedEntry(name="text_decoder", layout=Layout(tp=2, dp=2, pp=2))
-ON_FIRST = PlacedEntry(name=NAME, layout=Layout(tp=2, dp=2), into="text_decoder")
-
-
-def test_a_rank_that_no_entry_lies_on():
-    with pytest.raises(ValueError, match="rank 8 is none of this layout's"):
-        Placement(entries=(ON_FIRST, DECODER)).edge(NAME, rank=8)
 
 
 @pytest.mark.parametrize(("tp", "own"), product((2, 4, 8), (1, 2, 4, 8)))

@@ -60,24 +60,6 @@ def test_by_hand() -> None:
     assert frozen.step == 3 + 9
 
 
-def test_separated_waits_for_all() -> None:
-    """Both encode, 3; the decoder, 9; both go backward, 5."""
-    assert separated_end(SMALL) == 3 + 9 + 5
-
-
-def test_two_replicas_on_a_stage() -> None:
-    """A pass waits for both, and they work side by side."""
-    step = replace(SMALL, replicas=(0, 0, 1, 1), encoder=FROZEN)
-    plan = (work((0, True, 0)), work((0, True, 1)), (), ())
-    times = simulate(step, plan)
-    assert times is not None
-    assert times.step == 3 + 9
-    one_by_one = (work((0, True, 0), (0, True, 1)), (), (), ())
-    slower = simulate(step, one_by_one)
-    assert slower is not None
-    assert slower.step == 6 + 9
-
-
 def test_pieces_in_one_pass_by_hand() -> None:
     """Features come with the pass's last piece, a backward waits for the last gradient."""
     # Stage 0: encodes both 0-7, F0 7-8, F1 8-9, B0 11-13, B1 14-16, encodes both back 16-28.
@@ -140,18 +122,6 @@ def test_the_decoder_alone(step: Step) -> None:
         for forward, backward in zip(step.forward, step.backward, strict=True)
     ]
     assert times.step == step_time(stages, microbatches=microbatches)
-
-
-@given(steps())
-def test_idle_is_what_is_not_work(step: Step) -> None:
-    plan = separated(step)
-    times = simulate(step, plan)
-    assert times is not None
-    all_work = sum(step.encoding(*name) for name in step.names)
-    passes = [one for work in plan for one in work]
-    all_work += sum(step.encoder.each[not one.forward] for one in passes)
-    all_work += sum(step.decoding[stage] for stage in step.replicas)
-    assert sum(times.idle) == times.step * len(step.replicas) - all_work
 
 
 @given(steps())

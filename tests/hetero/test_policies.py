@@ -1,13 +1,12 @@
-"""Plans of all ranks of a model replica, walked in the order of their schedules."""
+"""Plans of all ranks of a model replica, in the order of their schedules."""
 
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from walked_plans import walk, walked
 
 from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
@@ -16,20 +15,23 @@ from loongplug.hetero.operations import (
     Backward,
     Cargo,
     Encode,
-    Hand,
+    Event,
+    Exchange,
     Kept,
+    Move,
     Operation,
     Receive,
     Send,
     StepPlan,
+    To,
     Weights,
     When,
     before_pass,
     forward,
     gradient,
 )
-from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import apart, group_ahead, inline, separated, streamed
+from loongplug.hetero.recorded_schedule import Pipeline, events, forwards_first
 
 pytestmark = pytest.mark.quick
 
@@ -79,10 +81,47 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
     return found
 
 
+def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
+    """A rank's operations as its schedule comes to them, which does to all of the plan."""
+    never = set() if step.training else {Event.BACKWARD, Event.GRADIENT}
+    never |= set() if step.consumes else {Event.GRADIENT}
+    passed = [
+        each
+        for each in events(pipeline, len(step.encoder_replicas))
+        if isinstance(each, When) and each.event not in never
+    ]
+    assert plan.keys() <= {*passed}, f"nobody comes to {plan.keys() - {*passed}}"
+    return [each for when in passed for each in plan.get(when, ())]
+
+
+def collectives(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
+    """What a rank enters together with others, in its order.
+
+    Each piece goes forward once, and back where something trains, with one reduction behind all.
+    What moves to the host leaves and is let go of, and is sent for before it is used.
+    """
+    done = in_order(plan, step, pipeline)
+    forwards = [each.pieces for each in done if isinstance(each, Encode)]
+    backwards = [each for each in done if isinstance(each, Backward)]
+    mine = step.mine(step.units)
+    if step.stream is not None:
+        mine = sorted(piece for x in step.stream.work if x.forward for piece in x.pieces)
+    assert sorted(chain(*forwards)) == mine
+    assert sorted(x.pieces for x in backwards) == (sorted(forwards) if step.trains else [])
+    assert not backwards or backwards[-1].more == (Weights(gather=False) in done)
+    moves = defaultdict[tuple[Kept, int | None], list[To]](list)
+    for each in done:
+        for piece in (each.pieces or (None,)) if isinstance(each, Move) else ():
+            moves[each.what, piece].append(each.to)
+    # Features leave within their exchange.
+    assert all(to == [*To][2 * (what is Kept.FEATURES) :] for (what, _), to in moves.items()), moves
+    return [each for each in done if isinstance(each, Exchange | Weights)]
+
+
 @given(steps(everywhere=True))
 def test_separated(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
     """All ranks enter the same exchanges in the same order."""
-    entered = [walk(separated(step), step, pipeline) for step, pipeline in ranks]
+    entered = [collectives(separated(step), step, pipeline) for step, pipeline in ranks]
     assert all(each == entered[0] for each in entered)
 
 
@@ -94,7 +133,8 @@ def test_group_ahead(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
         if step.replica is None:
             assert not plan
             continue
-        assert walk(plan, step, pipeline) == walk(group_ahead(ranks[0][0]), *ranks[0])
+        first = collectives(group_ahead(ranks[0][0]), *ranks[0])
+        assert collectives(plan, step, pipeline) == first
 
 
 @st.composite
@@ -163,7 +203,7 @@ def at_once(ranks: list[tuple[EncoderStep, Pipeline]]) -> list[tuple[EncoderStep
 @given(st.one_of(steps_streamed(), steps(everywhere=True).map(at_once)))
 def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
     """Whatever a rank does meanwhile, all enter the same collectives around it."""
-    entered = [walk(streamed(step), step, pipeline) for step, pipeline in ranks]
+    entered = [collectives(streamed(step), step, pipeline) for step, pipeline in ranks]
     assert all(each == entered[0] for each in entered)
     step, _ = ranks[0]
     around: list[Operation] = [Weights(gather=True), Weights(gather=False)] if step.trains else []
@@ -245,7 +285,8 @@ def test_apart(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
         if step.replica is None and not step.consumes:
             assert not plan
             continue
-        entered = walked(plan, step, pipeline).wired
+        collectives(plan, step, pipeline)
+        entered = in_order(plan, step, pipeline)
         features, gradients = (
             [each for each in entered if isinstance(each, Send | Receive) and each.what is what]
             for what in (Cargo.FEATURES, Cargo.GRADIENTS)
@@ -306,66 +347,6 @@ def test_an_encoder_apart_that_has_nothing_to_learn_or_to_encode() -> None:
     assert not apart(replace(none, trains=False))
 
 
-def test_a_decoder_whose_encoder_lies_apart() -> None:
-    """Features come before a forward, and go back as gradients within its backward."""
-    step = replace(
-        ENCODES,
-        encoder_replicas=((0,), (0,)),
-        replica=None,
-        consumes=True,
-        pieces=1,
-        last_stage=True,
-    )
-    taken = {
-        forward(unit): (
-            Receive(what=Cargo.FEATURES, piece=unit),
-            Hand(what=Cargo.FEATURES, microbatch=unit),
-        )
-        for unit in (0, 1)
-    }
-    back = {
-        gradient(unit): (
-            Hand(what=Cargo.GRADIENTS, microbatch=unit),
-            Send(what=Cargo.GRADIENTS, piece=unit),
-        )
-        for unit in (0, 1)
-    }
-    assert apart(step) == taken | back
-    assert apart(replace(step, trains=False)) == taken
-
-
-def without(plan: StepPlan, when: When, number: int) -> Mapping[When, tuple[Operation, ...]]:
-    left = tuple(each for place, each in enumerate(plan[when]) if place != number)
-    return {**plan, when: left}
-
-
-RANKS_OF = {
-    "separated": (separated, steps(everywhere=True)),
-    "group ahead": (group_ahead, steps(everywhere=False)),
-    "apart": (apart, steps_apart()),
-    "streamed": (streamed, steps_streamed()),
-    "streamed at once": (streamed, steps(everywhere=True).map(at_once)),
-}
-
-
-@pytest.mark.parametrize("name", RANKS_OF)
-@given(data=st.data())
-@settings(max_examples=30)
-def test_a_plan_that_lacks_any_operation_is_found(name: str, data: st.DataObject) -> None:
-    """Also by ranks that then enter other collectives than the rest."""
-    policy, ranks = RANKS_OF[name]
-    planned = [(policy(step), step, pipeline) for step, pipeline in data.draw(ranks)]
-    for plan, step, pipeline in planned:
-        expected = walked(plan, step, pipeline)
-        for when, operations in plan.items():
-            for number, operation in enumerate(operations):
-                try:
-                    found = walked(without(plan, when, number), step, pipeline)
-                except (AssertionError, KeyError):
-                    continue
-                assert found.collectives != expected.collectives, operation
-
-
 def test_inline_is_of_the_stages_that_consume() -> None:
     step = EncoderStep(
         encoder_replicas=((0,), (0,)),
@@ -381,3 +362,59 @@ def test_inline_is_of_the_stages_that_consume() -> None:
     assert inline(step) == there | back
     assert inline(replace(step, trains=False)) == there
     assert not inline(replace(step, consumes=False))
+
+
+def step_of(
+    stage: int, stages: int, *, units: int, in_front: int, trains: tuple[bool, ...]
+) -> EncoderStep:
+    """Of a stage, where the stages' own parameters train or not."""
+    decoder = Pipeline(stages=in_front, stage=0, chunks=1, group=in_front)
+    return EncoderStep(
+        encoder_replicas=((0,),) * units,
+        replicas=1,
+        replica=0,
+        consumes=False,
+        training=True,
+        trains=any(trains[: stage + 1]),
+        trains_before=any(trains[:stage]),
+        last_stage=False,
+        forwards=forwards_first(decoder, units, behind=stages - 1 - stage),
+        stage=stage,
+        stages=stages,
+    )
+
+
+def operations(plan: StepPlan) -> list[Operation]:
+    assert plan.keys() <= {BEGIN}
+    return [*plan.get(BEGIN, ())]
+
+
+def pieces(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
+    """Those that are sent or received."""
+    return [each.piece for each in operations(plan) if isinstance(each, kind) and each.what is what]
+
+
+@given(
+    st.lists(st.booleans(), min_size=2, max_size=4),
+    st.integers(1, 6),
+    st.integers(1, 4),
+)
+def test_what_one_stage_gives_the_next_takes(trains: list[bool], units: int, in_front: int) -> None:
+    """In one order, each unit once, and gradients as far as something before trains."""
+    stages = len(trains)
+    plans = [
+        apart(step_of(stage, stages, units=units, in_front=in_front, trains=tuple(trains)))
+        for stage in range(stages)
+    ]
+    for stage in range(1, stages):
+        before, own = plans[stage - 1], plans[stage]
+        given, taken = pieces(before, Send, Cargo.STATES), pieces(own, Receive, Cargo.STATES)
+        assert given == taken == [*range(units)]
+        back = [*range(units)] if any(trains[:stage]) else []
+        returned = pieces(own, Send, Cargo.STATE_GRADIENTS)
+        assert pieces(before, Receive, Cargo.STATE_GRADIENTS) == returned == back
+        gone = [each.pieces for each in operations(before) if isinstance(each, Backward)]
+        assert gone == [(piece,) for piece in back]
+    assert not pieces(plans[0], Receive, Cargo.STATES)
+    assert not pieces(plans[0], Send, Cargo.STATE_GRADIENTS)
+    assert not pieces(plans[-1], Send, Cargo.STATES)

@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 
-from loongplug.hetero.pass_order import Pipeline, Turn
-from loongplug.hetero.recorded_schedule import Posted, Waited, calls
+from loongplug.hetero.recorded_schedule import Pipeline, Posted, Turn, Waited, calls, forwards_first
 from loongplug.hetero.step_costs import DecoderPass, decoder_passes
 
 pytestmark = pytest.mark.quick
@@ -80,3 +79,22 @@ def test_a_pass_knows_its_place_on_the_microbatch_s_way() -> None:
         DecoderPass(forward=True, place=3, microbatch=0),
         DecoderPass(forward=False, place=3, microbatch=0),
     )
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "group", "overlaps", "forwards"),
+    [
+        (1, 1, 1, False, [2, 3, 4, 5, 6, 6]),
+        (1, 1, 1, True, [3, 4, 5, 6, 6, 6]),
+        (2, 2, 2, False, [5, 6, 7, 8, 8, 8, 8, 8]),
+        # Until its sixth backward, the decoder takes nothing of the third group: neither may the
+        # encoder go on before it has that one's gradient.
+        (2, 3, 6, False, [13, 13, 13, 13, 13, 18, *[18] * 12]),
+        (2, 2, 6, False, [10, 11, 12, 13, 13, 15, 16, 17, 18, *[18] * 9]),
+    ],
+)
+def test_forwards_of_an_encoder_apart_before_each_backward(
+    stages: int, chunks: int, group: int, overlaps: bool, forwards: list[int]
+) -> None:
+    first = Pipeline(stages=stages, stage=0, chunks=chunks, group=group, overlaps=overlaps)
+    assert [*forwards_first(first, len(forwards), behind=0)] == forwards

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.hetero.carrier import StageLink, StageSpec, state_moves
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.sends import Sends
-from loongplug.hetero.wire import Wire
+from loongplug.hetero.piece_routes import state_moves
+from loongplug.hetero.wire import Sends, Wire
 
 MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
 LATE = 0.3  # seconds, in which a rank that nothing holds back would have sent all
@@ -103,13 +102,11 @@ def alive() -> Iterator[list[int]]:
 
 def states_to_a_slow_stage(rank: int) -> list[int]:
     """From an encoder's first stage to the second; how many messages there were at each send."""
-    link = StageLink(source=0, target=1, width=WIDTH)
     wire = Wire({Cargo.STATES: dist.new_group([0, 1])}, most=MOST, device=CPU)
     time.sleep(LATE * rank)
-    spec = StageSpec(
-        rows=(ROWS,) * MICROBATCHES, microbatches=tuple(range(MICROBATCHES)), dtype=torch.float32
-    )
-    wire.begin({Cargo.STATES: state_moves(Cargo.STATES, spec, [link], rank=rank)})
+    states, links = [(ROWS, number) for number in range(MICROBATCHES)], {(0, 1): WIDTH}
+    moves = state_moves(Cargo.STATES, states, links, rank=rank, dtype=torch.float32)
+    wire.begin({Cargo.STATES: moves})
     with alive() as counts:
         for number in range(MICROBATCHES):
             if rank:

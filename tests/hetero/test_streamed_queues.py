@@ -21,12 +21,11 @@ from loongplug.data.microbatch import Share
 from loongplug.hetero import wire
 from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import Piece
-from loongplug.hetero.carrier import Carrier
-from loongplug.hetero.crossings import streamed_crossings
-from loongplug.hetero.dealing import Dealer
 from loongplug.hetero.operations import Cargo
+from loongplug.hetero.piece_carrier import Carrier, Dealer
+from loongplug.hetero.piece_routes import streamed_crossings
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import ExchangeSpec
+from loongplug.hetero.row_moves import ExchangeSpec
 from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.wire import Wire
 from loongplug.simulate.order import Deadlock, order
@@ -178,7 +177,7 @@ def drawn(
                 crossings=lambda *_: None,
             )
             crossings = streamed_crossings(pieces, spec, edge=edge, cp=cp, rank=rank)
-            carrier.begin(crossings, None, trains=step.encoder.trains)
+            carrier.begin(crossings, trains=step.encoder.trains)
             drive(carrier, rank, step=step, plan=plan, queues=queues, pieces=pieces)
     return queues
 

@@ -17,7 +17,7 @@ from loongplug.models.parts import DecoderPart, dotted, load
 from loongplug.models.registry import families, family_of
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.typed import Filler
-from loongplug.verify.tiny import TinyLayout, tiny_sizes
+from loongplug.verify.tiny_sizes import TinyLayout, tiny_sizes
 
 pytestmark = pytest.mark.quick
 

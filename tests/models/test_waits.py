@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
 
 from loongplug.data.microbatch import Microbatch, Share
-from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import EstimatedRank, as_rank
+from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.features import features_behind
 from loongplug.models.multimodal import MultimodalModel

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from types import CodeType
 
+from loongplug.verify.forked_runs import preload
 from loongplug.verify.ranks import OnEvent, join, run_ranks
-from loongplug.verify.runs import preload
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.tiny_rows import write_rows
 from pages.commands import ROOT

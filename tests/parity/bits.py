@@ -91,7 +91,7 @@ def _bits_of_rank(rank: int, *, flags: Sequence[str], folder: Path) -> RankBits:
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
     from loongplug.training.run import run
-    from loongplug.verify.record import COLLECTIVE_MINUTES
+    from loongplug.verify.step_recorder import COLLECTIVE_MINUTES
 
     join(rank, folder=folder, device="cpu", minutes=COLLECTIVE_MINUTES)
     watch, forward = BitWatch(), ScheduleNode._forward

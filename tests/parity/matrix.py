@@ -21,10 +21,10 @@ from rich.console import Console
 import loongplug
 from loongplug.consoles import threadless_bars
 from loongplug.data.sample_order import epoch_permutation
+from loongplug.verify.forked_runs import preload, record
 from loongplug.verify.plan import LEARNING_RATE, SAMPLES, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
-from loongplug.verify.runs import preload, record
-from loongplug.verify.tiny import longest_row, up
+from loongplug.verify.tiny_sizes import longest_row, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.context_cells import OverlappedContextCell, context_cells
@@ -104,7 +104,7 @@ class Matrix:
 
     def _run(self, cell: Cell, folder: Path) -> Result:
         from loongplug.verify.compare import compare
-        from loongplug.verify.recording import read_recording
+        from loongplug.verify.recorded_run import read_recording
 
         try:
             base = self.base(cell)
@@ -207,7 +207,7 @@ def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = 
 
 
 def _record_freely(rank: int, tell: OnEvent, **options: Any) -> None:
-    from loongplug.verify.record import record_run
+    from loongplug.verify.step_recorder import record_run
 
     free_passes(rank)
     record_run(rank, tell, **options)
@@ -224,14 +224,14 @@ def prepare(cell: Cell, folder: Path) -> None:
     from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny import (
+    from loongplug.verify.tiny_rows import write_rows
+    from loongplug.verify.tiny_sizes import (
         TinyLayout,
         as_overrides,
         media_of,
         tiny_sizes,
         write_processor_of,
     )
-    from loongplug.verify.tiny_rows import write_rows
     from loongplug.verify.weights import write_random_weights
 
     folder.mkdir(parents=True)

@@ -19,7 +19,7 @@ from parity import encoder_faults, gradient_faults
 from parity.built_in import Faults, Trap, around, at
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
-HOOKS = "loongplug.hetero.decoder_hooks"
+STEP = "loongplug.hetero.executed_step:ExecutedStep"
 WIRE, PLACEMENT = "loongplug.hetero.wire", "loongplug.hetero.placement"
 DECODER, OPTIMIZER = "loongplug.models.decoder", "loongplug.parallel.optimizer_per_module"
 
@@ -46,8 +46,8 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
 
 
 def streams(self: Any, *_: Any, **__: Any) -> bool:
-    """Whether an executor's step does."""
-    return self.streamed_passes is not None
+    """Whether an executed step does."""
+    return self.streamed is not None
 
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
@@ -65,9 +65,9 @@ def swap_two_microbatches_gradients(rank: int) -> None:
         ]
 
     def swapped(original: Any, self: Any, pieces: Any, *, more: bool) -> None:
-        step = self._now
-        planned, found = step.streamed, step.own_gradients
-        work = [x.pieces for x in planned.work[self.streaming.replica] if not x.forward]
+        planned, found = self.streamed, self.own_gradients
+        (own,) = (each for each in planned.work if pieces in [x.pieces for x in each])
+        work = [x.pieces for x in own if not x.forward]
         waits.append(pieces)
         here, later = pairs(planned, sorted(found)), work[work.index(pieces) + 1 :]
         if not here and pairs(planned, [*found, *chain(*later)]):
@@ -81,15 +81,15 @@ def swap_two_microbatches_gradients(rank: int) -> None:
             original(self, each, more=more)
         waits.clear()
 
-    around(f"{EXECUTOR}:Executor._backward", swapped, where=streams)
+    around(f"{STEP}._backward", swapped, where=streams)
 
 
 @fault("a piece's gradient goes to the owner of another", spec="placement.md P2, payloads")
-@at(f"{EXECUTOR}:Executor._gradient_of_decoder", where=streams)
+@at(f"{STEP}._gradient_of_decoder", where=streams)
 def give_a_gradient_to_the_wrong_owner(original: Any, self: Any, microbatch: int) -> None:
     original(self, microbatch)
-    found, planned = self._now.gradients, self._now.streamed.pieces
-    pieces = self._now.pieces_of(microbatch)
+    found, planned = self.gradients, self.streamed.pieces
+    pieces = self.pieces_of(microbatch)
     for one in pieces:
         for other in range(pieces.start, one):
             differ = planned[one].replica != planned[other].replica
@@ -233,7 +233,7 @@ def finalize_too_early(rank: int) -> None:
         ends.pop()()
 
     around(f"{EXECUTOR}:Executor.end", lambda end, self: ends.append(partial(end, self)))
-    around(f"{HOOKS}:Waiting.release", first)
+    around(f"{EXECUTOR}:Waiting.release", first)
 
 
 @fault("a rank without units does not go through its encoder", spec="placement.md P1, pitfalls")

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import as_rank
+from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.partition.splits import LAYOUT
 
 pytestmark = pytest.mark.quick
@@ -137,17 +137,6 @@ def test_all_stages_know_that_a_boundary_falls_among_the_deepstack_features(tmp_
             with as_rank(parsed, rank) as one:
                 announced.append(one.chunks[0].text_decoder.config.variable_seq_lengths)
     assert announced == [True, True, False, False]
-
-
-@pytest.mark.slow
-@pytest.mark.not_quick
-def test_a_layout_s_steps_are_a_single_rank_s():
-    """Its boundary falls among the layers with deepstack features, of which there are three."""
-    layout = ("--pipeline-model-parallel-size", "2", LAYOUT, "Et|t*3L")
-    tiny = ("--scale", "tiny", "--model-name", "qwen3_vl_8b", "--device", "cpu", "--steps", "1")
-    result = CliRunner().invoke(app, ["verify", *tiny, *layout])
-    assert result.exit_code == 0, result.output
-    assert "verdict: agrees" in result.output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Splits of models: what is counted, what is kept, and what Megatron makes of the flag."""
 
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
-from loongplug.partition.splits import FoundSplits, _stages_of_encoders, layout_text
-from loongplug.partition.stages import Partition, partition
+from loongplug.partition.splits import _stages_of_encoders, layout_text
+from loongplug.partition.stages import partition
 from loongplug.training.layer_costs import Cost, EntryCosts
 
 pytestmark = pytest.mark.quick
@@ -65,32 +64,6 @@ def test_what_all_ranks_do_around_the_schedule_is_of_the_step():
     )
     assert found.outside == 4 * 6 * 3
     assert found.step == found.alone["text"] + found.outside
-
-
-def test_a_stage_takes_a_layer_at_least():
-    costs = {"text": entry(3)}
-    with pytest.raises(ValueError, match=r"^text: 3 layers cannot be split into 4 stages"):
-        partition("", costs, believed=costs, stages={"text": 4}, microbatches=1)
-
-
-@pytest.mark.parametrize(
-    ("aware", "plain", "kept"), [(1.0, 2.0, "aware"), (2.0, 1.0, "plain"), (1.0, 1.0, "aware")]
-)
-def test_the_better_split_is_kept(aware, plain, kept):
-    split = Partition(name="aware", stages=(), step=aware)
-    found = FoundSplits(
-        parsed=Namespace(),
-        microbatches=1,
-        partitions=(split, replace(split, name="plain", step=plain)),
-        decoder="text",
-        apart=(),
-        own=(),
-        inside=(),
-        around=(),
-        replaced=(),
-    )
-    assert found.kept.name == kept
-    assert found.flags == ()  # the decoder has no stages to split into
 
 
 def test_an_encoder_of_transformers_stays_in_one_piece():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from parity.overlap_cells import overlap_cells
 from ranks import run_ranks
 
+from loongplug.verify.forked_runs import record
 from loongplug.verify.ranks import OnEvent, join
-from loongplug.verify.runs import record
 from stand_in.waits import Wait, counted, not_needed
 
 # What CPU runs leave out: kernels that exist for CUDA only, and fusions, which round otherwise.
@@ -48,7 +48,7 @@ def recorded(
     """
 
     def rank(number: int, tell: OnEvent, **options: Any) -> None:
-        from loongplug.verify.record import record_run
+        from loongplug.verify.step_recorder import record_run
 
         extension = _enter(fault).extension
         found = not_needed(counted(lambda: record_run(number, tell, **options), extension))

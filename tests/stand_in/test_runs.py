@@ -17,8 +17,8 @@ from parity.overlap_cells import overlap_cells
 from parity.placement_cells import TWO, placed, placement_cells
 from parity.saving_cells import saving_cells
 
-from loongplug.verify.recording import FINAL, gradients_of, read_recording
-from loongplug.verify.runs import record
+from loongplug.verify.forked_runs import record
+from loongplug.verify.recorded_run import FINAL, gradients_of, read_recording
 from stand_in.runs import OVERLAP, SECONDS, recorded, train, trained
 from stand_in.waits import between_microbatches
 from stand_in.waits_table import virtual

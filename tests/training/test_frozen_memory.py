@@ -17,7 +17,7 @@ from ranks import run_ranks
 from loongplug.hetero.exchange import AllToAll
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.training.run import run
-from loongplug.verify.state import single_optimizers
+from loongplug.verify.optimizer_state import single_optimizers
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ from layout_flags import DP, FULL, OVERLAP, SP, TP2, VPP2
 from PIL import Image
 from ranks import run_ranks
 
+from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.executor import Executor
 from loongplug.training.run import run
 
@@ -139,7 +140,7 @@ def test_groups_of_microbatches_and_features_of_earlier_steps_are_let_go(flags):
 def kept(rank: int, *, flags: list[str]) -> tuple[int, list[int]]:
     """The most groups at a time; after each step, how many units' features are still there."""
     most, leaves, alive = 0, [], []
-    features, gather, end = Executor.features, Executor._gather, Executor.end
+    features, gather, end = Executor.features, ExecutedStep._gather, Executor.end
 
     def taken(self: Executor, number: int) -> Any:
         nonlocal most
@@ -147,15 +148,15 @@ def kept(rank: int, *, flags: list[str]) -> tuple[int, list[int]]:
         most = max(most, len(self._now.own))
         return found
 
-    def gathered(self: Executor, units: range, *, to_host: bool) -> None:
+    def gathered(self: ExecutedStep, units: range, *, to_host: bool) -> None:
         gather(self, units, to_host=to_host)
-        leaves.extend(weakref.ref(each) for each in self._now.features.values())
+        leaves.extend(weakref.ref(each) for each in self.features.values())
 
     def counted(self: Executor) -> None:
         end(self)
         alive.append(sum(leaf() is not None for leaf in leaves))
 
-    Executor.features, Executor._gather, Executor.end = taken, gathered, counted
+    Executor.features, ExecutedStep._gather, Executor.end = taken, gathered, counted
     run(flags)
     assert leaves
     return most, alive

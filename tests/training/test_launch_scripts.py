@@ -11,9 +11,9 @@ import torch.distributed as dist
 from command_lines import write_tokenizer
 from ranks import run_ranks
 
-from loongplug.estimate.estimator import parsed_for, stepping_of
+from loongplug.estimate.model_state import State, rank_state
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.state import State, rank_state
+from loongplug.estimate.run_of_flags import parsed_for, stepping_of
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
 from loongplug.models.hf_config import hf_config
 from loongplug.training.arguments import ParsedArguments, complete, parse_arguments

@@ -20,6 +20,7 @@ from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import AllToAll
+from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
 from loongplug.models.features import Features
@@ -113,8 +114,8 @@ def watched(counter: Counter) -> None:
         for each in units.values():
             counter.note(each)
 
-    def gathered(_: None, executor: Executor, __: range, **___: Any) -> None:
-        for each in executor._now.features.values():
+    def gathered(_: None, step: ExecutedStep, __: range, **___: Any) -> None:
+        for each in step.features.values():
             counter.note(each)
 
     def came(_: None, queue: PrefetchQueue, *names: Any) -> None:
@@ -136,7 +137,7 @@ def watched(counter: Counter) -> None:
 
     around(EncoderOfStep, "payload", lambda made, *_, **__: counter.note(made))
     around(AllToAll, "gather_variable_shape_embeddings", arrived)
-    around(Executor, "_gather", gathered)
+    around(ExecutedStep, "_gather", gathered)
     around(PrefetchQueue, "send_for", came)
     encoder_state.saved_view = saved
     around(Executor, "begin", lambda *_, **__: counter.phase_2(sizes))

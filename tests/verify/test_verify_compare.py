@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from loongplug.verify.compare import compare
-from loongplug.verify.recording import (
+from loongplug.verify.recorded_run import (
     FIRST_MOMENT,
     PARAMETERS,
     ROOM,
@@ -186,17 +186,6 @@ def test_copies_that_differ_and_other_weights_are_differences(against):
     )
     assert not comparison.agrees
     assert against(start=6).faults == ("1 weights differ before the first step: weight",)
-
-
-def test_a_recording_is_read_as_it_was_written(tmp_path):
-    note = ApartNote("weights", "a.norm", (0, 2), 0.5)
-    made = recording(tmp_path, step=replace(STEP, apart=(note,)))
-    assert made.steps == (replace(STEP, apart=(note,)),)
-    assert (made.ranks, made.start) == (2, {"weight": 5})
-    assert made.tensors["experts"] == TensorNote("text_decoder experts", experts=True)
-    kind = made.kind(PARAMETERS)
-    assert kind.names == {"weight", "experts", "frozen"}
-    assert torch.equal(kind["frozen"], torch.ones(3))
 
 
 def test_a_run_without_its_end_is_no_recording(tmp_path):

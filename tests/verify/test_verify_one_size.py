@@ -8,8 +8,8 @@ from parity.encoder_faults import turn_the_patches_of_a_token, turn_the_tiles_of
 from parity.mutations import swap_two_units
 from verify_cases import Pair, failing, made_plan
 
+from loongplug.verify.forked_runs import plan_runs
 from loongplug.verify.plan import Request
-from loongplug.verify.runs import plan_runs
 
 
 def pair_of(model, folder):

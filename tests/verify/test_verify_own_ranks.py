@@ -4,15 +4,9 @@ from pathlib import Path
 
 import pytest
 from parity.mutations import FAULTS
-from verify_cases import Pair, failing, lies, made_plan
+from verify_cases import SEES, TP2, VPP2, Pair, failing, lies, made_plan
 
 ENCODER = "model.image_encoder"
-SEES = {"image_encoder", "image_projector"}
-
-
-TP2 = ("--tensor-model-parallel-size", "2")
-PP2 = ("--pipeline-model-parallel-size", "2")
-VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
 MBS3 = ("--micro-batch-size", "3")
 
 # Ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP. Many more are cells

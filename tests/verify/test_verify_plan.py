@@ -11,8 +11,8 @@ from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.registry import families
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line
+from loongplug.verify.forked_runs import plan_runs
 from loongplug.verify.plan import Request, least_world
-from loongplug.verify.runs import plan_runs
 from loongplug.verify.weights import write_random_adapters
 
 pytestmark = pytest.mark.quick

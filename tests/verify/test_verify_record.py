@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from loongplug.models.hf_mapping import Bundle, Row, Source
-from loongplug.verify.record import least_room, module_of
 from loongplug.verify.replicas import digest
-from loongplug.verify.state import single_optimizers
+from loongplug.verify.step_recorder import least_room, module_of
 from loongplug.verify.weights import random_tensor
 
 pytestmark = pytest.mark.quick
@@ -34,14 +33,6 @@ def test_a_digest_sees_a_bit():
     other[2] += 2**-23
     assert digest(tensor) == digest(tensor.clone()) != digest(other)
     assert digest(tensor) != digest(torch.ones(5))
-
-
-def test_the_optimizers_of_nested_chains():
-    class Chain:
-        def __init__(self, *parts):
-            self.chained_optimizers = parts
-
-    assert single_optimizers(Chain("a", Chain("b", Chain()), "c")) == ["a", "b", "c"]
 
 
 def test_random_weights_are_nowhere_at_0_or_1_and_differ_from_each_other():

@@ -10,8 +10,8 @@ from PIL import Image
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
+from loongplug.verify.forked_runs import plan_runs
 from loongplug.verify.plan import SAMPLES, Request
-from loongplug.verify.runs import plan_runs
 from loongplug.verify.tiny_rows import write_rows
 
 # Of each kind of processor.

@@ -14,7 +14,7 @@ from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules
 from loongplug.training.rules import model as model_rules
-from loongplug.verify.tiny import TinyLayout, tiny_sizes, tiny_stages
+from loongplug.verify.tiny_sizes import TinyLayout, tiny_sizes, tiny_stages
 
 pytestmark = pytest.mark.quick
 

@@ -8,16 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.verify.compare import Comparison, compare
+from loongplug.verify.forked_runs import plan_runs, record
 from loongplug.verify.plan import SAMPLES, Plan, Request
-from loongplug.verify.recording import read_recording
+from loongplug.verify.recorded_run import read_recording
 from loongplug.verify.report import report
-from loongplug.verify.runs import plan_runs, record
 from loongplug.verify.tiny_rows import write_rows
 
 Mutation = Callable[[int], None]  # called in each rank before it trains, with its number
 
 TINY = ("--device", "cpu", "--model-name", "qwen3_vl_tiny")
 TIED = "model.foundation.tie_word_embeddings=true"
+OMNI = "qwen2_5_omni_tiny"
+SEES, HEARS = {"image_encoder", "image_projector"}, {"audio_encoder", "audio_projector"}
+# Flags of layouts.
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+CP2 = ("--context-parallel-size", "2")
+SP = (*TP2, "--sequence-parallel")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+FULL = ("--enable-full-hetero-dp",)
+OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+)
 
 
 def made_plan(
@@ -95,7 +108,7 @@ class Pair:
 
 def mutated(rank: int, tell: Callable[[str], None], *, mutation: Mutation, **kwargs: Any) -> None:
     """A rank of a recorded run after ``mutation`` has changed what it runs."""
-    from loongplug.verify.record import record_run
+    from loongplug.verify.step_recorder import record_run
 
     mutation(rank)
     record_run(rank, tell, **kwargs)

@@ -1,10 +1,9 @@
-"""Where pieces cross from an encoder's ranks to the decoder's first stage, and back. Pure.
+"""The ways of pieces that are sent one by one, between modules, stages and ranks. Pure.
 
 In each context part of a sequence, a replica's piece goes to one rank of the tensor parallel group
 (:meth:`~loongplug.hetero.placement.Edge.meetings`), with all rows of that part; what a rank of the
 first stage has encoded itself it keeps, with those of all parts. A group of these ranks then deals
-the rows of a microbatch (:mod:`~loongplug.hetero.dealing`). So each row crosses once, and so does
-its gradient.
+the rows of a microbatch (:class:`Deal`). So each row crosses once, and so does its gradient.
 
 All ranks at an edge know all pieces, and come to them in one order: an encoder's ranks send theirs
 in it and take gradients in it, the decoder's take and give all in it. So the messages from one rank
@@ -12,17 +11,61 @@ to another are in one order at both ends.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, batched, chain, cycle
+from itertools import accumulate, batched, chain, cycle, pairwise
+
+import torch
 
 from loongplug.hetero.bubble_planner import Piece
-from loongplug.hetero.dealing import Deal
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece, Edge, Meeting
-from loongplug.hetero.routes import ExchangeSpec, RowMove, Rows, common, joined, size, within
+from loongplug.hetero.row_moves import ExchangeSpec, RowMove, Rows, common, joined, size, within
 from loongplug.hetero.wire import StepMoves
+from loongplug.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """The rows of a microbatch that each of some ranks ``holds``, and those that it ``needs``.
+
+    Each row is held once, and needed by as many as each other one. ``ranks`` are those of the
+    group, in its order: a tensor parallel one of the decoder's, or that of all context parts, too,
+    where ranks of these hold rows that others need. With sequence parallelism, each rank needs the
+    rows of its own chunk of the sequence; without, the ranks of a tensor parallel group need the
+    same.
+    """
+
+    ranks: tuple[int, ...]
+    holds: tuple[Rows, ...]
+    needs: tuple[Rows, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many are held."""
+        return sum(map(size, self.holds))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks, neighbours, need each row."""
+        return sum(map(size, self.needs)) // max(1, self.rows)
+
+    def there(self, rank: int) -> Iterator[RowMove]:
+        """The moves that ``rank`` is in, as those of piece 0."""
+        for source, has in zip(self.ranks, self.holds, strict=True):
+            for target, wants in zip(self.ranks, self.needs, strict=True):
+                if rank in (source, target):
+                    yield RowMove.of(0, source, target, has=has, wants=wants)
+
+    def back(self, rank: int) -> Iterator[RowMove]:
+        """The moves of the gradient: each row from one of its copies, the own one if there is."""
+        copies = self.copies
+        for number, (target, wants) in enumerate(zip(self.ranks, self.holds, strict=True)):
+            for place in range(number % copies, len(self.ranks), copies):
+                source, has = self.ranks[place], self.needs[place]
+                if rank in (source, target):
+                    yield RowMove.of(0, source, target, has=has, wants=wants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +85,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossings:
-    """All of a step that one ``rank`` knows of, in order; ``units`` are what it knows of them.
+    """The crossings of a step that one ``rank`` knows of, in order, and what it knows of ``units``.
 
     ``groups`` are the consumers in its model replica, as they deal among themselves; none on ranks
     that are of no decoder.
@@ -98,7 +141,7 @@ class Crossings:
         )
 
     def _rows(self, crossing: Crossing, part: int) -> Rows:
-        """Those that go to who is met of this part; to one for all parts, all."""
+        """The rows that go to who is met of this part; to one for all parts, all."""
         own, number = (crossing.rows,), len(crossing.meetings)
         if number == 1:
             return own
@@ -114,7 +157,7 @@ def _context_parts(chunks: tuple[Rows, ...], number: int) -> tuple[Rows, ...]:
 def streamed_crossings(
     pieces: Sequence[Piece], units: ExchangeSpec, *, edge: Edge, cp: int, rank: int
 ) -> Crossings:
-    """Those of a step that streams, within a model replica; all its ranks know all of them."""
+    """The crossings of a step that streams, which all ranks of a model replica know."""
     return Crossings(
         units=units,
         every=tuple(
@@ -134,7 +177,7 @@ def streamed_crossings(
 def apart_crossings(
     pieces: Sequence[ApartPiece], units: ExchangeSpec, *, cp: int, rank: int
 ) -> Crossings:
-    """Those of an encoder on ranks of its own. ``pieces``: of one microbatch of all replicas.
+    """The crossings of an encoder on ranks of its own; ``pieces`` are those of one microbatch.
 
     On the encoder's ranks, a unit of a step is what one replica makes of one decoder replica's
     microbatch; on the decoder's it is the whole microbatch, and one piece of the plan.
@@ -166,3 +209,41 @@ def apart_crossings(
         ]
     groups = needed[0].edge.parts(cp) if needed else ()
     return Crossings(units=units, every=tuple(every), groups=groups, rank=rank)
+
+
+# The width of what a rank of an encoder's stage hands on to one of the next, by the two.
+StageLinks = Mapping[tuple[int, int], int]
+
+
+def stage_links(layout: Layout, rank: int, *, widths: Sequence[int]) -> StageLinks:
+    """A rank's from the stage before and to the one behind its own, where there are such.
+
+    ``widths`` are those of what each stage of ``layout`` but the last hands on.
+    """
+    pipeline = layout.group("pp", rank) if rank in layout.ranks else []
+    links = zip(pairwise(pipeline), widths, strict=False)
+    return {pair: width for pair, width in links if rank in pair}
+
+
+def state_moves(
+    what: Cargo,
+    states: Sequence[tuple[int, int]],
+    links: StageLinks,
+    *,
+    rank: int,
+    dtype: torch.dtype,
+) -> StepMoves:
+    """What a stage gives and takes of a step's units; of each, its rows and its microbatch."""
+    ways = {
+        (target, source) if what.back else (source, target): width
+        for (source, target), width in links.items()
+    }
+    return StepMoves(
+        moves={
+            unit: [RowMove(unit, *way, (slice(0, rows),), (slice(0, rows),)) for way in ways]
+            for unit, (rows, _) in enumerate(states)
+        },
+        microbatches={unit: microbatch for unit, (_, microbatch) in enumerate(states)},
+        width=sum(width for (_, target), width in ways.items() if target == rank),  # of one
+        dtype=dtype,
+    )

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
 
-from loongplug.estimate.tape import GRADIENTS, OPTIMIZER, WEIGHTS
+from loongplug.estimate.live_bytes import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.module_ddp import part_layout
 
@@ -59,7 +59,7 @@ class State:
 
     @property
     def step(self) -> int:
-        """What the optimizer's step takes besides."""
+        """The bytes that the optimizer's step takes besides."""
         return self.copies + self.work
 
 
@@ -108,7 +108,7 @@ def rank_state(
 
 
 def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping) -> State:
-    """Of a part, which has two optimizers: that of its experts and that of the rest."""
+    """The state of a part that trains: its experts have an optimizer, and the rest has one."""
     optimizers = [[each for each in buffers if each.expert is expert] for expert in (False, True)]
     return State(
         weights=sum(each.length * each.parameter.itemsize for each in buffers),

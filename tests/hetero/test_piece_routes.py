@@ -1,4 +1,4 @@
-"""Pieces from an encoder to the decoder and back, by lists alone: every row once, in its place."""
+"""Pieces to the decoder or the next stage and back, by lists alone: each row once, in its place."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,12 +14,26 @@ from placed import ENCODER, decoders, part_of
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
-from loongplug.hetero.communicators import count, piece_pairs, there_and_back
-from loongplug.hetero.crossings import Crossings, streamed_crossings
+from loongplug.hetero.communicators import count, piece_pairs, stage_pairs, there_and_back
+from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.placement import Edge, all_ranks_dp
-from loongplug.hetero.routes import ExchangeSpec, RowMove, Rows, feature_moves, gradient_moves, size
+from loongplug.hetero.piece_routes import (
+    Crossings,
+    stage_links,
+    state_moves,
+    streamed_crossings,
+)
+from loongplug.hetero.placement import Edge, all_ranks_dp, one_apart
+from loongplug.hetero.row_moves import (
+    ExchangeSpec,
+    RowMove,
+    Rows,
+    feature_moves,
+    gradient_moves,
+    size,
+)
 from loongplug.hetero.wire import StepMoves
+from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -202,31 +216,50 @@ def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int,
             assert {found[rank] for rank in edges[0].consumers} == {2 * (pp - 1) * cp}
 
 
-TWO = Step(
-    Edge(replicas=((0,), (1,), (2,), (3,)), consumers=(0, 1)),
-    1,
-    2,
-    ((0, 1), (1, 0)),
-    tuple(
-        Piece(microbatch=unit, media=range(0), rows=slice(0, 2), replica=replica)
-        for unit, replica in enumerate((2, 3))
-    ),
-)
+ROWS = [3, 0, 5, 1, 4]
 
 
-def test_lists_that_do_not_agree_name_ranks_and_pieces() -> None:
-    def rows(_: int, piece: int) -> list[int]:
-        return [piece] * 2
+@pytest.mark.parametrize("what", [Cargo.STATES, Cargo.STATE_GRADIENTS])
+def test_both_ends_list_the_same_messages(what: Cargo) -> None:
+    states, layout = [*zip(ROWS, (0, 0, 1, 1, 2), strict=True)], Layout(pp=3)
+    around = {rank: stage_links(layout, rank, widths=[10, 11]) for rank in layout.ranks}
+    moves = {
+        rank: state_moves(what, states, links, rank=rank, dtype=torch.float32)
+        for rank, links in around.items()
+    }
+    found = delivered(moves, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
+    from_where = 1 if what.back else -1
+    assert found == {
+        (rank, unit): [(rank + from_where, row) for row in range(rows)]
+        for rank in around
+        if rank + from_where in around
+        for unit, rows in enumerate(ROWS)
+        if rows
+    }
+    assert [moves[1].width, moves[1].microbatches[3]] == [11 if what.back else 10, 1]
 
-    found = TWO.moves(Cargo.FEATURES)
-    assert delivered(found, rows) == {(0, 0): [0, 0], (1, 1): [1, 1]}
-    unsent = {**found, 3: replace(found[3], moves={})}
-    with pytest.raises(AssertionError, match="rank 1 takes 2 rows of piece 1, which rank 3 does"):
-        delivered(unsent, rows)
-    twice = {**found, 2: replace(found[2], moves={**found[2].moves, 9: found[2].moves[0]})}
-    with pytest.raises(AssertionError, match=r"rank 2 sends pieces \[9\] to rank 0, who"):
-        delivered(twice, rows)
-    deal = TWO.crossings(0).deal(0)
-    both = replace(deal, holds=(deal.holds[0],) * 2)
-    with pytest.raises(AssertionError, match="rank 1 holds row 0, and another one does"):
-        dealt(both, {0: [0, 0], 1: [0, 0]})
+
+def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
+    layout = Layout(tp=2, pp=3, first_rank=4)
+    assert stage_pairs(layout) == [(4, 6), (6, 8), (5, 7), (7, 9)]
+    for rank in layout.ranks:
+        links = stage_links(layout, rank, widths=[1, 2])
+        assert links.keys() == {pair for pair in stage_pairs(layout) if rank in pair}
+    assert not stage_links(layout, 3, widths=[1, 2])
+    assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
+
+
+def test_all_stages_of_a_replica_have_the_same_pieces_and_the_first_is_given_media() -> None:
+    entry = Entry(name="eyes", role=Role.ENCODER, into="text")
+    sizes = {"tp": 2, "pp": 2, "dp": 3, "rank_offset": 2}
+    placement = one_apart(Layout(dp=2), entry=entry, **sizes)
+    pieces = placement.pieces("eyes", micro_batch_size=3)
+    layout = placement.entry("eyes").layout
+    place = EncoderPlace(state=None, replica_group=None, layout=layout, pieces={True: pieces})
+    for rank in layout.ranks:
+        at = layout.coordinates(rank)
+        mine = tuple(each for each in pieces if each.replica == at.dp)
+        assert place.made_by(rank, training=True) == mine
+        assert place.given_media(rank) == (2 + 2 * at.dp, 3 + 2 * at.dp)
+    assert {rank for each in pieces for rank in each.ranks} == set(range(8, 14))
+    assert place.made_by(0, training=True) == ()

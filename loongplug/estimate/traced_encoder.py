@@ -17,8 +17,8 @@ from torch import Tensor
 
 from loongplug.data.microbatch import MediaToCome, Unit
 from loongplug.data.sample import Grid
+from loongplug.estimate.live_bytes import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_tokens_evenly
-from loongplug.estimate.tape import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder import EncoderInput, HandedOn, payload_widths
@@ -49,7 +49,7 @@ class PassBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderStandIn:
-    """In the place of an encoder's passes, with as many bytes on a tape.
+    """A stand-in for an encoder's passes, with as many bytes on a tape.
 
     ``blank`` are those of the smallest unit, which stands in for no media, ``largest`` those of
     the largest; what lies between grows with the rows. Of each medium a pass makes as many rows as
@@ -75,7 +75,7 @@ class EncoderStandIn:
         return found
 
     def of(self, rows: int) -> PassBytes:
-        """Of a pass with so many rows of input; of 0, with what it keeps of its own."""
+        """The bytes of a pass with so many rows of input; of 0, with what it keeps for itself."""
         low, high = self.blank, self.largest
         part = (max(rows, low.rows) - low.rows) / max(1, high.rows - low.rows)
 

@@ -18,8 +18,15 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Mapping
 from loongplug.platform import current_platform
 from loongplug.platform.devices import to_device
+from loongplug.verify.optimizer_state import (
+    States,
+    gather_gradient_shards,
+    learning_rate,
+    single_optimizers,
+    whole_states,
+)
 from loongplug.verify.ranks import OnEvent, join
-from loongplug.verify.recording import (
+from loongplug.verify.recorded_run import (
     FIRST_MOMENT,
     PARAMETERS,
     ROOM,
@@ -32,13 +39,6 @@ from loongplug.verify.recording import (
     tensor_file,
 )
 from loongplug.verify.replicas import digest, replicas_apart
-from loongplug.verify.state import (
-    States,
-    gather_gradient_shards,
-    learning_rate,
-    single_optimizers,
-    whole_states,
-)
 
 COLLECTIVE_MINUTES = 10.0
 

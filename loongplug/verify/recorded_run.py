@@ -8,9 +8,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,7 +20,6 @@ FORMAT = 1
 # Kinds of tensors that are kept once, after the last step. "room" is how large Adam's divisor has
 # been in every step: what tells how far noise can have moved a parameter.
 PARAMETERS, FIRST_MOMENT, SECOND_MOMENT, ROOM = "parameters", "exp_avg", "exp_avg_sq", "room"
-FINAL = (PARAMETERS, FIRST_MOMENT, SECOND_MOMENT, ROOM)
 
 
 def gradients_of(step: int) -> str:
@@ -108,25 +107,10 @@ def read_recording(folder: Path) -> Recording:
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {FILE}: the run did not come to its end")
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if data["format"] != FORMAT:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data.pop("format") != FORMAT:
         raise ValueError(f"{path} was written by another version of loongplug verify")
-    return Recording(
-        folder=folder,
-        ranks=data["ranks"],
-        steps=tuple(_step(step) for step in data["steps"]),
-        tensors={name: TensorNote(**note) for name, note in data["tensors"].items()},
-        start=data["start"],
-    )
-
-
-def _step(data: dict[str, Any]) -> RecordedStep:
-    return RecordedStep(
-        learning_rate=data["learning_rate"],
-        gradient_norms=tuple(data["gradient_norms"]),
-        microbatches=tuple(MicrobatchLoss(**each) for each in data["microbatches"]),
-        apart=tuple(ApartNote(**each | {"ranks": tuple(each["ranks"])}) for each in data["apart"]),
-    )
+    return TypeAdapter(Recording).validate_python({**data, "folder": folder})
 
 
 def tensor_file(kind: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.estimate.microbatches import StepOf, step_of_data, step_of_size
-from loongplug.estimate.state import Stepping
+from loongplug.estimate.model_state import Stepping
 from loongplug.models.family import Family
 from loongplug.platform import requested_device
 from loongplug.training.arguments import ParsedArguments
@@ -91,7 +91,7 @@ def parsed_for(
 
 
 def _write_tokenizer(folder: Path, model: Any, *, family: Family) -> None:
-    """It has the model's special tokens and no others."""
+    """Write a tokenizer that has the model's special tokens and no others."""
     known = {text: getattr(model, field) for field, text in family.special_tokens.items()}
     free = (number for number in count() if number not in known.values())
     ids = {text: next(free) if number is None else number for text, number in known.items()}

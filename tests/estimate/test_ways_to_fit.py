@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.changes import SECONDS, Change, ways_to_fit
+from loongplug.estimate.ways_to_fit import SECONDS, Change, ways_to_fit
 
 pytestmark = pytest.mark.quick
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.estimate.stand_ins import Away
-from loongplug.estimate.tape import (
+from loongplug.estimate.live_bytes import (
     ENCODER,
     FEATURE_GRADIENTS,
     FEATURES,
@@ -25,6 +24,7 @@ from loongplug.estimate.tape import (
     TRANSIENT,
     Tape,
 )
+from loongplug.estimate.stand_ins import Away
 from loongplug.hetero import engine
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.engine import EncoderEngine
@@ -39,7 +39,7 @@ from loongplug.hetero.operations import (
     Operation,
     When,
 )
-from loongplug.hetero.sends import Sends
+from loongplug.hetero.wire import Sends
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.prefetch import Movable
 
@@ -101,9 +101,9 @@ class EncoderReplay:
             for region, nbytes in away.items()
         ]
         executor.host.state = cast(EncoderState, SimpleNamespace(movable=lambda: state))
-        links = () if executor.carrier is None else executor.carrier.links
-        last = not any(each.source == dist.get_rank() for each in links)
-        first = not any(each.target == dist.get_rank() for each in links)
+        links = {} if executor.carrier is None else executor.carrier.links
+        last = not any(source == dist.get_rank() for source, _ in links)
+        first = not any(target == dist.get_rank() for _, target in links)
         self._made = FEATURES if last else STATES  # by a pass, forward and backward
         self._passes: dict[type, str] = {
             Encode: ENCODER,
@@ -170,7 +170,7 @@ class _Sends(Sends):
     _given = _known = 0
 
     def arrived(self) -> None:
-        """All that have been given so far."""
+        """Take it that all messages given so far have arrived."""
         self._known = self._given
 
     def add(self, work: Any, tensor: Tensor, *, microbatch: int) -> None:
@@ -195,11 +195,11 @@ class _StateBytes(Movable):
     tape: Tape
 
     def free(self) -> None:
-        """They are on the host."""
+        """Count the bytes as on the host."""
         self.tape.take(self.region, self.nbytes)
 
     def allocate(self) -> Tensor:
-        """They are back."""
+        """Count the bytes as back."""
         self.tape.add(self.region, self.nbytes)
         return super().allocate()
 

@@ -18,10 +18,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.estimate.live_bytes import DECODER
 from loongplug.estimate.stand_ins import Away
-from loongplug.estimate.tape import DECODER
-from loongplug.estimate.trace import drop, tracing
-from loongplug.hetero.pass_order import Turn
+from loongplug.estimate.traced_encoder import drop, tracing
+from loongplug.hetero.recorded_schedule import Turn
 from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
@@ -177,7 +177,7 @@ class TracedStage:
                 plan_schedules(chunk, offload=offload)
 
     def _messages(self, order: Sequence[Turn]) -> Callable[..., Any]:
-        """In the place of Megatron's: other stages send at once, and what is sent is theirs."""
+        """A stand-in for messages: other stages send at once, and what is sent is theirs."""
         chunks = self._chunks
         forwards = (chunks[turn.forward.chunk] for turn in order if turn.forward is not None)
         backwards = (chunks[turn.backward.chunk] for turn in order if turn.backward is not None)
@@ -201,7 +201,7 @@ class TracedStage:
         return communicate
 
     def _microbatches(self, chunk: MultimodalModel) -> Iterator[Microbatch]:
-        """As many as are asked for; nothing else holds one."""
+        """As many microbatches as are asked for; nothing else holds one."""
         return iter(partial(self._microbatch, chunk), None)
 
     def _microbatch(self, chunk: MultimodalModel) -> Microbatch:

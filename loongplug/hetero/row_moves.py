@@ -39,7 +39,7 @@ class RowMove(NamedTuple):
 
     @classmethod
     def of(cls, piece: int, source: int, target: int, *, has: Rows, wants: Rows) -> "RowMove":
-        """Those that the source has and the target wants."""
+        """The move of rows that the source has and the target wants."""
         rows = common(has, wants)
         return cls(piece, source, target, within(rows, has), within(rows, wants))
 
@@ -67,7 +67,7 @@ class ExchangeSpec:
     row_tokens: tuple[tuple[int, ...], ...] = ()
 
     def part(self, units: range) -> "ExchangeSpec":
-        """Of these units alone, by their places here."""
+        """The same of some units alone, which are given by their places here."""
         some = slice(units.start, units.stop)
         return replace(
             self,
@@ -94,7 +94,7 @@ class ExchangeSpec:
 
     @property
     def encoder_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """By unit, those that have shares of it."""
+        """The replicas that have shares of a unit, by unit."""
         return tuple(tuple(each.encoder_replica for each in shares) for shares in self.shares)
 
     def of_parts(self, unit: int) -> tuple[Rows, ...]:
@@ -102,7 +102,7 @@ class ExchangeSpec:
         return (self._all(unit),) if self.shards is None else self.shards[unit]
 
     def encoded(self) -> Iterator[tuple[int, int, Rows]]:
-        """Of each share its unit, its replica, and its rows."""
+        """The unit, the replica and the rows of each share."""
         for unit, shares in enumerate(self.shares):
             for each in shares:
                 rows = self._all(unit) if each.rows is None else each.rows
@@ -170,7 +170,7 @@ def sequence_shards(
 
 
 def common(rows: Rows, others: Rows) -> Rows:
-    """What both have; each slice lies within one of ``rows`` and one of ``others``."""
+    """The rows that both have; each slice lies within one of ``rows`` and one of ``others``."""
     found, left = [], deque(others)
     for each in rows:
         while left and left[0].start < each.stop:

@@ -39,7 +39,7 @@ def preload(device: str) -> None:
         from PIL import Image
 
         import loongplug.training.run
-        import loongplug.verify.record  # noqa: F401
+        import loongplug.verify.step_recorder  # noqa: F401
         from loongplug.training.config import available_models, compose_model
         from loongplug.training.flags import read_command_line
 
@@ -118,6 +118,6 @@ def _record_rank(
     from loongplug.platform import activate
 
     activate(device)  # before anything imports Megatron
-    from loongplug.verify.record import record_run
+    from loongplug.verify.step_recorder import record_run
 
     record_run(rank, tell, flags=flags, folder=folder, device=device)

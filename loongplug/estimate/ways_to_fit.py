@@ -70,7 +70,7 @@ def ways_to_fit(
     fits: Callable[[int], bool],
     clock: Callable[[], float] = time.process_time,
 ) -> Found:
-    """Of a run that ``needs`` so many bytes: changes together, then single ones.
+    """Changes to a run that ``needs`` so many bytes: several together, then single ones.
 
     ``changes`` are the cheapest first. ``estimate`` gives what the fullest rank needs with some of
     them, None where they are refused; ``fits`` says whether so many bytes do.

@@ -48,12 +48,12 @@ class Tape(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """What is live now."""
+        """The bytes that are live now."""
         return self.live.total()
 
     @property
     def most(self) -> int:
-        """What was live at the peak since the last :meth:`restart`."""
+        """The bytes that were live at the peak since the last :meth:`restart`."""
         return sum(self.peak.values())
 
     def restart(self) -> None:
@@ -109,7 +109,7 @@ class Tape(TorchDispatchMode):
         self.add(region, nbytes)
 
     def given_back(self, storage: torch.UntypedStorage) -> None:
-        """Its memory is no longer its own, though tensors on it live on."""
+        """Count a storage as freed, though tensors on it live on."""
         if storage._cdata in self._known:
             self._drop(storage._cdata)
 
@@ -138,13 +138,13 @@ class Tape(TorchDispatchMode):
         self.take(region, nbytes)
 
     def add(self, region: str, nbytes: int) -> None:
-        """So much more is there from now on."""
+        """Count so many bytes more from now on."""
         self.live[region] += nbytes
         if self.total > self.most:
             self.peak, self.when = dict(self.live), self.doing
 
     def take(self, region: str, nbytes: int) -> None:
-        """So much is gone."""
+        """Count so many bytes as gone."""
         self.live[region] -= nbytes
         assert self.live[region] >= 0, (region, self.live)
 
@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):
         self.take(region, max(0, -more))
 
     def work(self, nbytes: int) -> None:
-        """So much is there for a moment, beside all else."""
+        """Count so many bytes for a moment, beside all else."""
         self.add(TRANSIENT, nbytes)
         self.take(TRANSIENT, nbytes)
 
@@ -168,7 +168,7 @@ class Tape(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """Those of the tensors among an operation's arguments or results, by their addresses."""
+    """The storages of tensors among an operation's arguments or results, by their addresses."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
     return {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
 
@@ -180,7 +180,7 @@ class FlashAttention(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch, but for scaled_dot_product_attention without dropout or a mask."""
+        """Do as torch, but for scaled_dot_product_attention without dropout or a mask."""
         kwargs = dict(kwargs or {})
         if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
             return func(*args, **kwargs)
