@@ -18,7 +18,14 @@ from parity.placement_cells import TWO, placed, placement_cells
 from parity.saving_cells import saving_cells
 
 from loongplug.verify.forked_runs import record
-from loongplug.verify.recorded_run import FINAL, gradients_of, read_recording
+from loongplug.verify.recorded_run import (
+    FIRST_MOMENT,
+    PARAMETERS,
+    ROOM,
+    SECOND_MOMENT,
+    gradients_of,
+    read_recording,
+)
 from stand_in.runs import OVERLAP, SECONDS, recorded, train, trained
 from stand_in.waits import between_microbatches
 from stand_in.waits_table import virtual
@@ -65,7 +72,8 @@ def agree(cell: Cell, matrix: Matrix, folder: Path) -> None:
     device = read_recording(recorded(flags, ranks=ranks, folder=folder / "device"))
     assert device.steps == host.steps
     assert device.start == host.start
-    for kind in (*FINAL, *(gradients_of(step) for step in range(len(host.steps)))):
+    steps = [gradients_of(step) for step in range(len(host.steps))]
+    for kind in (PARAMETERS, FIRST_MOMENT, SECOND_MOMENT, ROOM, *steps):
         found, expected = device.kind(kind), host.kind(kind)
         assert found.names == expected.names
         for name in expected.names:
