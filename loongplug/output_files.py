@@ -39,7 +39,7 @@ def json_lines(fits: Fits) -> Ours:
 
 
 def begins(pattern: bytes) -> Ours:
-    """A file whose first bytes match."""
+    """A file whose first bytes match a pattern."""
 
     def ours(path: Path) -> bool:
         with path.open("rb") as file:
@@ -56,7 +56,7 @@ _is_run = keys(*_OF_RUNS)
 
 
 def _are_metrics(found: Any) -> bool:
-    """A run's, those of runs by name, an evaluation's with scores by any name, or all of these."""
+    """Metrics of a run, of runs by name, of an evaluation with scores by any name, or of all."""
     if not isinstance(found, dict) or not found:
         return False
     rest = {name for name, value in found.items() if not _is_run(value)}
@@ -177,3 +177,24 @@ def put_whole(place: Path) -> Iterator[Path]:
         whole.replace(place)
     finally:
         whole.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one piece, which the disk has then; a run that is killed leaves one part."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    flush(part)
+    part.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written, so that a power cut finds it in the same order."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems flush no folders
+            raise
+    finally:
+        os.close(descriptor)

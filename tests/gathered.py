@@ -8,7 +8,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from loongplug.checkpoint.hf_gather import What, WholeTensors, _reader
-from loongplug.checkpoint.owned import own_rank, owned_parameters
+from loongplug.checkpoint.parameter_holders import held_parameters, own_rank
 from loongplug.models.hf_mapping import Mapping, Split
 
 
@@ -36,7 +36,7 @@ def replica_differences(
     first rank's. Collective: tensor parallel groups.
     """
     differences: dict[str, float] = {}
-    for own in owned_parameters(model_chunks, mapping):
+    for own in held_parameters(model_chunks, mapping):
         tensor = own.parameter.data if what == "weight" else _reader(what)(own.parameter)
         if own.entry.row.split is not Split.NONE or tensor is None:
             continue

@@ -106,14 +106,13 @@ def test_each_command_refuses_a_file_of_its_user_at_its_start(tmp_path, command,
         assert link.is_symlink()
 
 
-@pytest.mark.parametrize("command", ["estimate --ranks 1", "partition --ranks 1", "bench step"])
-def test_an_input_is_refused_whatever_it_is_called(tmp_path, command):
+def test_an_input_is_refused_whatever_it_is_called(tmp_path):
     file, link = tmp_path / "new.json", tmp_path / "link.jsonl"
     file.touch()
     link.symlink_to(file)
     os.link(file, tmp_path / "second.jsonl")
     for given in (str(file), str(link), f"--train-data-path={tmp_path / 'second.jsonl'}"):
-        code, said = invoke(f"{command} --json {{file}} --train-data-path {given}", file)
+        code, said = invoke(f"estimate --ranks 1 --json {{file}} --train-data-path {given}", file)
         assert code
         assert "which the run needs: give another file" in said
 
@@ -235,20 +234,6 @@ def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path):
         for refused in (tmp_path, Path("socket")):
             with pytest.raises(ValueError, match="give a file"):
                 write_figures(refused, RUN, "metrics")
-
-
-def test_a_device_stays_a_device(tmp_path):
-    device = tmp_path / "null"
-    try:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        device.open("ab").close()
-    except OSError as error:
-        pytest.skip(f"no device can be made here: {error}")
-    for _ in range(2):
-        write_figures(device, RUN, "metrics", beside=True)
-        write_output(device, "text", PREDICTIONS)
-    assert stat.S_ISCHR(device.stat().st_mode)
-    assert [path.name for path in tmp_path.iterdir()] == ["null"]
 
 
 def test_standard_output_that_is_a_file_keeps_what_was_printed(tmp_path):

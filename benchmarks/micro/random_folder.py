@@ -18,9 +18,9 @@ def write_random_folder(
     processor: Callable[[Path], None] = write_processor,
 ) -> None:
     """Write the model's tensors in bf16, its config, and a tiny processor."""
-    from loongplug.checkpoint.tensor_files import (
+    from loongplug.checkpoint.safetensors_folder import (
         PlannedTensor,
-        TensorFileWriter,
+        new_tensor_file,
         plan_files,
         write_index,
     )
@@ -48,10 +48,10 @@ def write_random_folder(
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2 * _BLOCK, generator=generator).bfloat16()
     for file in files:
-        with TensorFileWriter(folder, file) as writer:
+        with new_tensor_file(folder, file) as add:
             for tensor in file.tensors:
                 start = int(torch.randint(_BLOCK, (1,), generator=generator))
-                writer.add(tensor.name, _filled(tensor.shape, values[start : start + _BLOCK]))
+                add(tensor.name, _filled(tensor.shape, values[start : start + _BLOCK]))
     write_index(folder, files)
 
 

@@ -3,16 +3,17 @@
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together, together, write_error
-from loongplug.checkpoint.dtypes import usual_dtype
+from loongplug.checkpoint.checkpoint_files import TRACKER
+from loongplug.checkpoint.common_errors import together
+from loongplug.checkpoint.export_folder import EXPORT_LIST, check_export_folder, new_export
 from loongplug.checkpoint.hf_gather import (
     OnBytes,
     WeightOf,
@@ -20,18 +21,14 @@ from loongplug.checkpoint.hf_gather import (
     ignore_bytes,
     loaded_weight,
 )
-from loongplug.checkpoint.manifest import MANIFEST_FILE
-from loongplug.checkpoint.owned import own_rank
-from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
-from loongplug.checkpoint.tensor_files import (
+from loongplug.checkpoint.parameter_holders import own_rank
+from loongplug.checkpoint.safetensors_folder import (
     PlannedFile,
     PlannedTensor,
-    TensorFileWriter,
+    new_tensor_file,
     plan_files,
     write_index,
 )
-from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
-from loongplug.checkpoint.tracker import TRACKER
 from loongplug.data.processor_folder import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.family import HuggingFaceModel, check_all_is_read
 from loongplug.models.hf_config import hf_config, hf_config_differences
@@ -55,7 +52,6 @@ _NOT_CARRIED = re.compile(
 
 MAX_FILE_BYTES = 5 * 1024**3
 _KIND = "model"
-_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def check_hf_export(
@@ -70,20 +66,12 @@ def check_hf_export(
     For one rank; no collectives.
 
     Raises:
-        ValueError: ``folder`` is refused as in :func:`check_replaceable`, ``processor_folder``
+        ValueError: ``folder`` is refused as in :func:`check_export_folder`, ``processor_folder``
             lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
     hf_config(model)
     check_all_is_read(model)
-    fixed = {
-        *(WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE),
-        *carried_files(processor_folder, weights_folder),
-    }
-    check_replaceable(
-        folder,
-        kind=_KIND,
-        writes=lambda name: name in fixed or _WEIGHTS.fullmatch(name) is not None,
-    )
+    check_export_folder(folder, kind=_KIND)
     for names in (TOKENIZER_FILES, IMAGE_PROCESSOR_FILES):
         if not any((processor_folder / name).is_file() for name in names):
             raise ValueError(
@@ -108,11 +96,10 @@ def save_hf_folder(
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
-    together: memory beside the parameters is that of one tensor and a slice of it. The files come
-    into the folder when all are whole; those of an older export there, and only those, give way
-    (:mod:`loongplug.checkpoint.replaced_files`). All ranks must see the same folder.
-    ``on_bytes`` is told, on every rank, how many bytes of how many have been dealt with.
-    ``weight_of`` gives a parameter's values where they are not in it.
+    together: memory beside the parameters is that of one tensor and a slice of it. An older
+    export gives way when the new one is whole (:mod:`loongplug.checkpoint.export_folder`). All
+    ranks must see the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many
+    have been dealt with. ``weight_of`` gives a parameter's values where they are not in it.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -139,28 +126,29 @@ def save_hf_folder(
         max_bytes=max_file_bytes,
     )
     dtype = usual_dtype({tensor.name: tensor.dtype for file in files for tensor in file.tensors})
-    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
+    with new_export(folder, kind=_KIND) as new:
         write_files(
-            building,
+            new,
             files,
             tensors,
+            target=folder,
             names=lambda bundle, source: (source.name,),
             rank_of=tensors.first_holder,
             on_bytes=on_bytes,
         )
         with together(folder):
             if own_rank() == 0:
-                new = building.folder
                 write_index(new, files)
                 copy_carried_files(new, processor_folder, weights_folder)
                 _write_configs(new, model, dtype=dtype, processor_folder=processor_folder)
 
 
 def write_files(
-    building: Building,
+    folder: Path,
     files: Sequence[PlannedFile],
     tensors: WholeTensors,
     *,
+    target: Path,
     names: Callable[[Bundle, Source], Sequence[str]],
     rank_of: Callable[[Bundle], int],
     changed: Callable[[Source, Tensor], Tensor] = lambda _, tensor: tensor,
@@ -168,8 +156,9 @@ def write_files(
 ) -> None:
     """Write the files as their tensors are put together, each ``changed`` and under all its names.
 
-    A file is written by the rank that ``rank_of`` gives for its first bundle. Collective: the
-    default group; an error (a full disk) is raised once all has been received.
+    A file is written by the rank that ``rank_of`` gives for its first bundle; errors name
+    ``target``. Collective: the default group; an error (a full disk) is raised once all has been
+    received.
 
     Raises:
         ValueError: on all ranks.
@@ -182,52 +171,30 @@ def write_files(
     ranks: dict[str, int] = {}
     for bundle in tensors.bundles:
         ranks.setdefault(file_with(bundle).name, rank_of(bundle))
-    writer = _Writer(building)
-    error: Exception | None = None
     collected = tensors.collect(lambda bundle: ranks[file_with(bundle).name], on_bytes=on_bytes)
-    for bundle, source, tensor in collected:
-        if error is None:  # after one, the other ranks still send, so go on receiving
-            found = partial(changed, source, tensor)
-            add = partial(writer.add, file_with(bundle), names(bundle, source), found)
-            error = _error_of_writing(building.target, add)
-    raise_together(error or _error_of_writing(building.target, writer.close))
+    adders: dict[str, Callable[[str, Tensor], None]] = {}
+    error: Exception | None = None
+    with together(target), ExitStack() as opened:
+        for bundle, source, tensor in collected:
+            if error is not None:  # the other ranks still send, so go on receiving
+                continue
+            try:
+                file = file_with(bundle)
+                if file.name not in adders:
+                    adders[file.name] = opened.enter_context(new_tensor_file(folder, file))
+                values = changed(source, tensor)
+                for name in names(bundle, source):
+                    adders[file.name](name, values)
+            except Exception as caught:  # whatever it is, the other ranks are waiting
+                error = caught
+        if error is not None:
+            raise error
 
 
-class _Writer:
-    """Writes this rank's files, one after the other, and notes their digests."""
-
-    def __init__(self, building: Building) -> None:
-        self._building = building
-        self._open = ExitStack()
-        self._current: tuple[str, TensorFileWriter] | None = None
-
-    def add(self, file: PlannedFile, names: Sequence[str], tensor: Callable[[], Tensor]) -> None:
-        """Write the tensor that is the next in the plan; one that is of several names, by each."""
-        if self._current is None or self._current[0] != file.name:
-            self.close()
-            writer = self._open.enter_context(TensorFileWriter(self._building.folder, file))
-            self._current = (file.name, writer)
-        values = tensor()
-        for name in names:
-            self._current[1].add(name, values)
-
-    def close(self) -> None:
-        """Close the file that is being written."""
-        self._open.close()
-        if self._current is not None:
-            name, writer = self._current
-            self._building.digests[name] = writer.digest
-
-
-def _error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | None:
-    """What went wrong in ``write``, in words for the user where the machine is to blame."""
-    try:
-        write()
-    except OSError as caught:
-        return write_error(folder, caught)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        return caught
-    return None
+def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    """The dtype that most tensors have; float32 of none."""
+    counts = Counter(dtypes.values())
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _write_configs(
@@ -262,7 +229,7 @@ def carried_files(processor_folder: Path, weights_folder: Path | None = None) ->
         found |= {name: source / name for name in _USUAL if (source / name).is_file()}
         homes = (source.resolve(), source.resolve().parent.parent / "blobs")
         for place, folders, files in source.walk():
-            if place != source and {MANIFEST_FILE, TRACKER} & {*files}:
+            if place != source and {EXPORT_LIST, TRACKER} & {*files}:
                 folders.clear()
                 continue
             folders[:] = [name for name in folders if not name.startswith(".")]

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import together
-from loongplug.checkpoint.owned import (
+from loongplug.checkpoint.common_errors import together
+from loongplug.checkpoint.parameter_holders import (
     Holders,
     ParameterPiece,
     all_holders,
+    held_parameters,
     own_rank,
-    owned_parameters,
 )
 from loongplug.models.hf_mapping import (
     Bundle,
@@ -29,9 +29,6 @@ from loongplug.models.hf_slices import local_shape, parts_of_local
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 WeightOf = Callable[[nn.Parameter], Tensor]
 OnBytes = Callable[[int, int], None]  # bytes dealt with so far, bytes in all
-_Batch = list[tuple[Bundle, int]]  # of each bundle, which of its sources
-
-_MESSAGE = 16 * 2**20  # bytes of whole tensors; enough that a message's start costs nothing
 
 
 def ignore_bytes(done: int, total: int) -> None:
@@ -63,7 +60,7 @@ class WholeTensors:
         what: What = "weight",
         weight_of: WeightOf = loaded_weight,
     ) -> None:
-        """Learn who has what.
+        """Learn which ranks hold which pieces.
 
         ``weight_of`` is asked for a parameter's values when they are due, once or more.
 
@@ -71,13 +68,13 @@ class WholeTensors:
             ValueError: on all ranks alike; a parameter without a row, or a weight without a rank.
         """
         with together():
-            owned = owned_parameters(model_chunks, mapping)
+            held = held_parameters(model_chunks, mapping)
         self._value_of = weight_of if what == "weight" else _reader(what)
         if what != "weight":
-            owned = [own for own in owned if self._value_of(own.parameter) is not None]
-        self._parameters = {own.piece: own.parameter for own in owned}
+            held = [own for own in held if self._value_of(own.parameter) is not None]
+        self._parameters = {own.piece: own.parameter for own in held}
         self._device = next(model_chunks[0].parameters()).device
-        holders, dtypes = all_holders(owned)
+        holders, dtypes = all_holders(held)
         self._holders, self._dtypes = holders, dtypes
         self._pieces: dict[tuple[int, int | None, int | None], list[ParameterPiece]] = {}
         for piece in holders:
@@ -104,63 +101,30 @@ class WholeTensors:
         """Put the tensors together one after the other, each on the rank ``destination`` gives.
 
         Every rank must run the iterator to its end; it yields a bundle, one of its sources and
-        that source's tensor, on the destination only. What a rank has of small tensors that
-        follow each other travels in one message.
+        that source's tensor, on the destination only.
         """
         done, total = 0, sum(self._nbytes(b, s) for b in self.bundles for s in b.sources)
-        for target, batch in self._batches(destination):
-            if target == own_rank():
-                tensors = self._put_together(batch)
-                for bundle, index in batch:
-                    yield bundle, bundle.sources[index], tensors.pop(0)
-            else:
-                self._send(batch, target=target)
-            for bundle, index in batch:
-                done += self._nbytes(bundle, bundle.sources[index])
-                on_bytes(done, total)
-
-    def _batches(self, destination: Callable[[Bundle], int]) -> Iterator[tuple[int, _Batch]]:
-        """Tensors of one dtype that go to one rank, as many as a message may have or one."""
-        at: tuple[int, torch.dtype] | None = None
-        batch: _Batch = []
-        nbytes = 0
         for bundle in self.bundles:
-            here = (destination(bundle), self.dtype(bundle))
+            target = destination(bundle)
             for index, source in enumerate(bundle.sources):
-                size = self._nbytes(bundle, source)
-                if at is not None and (here != at or nbytes + size > _MESSAGE):
-                    yield at[0], batch
-                    batch, nbytes = [], 0
-                at = here
-                batch.append((bundle, index))
-                nbytes += size
-        if at is not None:
-            yield at[0], batch
+                if target == own_rank():
+                    yield bundle, source, self._put_together(bundle, index)
+                else:
+                    self._send(bundle, index, target=target)
+                done += self._nbytes(bundle, source)
+                on_bytes(done, total)
 
     def _nbytes(self, bundle: Bundle, source: Source) -> int:
         return self.dtype(bundle).itemsize * prod(source.shape)
 
-    def _put_together(self, batch: _Batch) -> list[Tensor]:
-        tensors = []
-        awaited: dict[int, list[Tensor]] = {}  # where each rank's message goes, in its order
-        for bundle, index in batch:
-            whole = self._as_it_is(bundle, index)
-            if whole is None:
-                whole = self._of_own(bundle, index, awaited=awaited)
-            tensors.append(whole)
-        for holder, places in sorted(awaited.items()):
-            sizes = [place.numel() for place in places]
-            message = torch.empty(sum(sizes), dtype=places[0].dtype, device=self._device)
-            dist.recv(message, src=holder)
-            for place, part in zip(places, message.split(sizes), strict=True):
-                place.copy_(part.view(place.shape))
-        return tensors
-
-    def _of_own(self, bundle: Bundle, index: int, *, awaited: dict[int, list[Tensor]]) -> Tensor:
-        """The tensor with what this rank has of it; ``awaited`` gets the places of the rest."""
+    def _put_together(self, bundle: Bundle, index: int) -> Tensor:
+        """The tensor with what this rank has of it and what others send, a message of each."""
+        if (held := self._as_it_is(bundle, index)) is not None:
+            return held
         shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
         # Of experts that are frozen one by one, some have no gradient.
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
+        awaited: dict[int, list[Tensor]] = {}  # where each rank's message goes, in its order
         for piece, entry in self._pieces_and_entries(bundle):
             holder = self._holders[piece][0]
             if holder == own_rank():
@@ -170,6 +134,12 @@ class WholeTensors:
                 shapes = torch.empty(local_shape(bundle.row, tp=piece.parts), device="meta")
                 places = [whole[where] for where, _ in _parts(entry, shapes, piece, index)]
                 awaited.setdefault(holder, []).extend(places)
+        for holder, places in sorted(awaited.items()):
+            sizes = [place.numel() for place in places]
+            message = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            dist.recv(message, src=holder)
+            for place, part in zip(places, message.split(sizes), strict=True):
+                place.copy_(part.view(place.shape))
         return whole
 
     def _as_it_is(self, bundle: Bundle, index: int) -> Tensor | None:
@@ -182,10 +152,9 @@ class WholeTensors:
         shape = bundle.sources[index].shape
         return parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else None
 
-    def _send(self, batch: _Batch, *, target: int) -> None:
+    def _send(self, bundle: Bundle, index: int, *, target: int) -> None:
         parts = [
             part.flatten()
-            for bundle, index in batch
             for piece, entry in self._pieces_and_entries(bundle)
             if self._holders[piece][0] == own_rank()
             for _, part in _parts(entry, self._local(piece), piece, index)

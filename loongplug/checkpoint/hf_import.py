@@ -10,16 +10,21 @@ import torch.distributed as dist
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together, together
+from loongplug.checkpoint.common_errors import raise_together, together
 from loongplug.checkpoint.hf_gather import OnBytes, ignore_bytes
-from loongplug.checkpoint.owned import (
-    Owned,
+from loongplug.checkpoint.parameter_holders import (
+    HeldParameter,
     all_holders,
+    held_parameters,
     own_rank,
-    owned_parameters,
     replica_groups,
 )
-from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors, shape_problems
+from loongplug.checkpoint.safetensors_folder import (
+    FLOATS,
+    TensorFolder,
+    open_tensors,
+    shape_problems,
+)
 from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config_differences
 from loongplug.models.hf_mapping import Mapping, Where
@@ -65,15 +70,15 @@ def load_hf_weights(
                 aside=model.in_transformers.aside,
             )
             tensors = stack.enter_context(opened)
-            owned = _checked(model_chunks, tensors, model=model)
+            held = _checked(model_chunks, tensors, model=model)
         fill = partial(_fill, tensors=tensors, mapping=mapping, in_the_file=in_the_file)
-        fill_all(owned, fill, on_bytes=on_bytes)
+        fill_all(held, fill, on_bytes=on_bytes)
     return tensors.bytes_read
 
 
 def _checked(
     model_chunks: Sequence[nn.Module], tensors: TensorFolder, *, model: HuggingFaceModel
-) -> list[Owned]:
+) -> list[HeldParameter]:
     missing_or_extra = _file_problems(tensors, model.mapping)
     problems = [
         *(model.unread if missing_or_extra else ()),
@@ -84,13 +89,16 @@ def _checked(
         raise ValueError(
             f"The model in {tensors.path} is not the one in the config:\n  " + "\n  ".join(problems)
         )
-    owned = owned_parameters(model_chunks, model.mapping)
-    problems = [problem for own in owned if (problem := _shape_problem(own))]
+    held = held_parameters(model_chunks, model.mapping)
+    problems = shape_problems(
+        {own.name: tuple(own.parameter.shape) for own in held},
+        {own.name: local_shape(own.entry.row, tp=get_pg_size(own.group)) for own in held},
+    )
     if problems:
         raise ValueError(
             "The model was not built from the config it is loaded with:\n  " + "\n  ".join(problems)
         )
-    return owned
+    return held
 
 
 def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
@@ -101,19 +109,17 @@ def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
     problems = shape_problems(found, allowed)
     problems += [
         f"{name} has type {kind}, expected a floating point type; save the model unquantized"
-        for name, kind in tensors.unreadable_types().items()
+        for name, kind in tensors.types().items()
+        if kind not in FLOATS
     ]
     return problems
 
 
-def _shape_problem(own: Owned) -> str | None:
-    expected = local_shape(own.entry.row, tp=get_pg_size(own.group))
-    found = tuple(own.parameter.shape)
-    return None if found == expected else f"{own.name} has shape {found}, expected {expected}"
-
-
 def fill_all(
-    owned: Sequence[Owned], fill: Callable[[Owned], None], *, on_bytes: OnBytes = ignore_bytes
+    held: Sequence[HeldParameter],
+    fill: Callable[[HeldParameter], None],
+    *,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> None:
     """Read or receive every parameter; the first error is raised once all have taken part.
 
@@ -125,13 +131,13 @@ def fill_all(
         ValueError: on all ranks alike, as ``fill`` on one.
     """
     device = current_platform().device
-    elsewhere = [own.name for own in owned if own.parameter.device != device]
+    elsewhere = [own.name for own in held if own.parameter.device != device]
     assert not elsewhere, f"not on {device} yet: {', '.join(elsewhere)}"
-    done, total = 0, sum(own.parameter.nbytes for own in owned)
+    done, total = 0, sum(own.parameter.nbytes for own in held)
     error: Exception | None = None
-    holders, _ = all_holders(owned)
+    holders, _ = all_holders(held)
     with replica_groups(holders) as groups:
-        for own in owned:
+        for own in held:
             ranks = holders[own.piece]
             if ranks[0] == own_rank() and error is None:
                 try:
@@ -148,7 +154,9 @@ def fill_all(
     raise_together(error)
 
 
-def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping, in_the_file: bool) -> None:
+def _fill(
+    own: HeldParameter, *, tensors: TensorFolder, mapping: Mapping, in_the_file: bool
+) -> None:
     twins = {name: twin for twin, name in mapping.twins.items() if twin in tensors.slices}
     sources = own.entry.sources
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loongplug.checkpoint.agreement import write_error
+from loongplug.checkpoint.common_errors import write_error
 
 LOCK_FILE = ".loongplug_lock"
 _HELD = (errno.EACCES, errno.EAGAIN)

@@ -8,13 +8,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from loongplug.checkpoint.notes import (
+from loongplug.checkpoint.checkpoint_files import TRACKER
+from loongplug.checkpoint.settings_notes import (
     ARCHITECTURE_FILE,
     CARRIED_FOLDER,
     for_any_layout,
     read_architecture,
 )
-from loongplug.checkpoint.tracker import TRACKER
 from loongplug.convert.worker import convert
 from loongplug.models.lora.peft_config import ADAPTER_CONFIG_FILE, read_peft_config
 

@@ -6,19 +6,21 @@ conversion needs each weight once.
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from loongplug.checkpoint.whole import described_files
+from loongplug.platform.safe_reading import DamagedFileError
+
+_TENSOR = LoadItemType.TENSOR
 
 
 @dataclass(frozen=True)
@@ -45,68 +47,52 @@ class _Part:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """The boxes in which a tensor was saved."""
+class MappingReader(FileSystemReader):
+    """Torch's reader, which leaves in the files what they hold as it is, and reads the rest.
 
-    all: Sequence[ChunkStorageMetadata]
-    begins: Tensor  # [boxes, axes]
-    ends: Tensor  # [boxes, axes]
-
-    @classmethod
-    def of(cls, chunks: Sequence[ChunkStorageMetadata]) -> "_Chunks":
-        begins = torch.tensor([list(chunk.offsets) for chunk in chunks], dtype=torch.long)
-        sizes = torch.tensor([list(chunk.sizes) for chunk in chunks], dtype=torch.long)
-        return cls(chunks, begins, begins + sizes)
-
-    def overlaps(
-        self, begin: Sequence[int], end: Sequence[int]
-    ) -> list[tuple[ChunkStorageMetadata, list[int], list[int]]]:
-        """Each box that shares something with the given one, with the begin and end of that."""
-        begins = torch.maximum(self.begins, torch.tensor(begin, dtype=torch.long))
-        ends = torch.minimum(self.ends, torch.tensor(end, dtype=torch.long))
-        shared = (begins < ends).all(1).nonzero().flatten().tolist()
-        return [(self.all[box], begins[box].tolist(), ends[box].tolist()) for box in shared]
-
-
-class MappedWeights:
-    """The parameters that a checkpoint's files hold as they are, one at a time on request.
-
-    A file is mapped, not read: one that is cut off while the conversion runs ends it.
+    Then it gives the values of one parameter at a time. A file is mapped, not read: one that is cut
+    off while the conversion runs ends it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Learn what lies where in the files of ``folder``; no collectives.
-
-        Raises:
-            ValueError: the checkpoint's description cannot be read, or a file is missing or cut
-                off.
-        """
+    def __init__(self, folder: Path, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters`` are those that may stay in the files of ``folder``."""
+        super().__init__(folder)
         self._folder = folder
-        metadata = described_files(folder)
-        self._described = metadata.state_dict_metadata
-        self._stored = metadata.storage_data
-        self._chunks: dict[str, _Chunks] = {}
+        self._of_memory = {each.untyped_storage().data_ptr(): each for each in parameters}
         self._files: dict[str, Tensor] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._latest: tuple[nn.Parameter, Tensor] | None = None
 
-    def add(self, parameter: nn.Parameter, shards: Sequence[ShardedTensor]) -> bool:
-        """Leave ``parameter`` in the files; False where they do not hold it as it is.
-
-        ``shards`` are views of the parameter that cover it.
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Map each parameter whose boxes all lie in the files as they are, and read the others.
 
         Raises:
-            ValueError: the checkpoint lacks some of the values.
+            DamagedFileError: the checkpoint lacks some of a parameter's values.
         """
-        parts = [part for shard in shards for part in self._parts_of(shard)]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts):
-            return False
-        self._parts[parameter] = found
-        return True
+        left: list[ReadItem] = []
+        needed: dict[nn.Parameter, list[tuple[ReadItem, Tensor]]] = {}
+        for item in plan.items:
+            place = planner.resolve_tensor(item).detach() if item.type is _TENSOR else None
+            memory = 0 if place is None else place.untyped_storage().data_ptr()
+            if place is None or memory not in self._of_memory:
+                left.append(item)
+            else:
+                needed.setdefault(self._of_memory[memory], []).append((item, place))
+        for parameter, items in needed.items():
+            values = sum(place.numel() for _, place in items)
+            if values != parameter.numel():
+                raise DamagedFileError(
+                    f"The checkpoint {self._folder} has {values} of the {parameter.numel()} values "
+                    f"of {items[0][0].dest_index.fqn}: save it again."
+                )
+            parts = [part for each in items if (part := self._part(*each)) is not None]
+            if len(parts) == len(items):
+                self._parts[parameter] = parts
+            else:
+                left += [item for item, _ in items]
+        return super().read_data(LoadPlan(left), planner)
 
-    def __call__(self, parameter: nn.Parameter) -> Tensor:
+    def weight(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's values: in the mapped file where they are in one piece, else copied.
 
         A copy is kept until another parameter is asked for.
@@ -125,40 +111,13 @@ class MappedWeights:
         self._latest = (parameter, whole)
         return whole
 
-    def _parts_of(self, shard: ShardedTensor) -> list[_Part | None]:
-        """One for each saved box that overlaps the shard; None for a box that cannot be mapped."""
-        assert shard.data is not None
-        if shard.key not in self._chunks:
-            self._chunks[shard.key] = _Chunks.of(self._described[shard.key].chunks)
-        extra = shard.prepend_axis_num
-        begin = shard.global_offset
-        shape = (*(1 for _ in range(extra)), *shard.local_shape)
-        end = [first + size for first, size in zip(begin, shape, strict=True)]
-        parts: list[_Part | None] = []
-        values = 0
-        for chunk, shared_begin, shared_end in self._chunks[shard.key].overlaps(begin, end):
-            place = shard.data.detach()[_slices(shared_begin, shared_end, begin)[extra:]]
-            values += place.numel()
-            stored = self._stored[MetadataIndex(shard.key, chunk.offsets)]
-            item = self._item(stored, sizes=chunk.sizes, dtype=shard.dtype)
-            if item is None:
-                parts.append(None)
-                continue
-            saved = item[_slices(shared_begin, shared_end, chunk.offsets)][(0,) * extra]
-            parts.append(_Part(place, saved, self._folder / stored.relative_path))
-        if values != shard.data.numel():
-            raise ValueError(
-                f"The checkpoint {self._folder} has {values} of the {shard.data.numel()} values of "
-                f"{shard.key} at {tuple(begin)}: save it again."
-            )
-        return parts
-
-    def _item(self, stored: Any, *, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The bytes of a saved box, [*its shape, bytes of a value], in the mapped file.
+    def _part(self, item: ReadItem, place: Tensor) -> _Part | None:
+        """The bytes of a place in the mapped file.
 
         None where they do not lie there as they are: they were packed, have another dtype or
         another order, or the record is damaged.
         """
+        stored = self.storage_data[item.storage_index]
         if stored.transform_descriptors:
             return None
         with (self._folder / stored.relative_path).open("rb") as file:
@@ -168,16 +127,19 @@ class MappedWeights:
                 saved = torch.load(view, map_location="meta", weights_only=True)
             except Exception:  # whatever it is, reading all of it will raise it, too
                 return None
-        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (sizes, dtype):
+        if not isinstance(saved, Tensor) or saved.dtype != place.dtype:
             return None
+        ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
+        box = tuple(map(slice, item.storage_offsets, ends))
         start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
-        if start is None or not saved.is_contiguous():
+        if start is None or not saved.is_contiguous() or saved[box].shape != place.shape:
             return None
-        start += stored.offset + saved.storage_offset() * dtype.itemsize
+        start += stored.offset + saved.storage_offset() * saved.itemsize
         if start + saved.nbytes > stored.offset + stored.length:
             return None
-        file_bytes = self._mapped(stored.relative_path)
-        return file_bytes[start : start + saved.nbytes].view(*sizes, dtype.itemsize)
+        file_bytes = self._mapped(stored.relative_path)[start : start + saved.nbytes]
+        found = file_bytes.view(*saved.shape, saved.itemsize)[box]
+        return _Part(place, found, self._folder / stored.relative_path)
 
     def _mapped(self, name: str) -> Tensor:
         """All bytes of a file, to be read only."""
@@ -189,14 +151,6 @@ class MappedWeights:
                 warnings.simplefilter("ignore", UserWarning)  # torch's, of read-only memory
                 self._files[name] = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r"))
         return self._files[name]
-
-
-def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """The box from ``begin`` to ``end`` as seen from ``origin``."""
-    return tuple(
-        slice(first - zero, last - zero)
-        for first, last, zero in zip(begin, end, origin, strict=True)
-    )
 
 
 def _as_they_are(part: _Part, parameter: nn.Parameter) -> Tensor | None:

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TextIO
@@ -14,30 +15,26 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
-from loongplug.checkpoint.adapter_files import (
-    give_adapter_dtype,
-    load_adapters,
-    save_adapters,
-)
-from loongplug.checkpoint.adapter_weights import merged_weights
-from loongplug.checkpoint.dtypes import (
-    checkpoint_dtypes,
-    folder_dtypes,
-    give_checkpoint_dtypes,
-    give_folder_dtypes,
-    usual_dtype,
-)
-from loongplug.checkpoint.hf_export import copy_carried_files, save_hf_folder
+from loongplug.checkpoint.checkpoint_files import TRACKER, check_latest
+from loongplug.checkpoint.hf_export import usual_dtype
 from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, CARRIED_FOLDER, write_note
-from loongplug.checkpoint.tracker import TRACKER, check_latest
-from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
+from loongplug.checkpoint.lora_weights import load_adapters
+from loongplug.checkpoint.settings_notes import CARRIED_FOLDER
+from loongplug.convert.stored_dtypes import (
+    checkpoint_dtypes,
+    folder_dtypes,
+    give_adapter_dtype,
+    give_checkpoint_dtypes,
+    give_folder_dtypes,
+)
+from loongplug.convert.torch_dist_files import StreamingSaveStrategy, load_in_place
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.failure import AtEnd, nothing_at_end
@@ -45,7 +42,7 @@ from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
-from loongplug.training.exports import check_exports, source_folders
+from loongplug.training.exports import Exports
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.outputs import outputs_ready
@@ -90,62 +87,24 @@ def convert(flags: Sequence[str], *, at_end: AtEnd = nothing_at_end) -> Converte
 def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Converted:
     args = parsed.args
     model = parsed.family.load_hugging_face(parsed.model)
+    exports = Exports(
+        args=args,
+        model=model,
+        table=adapter_table(parsed.model, model),
+        model_yaml=parsed.model_yaml,
+        overrides=parsed.overrides,
+    )
     check_source_folders(args, parsed.model_yaml)
     require_same_weights(args)
-    table = adapter_table(parsed.model, model)
-    check_exports(args, model)
+    exports.check()
     use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
-        weight_of: WeightOf = loaded_weight
         with _byte_progress(terminal, shown=args.rank == 0) as progress_of:
-            if args.load_hf:
-                give_folder_dtypes(chunks, model, dtypes)
-                source = Path(args.load_hf)
-                load_hf_weights(
-                    chunks,
-                    source,
-                    model=model,
-                    on_bytes=progress_of("reading"),
-                    in_the_file=args.device == "cpu",
-                )
-                if table is not None and args.load_lora:
-                    give_adapter_dtype(chunks, table, Path(args.load_lora))
-                    load_adapters(chunks, Path(args.load_lora), table=table)
-            else:
-                folder = _iteration_folder(args)
-                give_checkpoint_dtypes(chunks, dtypes, folder=folder)
-                weight_of = load_in_place(chunks, folder, in_the_file=args.device == "cpu")
+            weight_of = _fill(chunks, exports, dtypes=dtypes, on_bytes=progress_of("reading"))
             if args.save:
-                if args.rank == 0:
-                    write_note(Path(args.save) / ARCHITECTURE_FILE, parsed.model_yaml)
-                    copy_carried_files(Path(args.save) / CARRIED_FOLDER, **source_folders(args))
-                from megatron.training.checkpointing import save_checkpoint
-
-                context = {"save_strategy": StreamingSaveStrategy()}
-                # Its last act makes it a checkpoint.
-                save_checkpoint(
-                    0, chunks, None, None, 0, checkpointing_context=context, release=True
-                )
-            if args.save_hf:
-                save_hf_folder(
-                    chunks,
-                    Path(args.save_hf),
-                    model=model,
-                    **source_folders(args),
-                    on_bytes=progress_of("writing"),
-                    weight_of=merged_weights(chunks, weight_of=weight_of),
-                )
-            if args.save_lora:
-                assert table is not None
-                save_adapters(
-                    chunks,
-                    Path(args.save_lora),
-                    table=table,
-                    base=args.load_hf,
-                    model_yaml=parsed.model_yaml,
-                    weight_of=weight_of,
-                )
+                exports.save_release(chunks, strategy=StreamingSaveStrategy())
+            exports.write(chunks, weight_of=weight_of, on_bytes=progress_of("writing"))
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     itemsize = max(parameter.dtype.itemsize for parameter in parameters)
     return Converted(
@@ -154,9 +113,32 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
     )
 
 
+def _fill(
+    chunks: Sequence[MultimodalModel],
+    exports: Exports,
+    *,
+    dtypes: dict[str, torch.dtype],
+    on_bytes: OnBytes,
+) -> WeightOf:
+    """Fill the parameters from the source, in its ``dtypes``; what gives their values."""
+    args, model, table = exports.args, exports.model, exports.table
+    in_the_file = args.device == "cpu"
+    if args.load:
+        folder = _iteration_folder(args)
+        give_checkpoint_dtypes(chunks, dtypes, folder=folder)
+        return load_in_place(chunks, folder, in_the_file=in_the_file)
+    give_folder_dtypes(chunks, model, dtypes)
+    source = Path(args.load_hf)
+    load_hf_weights(chunks, source, model=model, on_bytes=on_bytes, in_the_file=in_the_file)
+    if table is not None and args.load_lora:
+        give_adapter_dtype(chunks, table, Path(args.load_lora))
+        load_adapters(chunks, Path(args.load_lora), table=table)
+    return loaded_weight
+
+
 @contextmanager
 def _byte_progress(terminal: TextIO, *, shown: bool) -> Iterator[Callable[[str], OnBytes]]:
-    """For each long part, by its name, who is told how far it is.
+    """What shows how far each long part is, by the part's name.
 
     A bar on a terminal; one line for each part elsewhere.
     """
@@ -171,20 +153,17 @@ def _byte_progress(terminal: TextIO, *, shown: bool) -> Iterator[Callable[[str],
         disable=not (shown and console.is_terminal),
     )
 
-    def progress_of(part: str) -> OnBytes:
-        if not shown:
-            return ignore_bytes
-        task = progress.add_task(part, total=None)
+    parts: dict[str, TaskID] = {}
 
-        def on_bytes(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-            if done == total and not console.is_terminal:
-                console.print(f"{part}: {total / 2**20:,.1f} MiB", highlight=False)
-
-        return on_bytes
+    def on_bytes(part: str, done: int, total: int) -> None:
+        if part not in parts:
+            parts[part] = progress.add_task(part, total=total)
+        progress.update(parts[part], completed=done)
+        if done == total and not console.is_terminal:
+            console.print(f"{part}: {total / 2**20:,.1f} MiB", highlight=False)
 
     with progress:
-        yield progress_of
+        yield lambda part: partial(on_bytes, part) if shown else ignore_bytes
 
 
 def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype]]:
@@ -207,7 +186,7 @@ def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype
 
 
 def _check_ends(given: Namespace) -> None:
-    """One source and a target."""
+    """Refuse flags that do not name one source and a target."""
     if bool(given.load_hf) == bool(given.load):
         raise ValueError("give one source: --load-hf DIR (Hugging Face) or --load DIR (checkpoint)")
     if not given.save_hf and not given.save and not given.save_lora:
@@ -238,7 +217,7 @@ def _iteration_folder(given: Namespace) -> Path:
 
 
 def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
-    """This rank's chunks, their weights still without meaning."""
+    """This rank's chunks of the model, whose weights have no meaning yet."""
     from megatron.core import parallel_state
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron

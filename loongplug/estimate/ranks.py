@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 # Its import registers the backend "fake", which sends nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from loongplug.checkpoint.owned import parameter_names
+from loongplug.checkpoint.parameter_holders import parameter_names
 from loongplug.hetero.engine import Engine
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel

@@ -24,7 +24,7 @@ class Freezing:
     ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. What is carried
     (:func:`loongplug.models.hf_mapping.is_carried`) is frozen whatever patterns say. Names are the
     same in every layout: layers and experts are counted over the whole model
-    (:func:`loongplug.checkpoint.owned.parameter_names`).
+    (:func:`loongplug.checkpoint.parameter_holders.parameter_names`).
 
     >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))
     >>> only_norms.trains("text_decoder.decoder.final_layernorm.weight")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loongplug.checkpoint.notes import drops_transparency
+from loongplug.checkpoint.settings_notes import drops_transparency
 from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bubbles
 from loongplug.models.family import Family
 from loongplug.models.lora import adapts_experts

@@ -9,20 +9,22 @@ from typing import Any
 
 from megatron.training.checkpointing import checkpoint_exists
 
-from loongplug.checkpoint.atomic import AtomicSaves, recover
-from loongplug.checkpoint.failed_writes import told_to_all, write_buckets
-from loongplug.checkpoint.notes import (
+from loongplug.checkpoint.atomic_saves import AtomicSaves, recover, told_to_all, write_buckets
+from loongplug.checkpoint.checkpoint_files import (
+    TRACKER,
+    check_latest,
+    replaced_whole,
+    whole_checkpoints,
+)
+from loongplug.checkpoint.resume_checks import checked_common_state, checked_load, checked_rates
+from loongplug.checkpoint.settings_notes import (
     ARCHITECTURE_FILE,
     DATA_FILE,
     check_architecture,
     check_data_note,
     write_note,
 )
-from loongplug.checkpoint.same_rates import checked_rates
-from loongplug.checkpoint.same_state import checked_common_state, checked_load
-from loongplug.checkpoint.tracker import TRACKER, check_latest, replaced_whole
-from loongplug.checkpoint.whole import whole_checkpoints
-from loongplug.output_files import put_whole
+from loongplug.output_files import write_whole
 from loongplug.platform import Platform
 from loongplug.platform.upstream_saving import (
     asynchronous_save_on_cpu_table,
@@ -74,7 +76,7 @@ def goes_on(args: Namespace) -> bool:
 
 
 def refuse_others_checkpoints(args: Namespace) -> None:
-    """No run replaces another one's checkpoints. For the first rank, which has ``--save`` alone.
+    """Refuse to replace another run's checkpoints. For the first rank, which has ``--save`` alone.
 
     Raises:
         ValueError: a whole one is there, and the run does not go on from those of the folder.
@@ -92,8 +94,7 @@ def refuse_others_checkpoints(args: Namespace) -> None:
         )
     if whole != "none":  # killed behind its first save, or the tracker was lost
         newest = whole.partition(",")[0]
-        with put_whole(save / TRACKER) as tracker:
-            tracker.write_text(newest.removeprefix("iter_").lstrip("0") or "0", encoding="utf-8")
+        write_whole(save / TRACKER, newest.removeprefix("iter_").lstrip("0") or "0")
         print(f"{save / TRACKER} was not there: it names {newest}.", flush=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout, read_architecture
+from loongplug.checkpoint.settings_notes import ARCHITECTURE_FILE, for_any_layout, read_architecture
 from loongplug.models.family import Family
 from loongplug.models.hf_config import (
     CONFIG_JSON,

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.owned import parameter_names
+from loongplug.checkpoint.common_errors import raise_together
+from loongplug.checkpoint.parameter_holders import parameter_names
 from loongplug.models.freezing import FREEZE_FLAG, TRAIN_FLAG, Freezing, idle_pattern
 from loongplug.models.hf_mapping import Mapping, is_carried
 

@@ -12,7 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-from loongplug.checkpoint.agreement import write_error
+from loongplug.checkpoint.common_errors import write_error
 from loongplug.hetero.engine import Engine
 from loongplug.platform import current_platform
 from loongplug.platform.machine import peak_tflops

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
-from loongplug.checkpoint.agreement import raise_together, write_error
+from loongplug.checkpoint.common_errors import raise_together, write_error
 from loongplug.checkpoint.save_lock import save_lock
 from loongplug.observe.trace_file import RANK_TRACE, rank_file
 from loongplug.output_files import check_output, figures, is_stream
@@ -49,18 +49,17 @@ def unwritable(args: Namespace) -> list[str]:
     """A sentence for each output that this rank has to write and cannot; no collectives."""
     first, last = args.rank == 0, args.rank == args.ranks - 1
     metrics = Path(args.metrics_json) if args.metrics_json and first else None
-    folder = os.path.dirname(os.path.realpath(metrics or ""))
     problems = [
-        _problem(flag, Path(value), rank=args.rank, kept=kept)
-        for flag, value, mine, kept in (
+        _problem(flag, Path(folder), rank=args.rank, kept=kept)
+        for flag, folder, mine, kept in (
             ("--save", args.save, True, True),
             ("--trace", args.trace, True, True),
             ("--tensorboard-dir", args.tensorboard_dir, last, True),
-            ("--save-hf", args.save_hf, first, False),
-            ("--save-lora", args.save_lora, first, False),
-            ("--metrics-json", folder, metrics is not None and not is_stream(metrics), False),
+            ("--save-hf", _around(args.save_hf), first, False),
+            ("--save-lora", _around(args.save_lora), first, False),
+            ("--metrics-json", _around(metrics), metrics and not is_stream(metrics), False),
         )
-        if value and mine
+        if folder and mine
     ]
     if found := [problem for problem in problems if problem is not None]:
         return found
@@ -74,6 +73,11 @@ def unwritable(args: Namespace) -> list[str]:
     except ValueError as error:
         return [f"{flag} {error}"]
     return []
+
+
+def _around(place: str | Path | None) -> str:
+    """The folder in which an output is made that appears by a rename; empty where there is none."""
+    return os.path.dirname(os.path.realpath(place)) if place else ""
 
 
 def _problem(flag: str, folder: Path, *, rank: int, kept: bool) -> str | None:

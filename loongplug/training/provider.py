@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from loongplug.checkpoint.adapter_files import load_adapters
-from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.lora_weights import load_adapters, start_adapters
 from loongplug.hetero.encoder_place import PlaceOfEncoder
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import modes_of

@@ -11,10 +11,10 @@ from megatron.training.global_vars import (
     set_global_variables,
 )
 
-from loongplug.checkpoint.agreement import of_all_ranks, raise_together
-from loongplug.checkpoint.kept import KeptCheckpoints
-from loongplug.checkpoint.notes import CARRIED_FOLDER
+from loongplug.checkpoint.common_errors import of_all_ranks, raise_together
+from loongplug.checkpoint.retention import CheckpointRetention
 from loongplug.checkpoint.save_lock import LOCK_FILE
+from loongplug.checkpoint.settings_notes import CARRIED_FOLDER
 from loongplug.data.bad_samples import Remarks
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
@@ -47,7 +47,7 @@ from loongplug.training.checkpoints import (
     use_whole_checkpoints,
 )
 from loongplug.training.datasets import DatasetProvider
-from loongplug.training.exports import Exports, check_exports
+from loongplug.training.exports import Exports
 from loongplug.training.forward_step import ForwardStep, LossReport, StepRows
 from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.log import WithoutSave, applied, log_folder, megatron_output
@@ -129,7 +129,7 @@ def _run(
         per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
     )
     kept = (
-        KeptCheckpoints(Path(args.save), keep=args.keep_checkpoints)
+        CheckpointRetention(Path(args.save), keep=args.keep_checkpoints)
         if args.keep_checkpoints
         else None
     )
@@ -152,7 +152,7 @@ def _run(
         model_yaml=parsed.model_yaml,
         overrides=parsed.overrides,
     )
-    check_exports(args, hugging_face)
+    exports.check()
     from_folders = not has_checkpoint(args)
     mapping, freezing = with_adapters(hugging_face.mapping, table), freezing_of(args, parsed.model)
     own = Path(args.load_hf) if args.load_hf else Path(args.load or "") / CARRIED_FOLDER
@@ -234,7 +234,7 @@ def _run(
             raise
         datasets.close()
         _say(_met(datasets, encoders), args=args, file=terminal)
-        exports.write(provider.chunks)
+        exports.write_or_keep(provider.chunks)
         print_facts(end_facts(args), args=args, file=terminal)
         raise_together(unwritten)
     return reports

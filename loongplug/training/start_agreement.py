@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from loongplug.checkpoint.tracker import TRACKER, check_latest
+from loongplug.checkpoint.checkpoint_files import TRACKER, check_latest
 from loongplug.data.fingerprint import content_digest
 from loongplug.parallel.rendezvous import comes, met_store
 from loongplug.parallel.same_values import Values, require_same_values

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.data.blend import parse_blend
 from loongplug.data.sample_order import StepSizes
 from loongplug.hetero.modes import modes_of

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import of_all_ranks
-from loongplug.checkpoint.owned import ParameterPiece, owned_parameters, sort_key
+from loongplug.checkpoint.common_errors import of_all_ranks
+from loongplug.checkpoint.parameter_holders import ParameterPiece, held_parameters, sort_key
 from loongplug.models.hf_mapping import Mapping
 from loongplug.verify.recorded_run import ApartNote
 
@@ -35,7 +35,7 @@ def replicas_apart(
     ``what`` says what of a parameter it is that ``select`` gives. Collective: the default group.
     """
     mine: list[tuple[ParameterPiece, str, Tensor]] = []
-    for own in owned_parameters(chunks, mapping):
+    for own in held_parameters(chunks, mapping):
         tensor = select(own.parameter)
         if tensor is not None:
             mine.append((own.piece, own.name, tensor.detach()))

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import of_all_ranks
+from loongplug.checkpoint.common_errors import of_all_ranks
 from loongplug.checkpoint.hf_gather import What, WholeTensors
-from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor, TensorFileWriter
+from loongplug.checkpoint.safetensors_folder import PlannedFile, PlannedTensor, new_tensor_file
 from loongplug.context.token_split import OwnPart
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Mapping
@@ -207,9 +207,9 @@ class StepRecorder:
             for source in bundle.sources
         )
         plan = PlannedFile(tensor_file(kind), planned)
-        with TensorFileWriter(self._folder, plan) as writer:
+        with new_tensor_file(self._folder, plan) as add:
             for _, source, tensor in whole.collect(lambda _: 0):
-                writer.add(source.name, tensor)
+                add(source.name, tensor)
 
 
 def least_room(before: Tensor | None, moment: Tensor, *, eps: float) -> Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from loongplug.checkpoint.tensor_files import (
+from loongplug.checkpoint.safetensors_folder import (
     PlannedFile,
     PlannedTensor,
-    TensorFileWriter,
+    new_tensor_file,
     plan_files,
     write_index,
 )
@@ -43,9 +43,9 @@ def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) ->
     )
     sources = {s.name: s for bundle in model.mapping.bundles() for s in bundle.sources}
     for file in files:
-        with TensorFileWriter(folder, file) as writer:
+        with new_tensor_file(folder, file) as add:
             for tensor in file.tensors:
-                writer.add(tensor.name, random_tensor(sources[tensor.name], seed=seed))
+                add(tensor.name, random_tensor(sources[tensor.name], seed=seed))
     write_index(folder, files)
 
 
@@ -61,9 +61,9 @@ def write_random_adapters(folder: Path, table: AdapterTable, *, seed: int) -> No
     planned = tuple(
         PlannedTensor(name, table.file_shape(source), torch.float32) for name, source in tensors
     )
-    with TensorFileWriter(folder, PlannedFile(ADAPTER_WEIGHTS_FILE, planned)) as writer:
+    with new_tensor_file(folder, PlannedFile(ADAPTER_WEIGHTS_FILE, planned)) as add:
         for name, source in tensors:
-            writer.add(name, table.to_file(source, random_tensor(source, seed=seed)))
+            add(name, table.to_file(source, random_tensor(source, seed=seed)))
     config = json.dumps(peft_config(table, base=None), indent=2) + "\n"
     (folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
 

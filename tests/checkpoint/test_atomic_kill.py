@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from ranks import RankError, run_ranks
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.training.run import run
 
 RANKS = 2

@@ -8,10 +8,6 @@ import torch
 from full_state import Kept, State, read_state, run_and_keep_state
 from ranks import RankError, run_ranks
 
-from loongplug.checkpoint import same_rates
-from loongplug.checkpoint.same_rates import check_known, check_rates
-from loongplug.parallel.parameter_groups import SavedRates
-
 PP2, FULL = ("--pipeline-model-parallel-size", "2"), "--enable-full-hetero-dp"
 DISTRIBUTED = "--use-distributed-optimizer"
 FREEZE, TRAIN = "--freeze-parameters", "--train-parameters"
@@ -83,22 +79,3 @@ def test_rates_and_what_is_frozen_may_change(run_flags, tmp_path, distributed):
     for module, found in by_module(as_saved).items():
         high, least, rate = by_module(saved)[module]
         assert found == (high, least, pytest.approx(rate))
-
-
-@pytest.mark.quick
-def test_a_module_s_rate_is_told_where_the_run_s_is_the_same():
-    now = dict.fromkeys(same_rates._MEANS, 1.0)
-    fits = SavedRates(module="text_decoder", own=(1.0, 0.1), saved=(1.0, 0.1))
-    other = SavedRates(module="image_encoder", own=(1.0, 0.1), saved=(2.0, 0.1))
-    unknown = SavedRates(module="image_projector", own=(1.0, 0.1), saved=None)
-    check_rates(now, now, [fits])
-    with pytest.raises(
-        ValueError, match=r"max_lr of image_encoder was 2\.0, is 1\.0 \(its"
-    ) as said:
-        check_rates(now, now, [fits, other])
-    assert "min_lr" not in str(said.value)
-    with pytest.raises(ValueError, match=r"max_lr was 2\.0, is 1\.0 \(--lr\)\. Give") as said:
-        check_rates(now | {"max_lr": 2.0}, now, [other])
-    check_known([fits, other])
-    with pytest.raises(ValueError, match=r"learning rate of image_projector: .*--override-opt"):
-        check_known([fits, unknown])

@@ -12,7 +12,7 @@ from micro.random_folder import write_random_folder
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from loongplug.checkpoint.adapter_files import AdapterReader
+from loongplug.checkpoint.lora_weights import AdapterReader
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.models.lora.peft_config import read_peft_config
 from loongplug.training.config import compose_asked_for, compose_model

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sweeps import sweep
 from typer.testing import CliRunner
 
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout
+from loongplug.checkpoint.settings_notes import ARCHITECTURE_FILE, for_any_layout
 from loongplug.cli import app
 from loongplug.convert.exported import as_hf_folder
 from loongplug.convert.rank import convert

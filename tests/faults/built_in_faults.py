@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from loongplug.checkpoint.atomic import AtomicSaves
+from loongplug.checkpoint.atomic_saves import AtomicSaves
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.media_loader import UnitLoader
 from loongplug.hetero.exchange import AllToAll

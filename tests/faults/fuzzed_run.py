@@ -11,7 +11,7 @@ from built_in_faults import MESSAGE, NO_SPACE
 from draws import SAVE_INTERVAL, STEPS, Draw
 from fuzz_data import place_of_damage
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.checkpoint_files import TRACKER
 
 # How gloo tells that a peer is gone.
 PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")

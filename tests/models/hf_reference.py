@@ -31,8 +31,8 @@ from megatron.core.utils import get_model_config
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
 
-from loongplug.checkpoint.adapter_files import load_adapters, save_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.lora_weights import load_adapters, save_adapters
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.hf_mapping import is_carried
 from loongplug.models.lora.mapping import adapter_table, with_adapters

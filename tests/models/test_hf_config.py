@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from published import qwen2_5_folder
 
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE
+from loongplug.checkpoint.settings_notes import ARCHITECTURE_FILE
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.training.config import (
     ComposedModel,

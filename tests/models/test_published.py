@@ -23,7 +23,7 @@ from published import (
 )
 from tiny_families import QWEN2_5_VL
 
-from loongplug.checkpoint.tensor_folder import present_name
+from loongplug.checkpoint.safetensors_folder import present_name
 from loongplug.models.audio_transformer import AudioTransformerConfig
 from loongplug.models.hf_config import hf_config, hf_config_differences
 from loongplug.models.registry import family_of

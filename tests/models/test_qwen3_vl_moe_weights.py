@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from there_and_back import assert_there_and_back, in_and_out
 from tiny_families import QWEN3_VL_MOE, SP
 
-from loongplug.checkpoint.adapter_files import check_adapter_export
 from loongplug.checkpoint.hf_export import check_hf_export
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.lora_weights import check_adapter_export
 from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families
 from loongplug.verify.tiny_processor import write_processor

@@ -10,9 +10,9 @@ from hf_models import Layout, build_chunks, decoder_config
 from ranks import model_parallel, run_ranks
 
 from loongplug.checkpoint import hf_import
-from loongplug.checkpoint.tensor_files import (
+from loongplug.checkpoint.safetensors_folder import (
     PlannedTensor,
-    TensorFileWriter,
+    new_tensor_file,
     plan_files,
     write_index,
 )
@@ -32,7 +32,7 @@ def write_empty_folder(folder: Path, model: VisionLanguageArchitecture) -> int:
     ]
     files = plan_files(bundles, max_bytes=5 * 2**30)
     for file in files:
-        with TensorFileWriter(folder, file):
+        with new_tensor_file(folder, file):
             pass
         path = folder / file.name
         data = sum(tensor.nbytes for tensor in file.tensors)

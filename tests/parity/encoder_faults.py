@@ -117,7 +117,9 @@ def count_the_layers_of_a_stage(rank: int) -> None:
         found: dict[str, int] = original(modules)
         return {name: 0 if "encoder." in name else each for name, each in found.items()}
 
-    around("loongplug.checkpoint.owned:_layer_offsets", from_zero, where=behind_the_first)
+    around(
+        "loongplug.checkpoint.parameter_holders:_layer_offsets", from_zero, where=behind_the_first
+    )
 
 
 # Of several encoders, and of the ranks of one.

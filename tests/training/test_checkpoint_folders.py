@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_checkpoints import write_checkpoint
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.training.checkpoints import check_source_folders, refuse_others_checkpoints
 
 pytestmark = pytest.mark.quick

@@ -41,7 +41,7 @@ def failing(rank: int, *, flags: list[str], metrics: Path | None) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if metrics is None:
-            patch.setattr(hf_export.TensorFileWriter, "add", full_disk)
+            patch.setattr(hf_export, "new_tensor_file", full_disk)
         run(flags, on_report=in_the_way)
 
 

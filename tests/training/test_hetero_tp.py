@@ -8,7 +8,7 @@ from compared_runs import first_weights, train
 from ranks import run_ranks
 
 import loongplug.training.run as run_module
-from loongplug.checkpoint.owned import owned_parameters
+from loongplug.checkpoint.parameter_holders import held_parameters
 from loongplug.training import exports
 from loongplug.training.run import run
 
@@ -27,7 +27,7 @@ def slices(rank: int, *, flags: list[str]) -> list[dict[tuple[str, int, int], st
                 (own.name, own.piece.part, own.piece.parts): hashlib.sha256(
                     own.parameter.detach().numpy().tobytes()
                 ).hexdigest()
-                for own in owned_parameters(chunks, model.mapping)
+                for own in held_parameters(chunks, model.mapping)
                 if own.name.startswith("image_")
             }
         )

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from small_checkpoints import write_checkpoint
 
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.checkpoint.save_lock import LOCK_FILE
-from loongplug.checkpoint.tracker import TRACKER
 from loongplug.observe.trace_file import TraceWriter, rank_file
 from loongplug.training.outputs import outputs_ready, unwritable
 
 pytestmark = pytest.mark.quick
 
-FOLDERS = ("save", "trace", "tensorboard_dir", "save_hf", "save_lora")
+FILLED = ("save", "trace", "tensorboard_dir")
+FOLDERS = (*FILLED, "save_hf", "save_lora")
 
 
 def args(*, rank: int = 0, ranks: int = 1, **given: Any) -> Namespace:
@@ -44,13 +45,14 @@ def test_what_can_be_written_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_file_and_a_parent_that_is_a_file(tmp_path, name):
     (tmp_path / "file").touch()
-    (problem,) = unwritable(args(**{name: str(tmp_path / "file")}))
+    place = tmp_path / "file" / ("" if name in FILLED else "more")
+    (problem,) = unwritable(args(**{name: str(place)}))
     assert problem == f"{flag(name)} {tmp_path / 'file'} is a file: give a folder."
-    (problem,) = unwritable(args(**{name: str(tmp_path / "file" / "more")}))
+    (problem,) = unwritable(args(**{name: str(place / "more")}))
     assert problem.startswith(f"{flag(name)} {tmp_path}/file/more cannot be written ([Errno 20]")
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "metrics_json"])
+@pytest.mark.parametrize("name", [*FILLED, "metrics_json"])
 def test_a_name_that_no_file_system_takes(tmp_path, name):
     (problem,) = unwritable(args(**{name: str(tmp_path / ("x" * 300))}))
     assert problem.startswith(f"{flag(name)} {tmp_path}/xxx")
@@ -131,7 +133,7 @@ def test_a_run_has_its_folder_alone_and_starts_with_good_outputs_only(tmp_path):
         assert not list(tmp_path.rglob(LOCK_FILE))
     with (
         pytest.raises(ValueError, match=r"--save-hf .* is a file"),
-        outputs_ready(args(save_hf=__file__)),
+        outputs_ready(args(save_hf=f"{__file__}/hf")),
     ):
         pass
 

@@ -18,7 +18,7 @@ from rule_cases.own_ranks import (
 )
 from test_rules import Run, changed, names, prepare
 
-from loongplug.checkpoint.notes import (
+from loongplug.checkpoint.settings_notes import (
     ARCHITECTURE_FILE,
     check_architecture,
     for_any_layout,

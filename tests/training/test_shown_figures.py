@@ -15,7 +15,7 @@ from ranks import run_ranks
 from surveyed import settings_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from loongplug.checkpoint.notes import CARRIED_FOLDER
+from loongplug.checkpoint.settings_notes import CARRIED_FOLDER
 from loongplug.data.check import index
 from loongplug.training import run as training_run
 from loongplug.training.run import run

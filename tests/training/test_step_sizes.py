@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from loongplug.checkpoint.same_rates import checked_rates
+from loongplug.checkpoint.resume_checks import checked_rates
 from loongplug.data.sample_order import StepSizes
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.step_sizes import _count_samples, parsed_schedule, step_sizes

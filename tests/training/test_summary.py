@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pages import shown
 
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.config import compose_model

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loongplug.checkpoint.replaced_files import is_half_replaced
+from loongplug.checkpoint.export_folder import is_half_replaced
 from loongplug.models.registry import family_of
 from loongplug.training.rules.rule import rule, value_of
 from loongplug.training.special_tokens import read_tokenizer, token_problems
@@ -129,8 +129,8 @@ def hf_folder(args: Namespace, model: Any) -> str | None:
         return None
     if is_half_replaced(Path(args.load_hf)):
         return (
-            f"--load-hf {args.load_hf} has no config.json: an export into it was cut short while "
-            "its files were moved into place, which the same export, started again, finishes"
+            f"--load-hf {args.load_hf} has no config.json: an export that was to take its place "
+            "was cut short; the same export, started again, puts it back"
         )
     return f"--load-hf {args.load_hf} has no config.json"
 

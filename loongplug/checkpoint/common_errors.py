@@ -14,11 +14,11 @@ class CommonError(Exception):
 
 
 class CommonValueError(CommonError, ValueError):
-    """One for the user to mend."""
+    """A common error that the user can mend."""
 
 
 class CommonRuntimeError(CommonError, RuntimeError):
-    """One that is a bug, or the machine's."""
+    """A common error that is a bug, or the machine's."""
 
 
 @contextmanager

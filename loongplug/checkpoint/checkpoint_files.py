@@ -1,23 +1,85 @@
-"""Whether a checkpoint is complete, and the message for one that is not.
+"""The files of checkpoints: the tracker, which names the latest, and whether all are whole.
 
 Sizes tell of files that are missing, empty or cut off before anything is loaded. What is damaged
 within a file shows when it is read. Both are told alike: the file, what is wrong with it, and which
 other checkpoints of the folder are whole.
 """
 
+import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from loongplug.output_files import write_whole
 from loongplug.platform.safe_reading import DamagedFileError
 
+TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG, DESCRIPTION = "metadata.json", ".metadata"
 _BACKEND = "torch_dist"
 _NO_PLACE = "it does not say what lies where in its folder"
 _RECORD = ("relative_path", "offset", "length")  # file, begin and length
 _SHOWN = 5
+
+
+def check_latest(folder: Path, *, step: int | None = None) -> Path:
+    """The latest checkpoint of ``folder`` (or that of iteration ``step``), which has to be whole.
+
+    Megatron ends a run without an error where it is not there. Looks at no more of the files than
+    their sizes; no collectives.
+
+    Raises:
+        ValueError: the tracker is damaged, or names a checkpoint that is missing or damaged; with
+            those that are whole.
+    """
+    tracker = folder / TRACKER
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not (re.fullmatch("[0-9]{1,18}", text) or text == "release"):
+        raise ValueError(
+            f"{tracker} says {text[:40]!r} where an iteration or 'release' is expected; write "
+            f"the iteration of the checkpoint to load into it: {whole_checkpoints(folder)}."
+        )
+    if step and text == "release":
+        raise ValueError(
+            f"{tracker} says 'release', which goes before --ckpt-step {step}; write {step} into it"
+        )
+    number = step or text
+    checkpoint = folder / (text if text == "release" else f"iter_{int(number):07d}")
+    if not is_complete(checkpoint):
+        raise with_others(
+            ValueError(
+                f"{folder} has no complete checkpoint {checkpoint.name}, which "
+                f"{'--ckpt-step' if step else TRACKER} asks for."
+            ),
+            checkpoint,
+        )
+    check_whole(checkpoint)
+    return checkpoint
+
+
+def replaced_whole(
+    original: Callable[..., Any], *, then: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """``open`` that replaces the tracker as a whole once it is written; ``then`` follows."""
+
+    @wraps(original)
+    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode != "w" or Path(file).name != TRACKER:
+            return original(file, mode, *args, **kwargs)
+        return _replacing(Path(file), then)
+
+    return open_
+
+
+@contextmanager
+def _replacing(path: Path, then: Callable[[], None]) -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    yield text
+    write_whole(path, text.getvalue())
+    then()
 
 
 def check_whole(checkpoint: Path) -> None:
@@ -32,30 +94,6 @@ def check_whole(checkpoint: Path) -> None:
         _check(checkpoint)
 
 
-def described_files(checkpoint: Path) -> Any:
-    """torch's own description of a ``torch_dist`` checkpoint, each of whose bytes is there.
-
-    No collectives.
-
-    Raises:
-        ValueError: as :func:`check_whole`.
-    """
-    with told_of_damage(checkpoint):
-        return _described(checkpoint)
-
-
-def description(checkpoint: Path) -> Any:
-    """torch's own description of a ``torch_dist`` checkpoint; reads ``.metadata`` alone.
-
-    No collectives.
-
-    Raises:
-        ValueError: as :func:`check_whole`.
-    """
-    with told_of_damage(checkpoint):
-        return _metadata(checkpoint)
-
-
 def is_complete(checkpoint: Path) -> bool:
     """Whether ``checkpoint`` was written to its end: these two files are written last."""
     return all((checkpoint / name).is_file() for name in (DESCRIPTION, CONFIG))
@@ -67,7 +105,7 @@ def whole_checkpoints(folder: Path, *, besides: Path | None = None) -> str:
     names = [path.name for path in folder.glob("iter_*") if path.name[5:].isdecimal()]
     for name in [*sorted(names, reverse=True), "release"]:
         path = folder / name
-        if path != besides and is_complete(path) and _is_whole(path):
+        if path != besides and _is_whole(path):
             found.append(name)
         if len(found) > _SHOWN:
             found[-1] = "..."
@@ -124,11 +162,16 @@ def _check(checkpoint: Path) -> None:
         raise DamagedFileError.unreadable(path, error) from error
     if not isinstance(config, dict) or config.get("sharded_backend") != _BACKEND:
         raise DamagedFileError.unreadable(path, f"it does not say sharded_backend {_BACKEND!r}")
-    _described(checkpoint)
+    described_files(checkpoint)
 
 
-def _described(checkpoint: Path) -> Any:
-    metadata = _metadata(checkpoint)
+def described_files(checkpoint: Path) -> Any:
+    """torch's own description of a ``torch_dist`` checkpoint, each of whose bytes is there.
+
+    Raises:
+        DamagedFileError: for :func:`told_of_damage`.
+    """
+    metadata = description(checkpoint)
     needed: dict[str, int] = {}
     for stored in metadata.storage_data.values():
         record: list[Any] = [getattr(stored, each, None) for each in _RECORD]  # a stranger's, maybe
@@ -150,7 +193,12 @@ def _described(checkpoint: Path) -> Any:
     return metadata
 
 
-def _metadata(checkpoint: Path) -> Any:
+def description(checkpoint: Path) -> Any:
+    """torch's own description of a ``torch_dist`` checkpoint; reads ``.metadata`` alone.
+
+    Raises:
+        DamagedFileError: for :func:`told_of_damage`.
+    """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from loongplug.checkpoint.atomic import remove_left_overs
-from loongplug.checkpoint.kept import LOSSES_FILE, KeptCheckpoints, to_remove
-from loongplug.checkpoint.tracker import TRACKER
+from loongplug.checkpoint.atomic_saves import remove_left_overs
+from loongplug.checkpoint.checkpoint_files import TRACKER
+from loongplug.checkpoint.retention import LOSSES_FILE, CheckpointRetention, to_remove
 from loongplug.training.run import run
 
 
@@ -49,20 +49,20 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.quick
 def test_losses_are_known_to_runs_that_go_on(tmp_path):
-    first = KeptCheckpoints(tmp_path, keep=1)
+    first = CheckpointRetention(tmp_path, keep=1)
     for iteration, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
         first.evaluated(iteration, loss)
         checkpoint(tmp_path, iteration)
         first.prune()
     assert names(tmp_path) == ["iter_0000002", "iter_0000003"]
     assert json.loads((tmp_path / LOSSES_FILE).read_text()) == {"2": 1.0, "3": 3.0}
-    then = KeptCheckpoints(tmp_path, keep=1)
+    then = CheckpointRetention(tmp_path, keep=1)
     then.evaluated(4, 1.5)
     checkpoint(tmp_path, 4)
     then.prune()
     assert names(tmp_path) == ["iter_0000002", "iter_0000004"]
     # A run that starts again behind them: 2 is written again, without an evaluation.
-    again = KeptCheckpoints(tmp_path, keep=1)
+    again = CheckpointRetention(tmp_path, keep=1)
     (tmp_path / TRACKER).write_text("2")
     again.prune()
     assert json.loads((tmp_path / LOSSES_FILE).read_text()) == {"4": 1.5}
@@ -74,7 +74,7 @@ def test_losses_are_known_to_runs_that_go_on(tmp_path):
 
 @pytest.mark.quick
 def test_what_is_being_written_and_what_is_no_checkpoint_stays(tmp_path, capsys):
-    kept = KeptCheckpoints(tmp_path, keep=1)
+    kept = CheckpointRetention(tmp_path, keep=1)
     checkpoint(tmp_path, 1, whole=False)  # another run's, on another host
     (tmp_path / "iter_final").mkdir()
     (tmp_path / ".saving_iter_0000004_0a").mkdir()
@@ -93,7 +93,7 @@ def test_what_is_being_written_and_what_is_no_checkpoint_stays(tmp_path, capsys)
 
 @pytest.mark.quick
 def test_one_that_cannot_be_removed_ends_no_run(tmp_path, capsys, monkeypatch):
-    kept = KeptCheckpoints(tmp_path, keep=1)
+    kept = CheckpointRetention(tmp_path, keep=1)
     checkpoint(tmp_path, 1)
     checkpoint(tmp_path, 2)
 
@@ -113,10 +113,10 @@ def train(rank: int, *, flags: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["waits", "async"])
-def test_a_run_keeps_the_newest_and_the_best(run_flags, demo, tmp_path, more):
+def test_a_run_keeps_the_newest_and_the_best(run_flags, demo, tmp_path):
     """The rate is so high that the loss grows: the first evaluation is the best."""
-    saves = ["--save", str(tmp_path), "--save-interval", "1", "--keep-checkpoints", "2", *more]
+    saves = ["--save", str(tmp_path), "--save-interval", "1", "--keep-checkpoints", "2"]
+    saves.append("--async-save")
     evaluates = ["--valid-data-path", str(demo / "test.jsonl"), "--eval-interval", "1"]
     grows = ["--lr", "3", "--train-iters", "5", "--eval-iters", "1", "--lr-decay-style", "constant"]
     run_ranks(train, 2, flags=[*run_flags, *evaluates, *grows, *saves], timeout=240.0)

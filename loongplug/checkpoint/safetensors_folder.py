@@ -1,8 +1,17 @@
-"""The safetensors files of a Hugging Face folder, opened lazily and read slice by slice."""
+"""The safetensors files of a Hugging Face folder: read slice by slice, written tensor by tensor.
+
+Files are opened lazily, by the ``safetensors`` library. They are written as their tensors arrive,
+with nothing kept in memory, so the layout of a file (its header) is planned before any tensor is
+there: that is what the library has no function for.
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +33,8 @@ FLOATS = {
 }
 
 _NONE: Mapping[str, Shape] = MappingProxyType({})
+_METADATA = {"format": "pt", "written_by": "loongplug"}
+_HEADER_ALIGNMENT = 8
 
 
 class TensorFolder:
@@ -58,16 +69,9 @@ class TensorFolder:
         shapes = {name: tuple(view.get_shape()) for name, view in self.slices.items()}
         return shapes | {name: _swapped(shapes[name]) for name in self._turned}
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Name and dtype of every tensor that is plain floating point numbers."""
-        return {name: FLOATS[kind] for name, kind in self._types() if kind in FLOATS}
-
-    def unreadable_types(self) -> dict[str, str]:
-        """Tensors that are no plain floating point numbers, with their type."""
-        return {name: str(kind) for name, kind in self._types() if kind not in FLOATS}
-
-    def _types(self) -> list[tuple[str, Any]]:
-        return [(name, view.get_dtype()) for name, view in self.slices.items()]
+    def types(self) -> dict[str, str]:
+        """Name and type of every tensor, as files call it; those of ``FLOATS`` can be read."""
+        return {name: str(view.get_dtype()) for name, view in self.slices.items()}
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """One slice of a tensor, on the CPU; only that slice is read.
@@ -193,3 +197,97 @@ def _weight_files(folder: Path, places: dict[str, str] | None) -> list[Path]:
             "read. Save the model with transformers' save_pretrained, which writes them."
         )
     return [single]
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that will be written."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file, with its tensors in the order in which they will be written."""
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+
+
+def plan_files(
+    bundles: Iterable[Sequence[PlannedTensor]], *, max_bytes: int
+) -> tuple[PlannedFile, ...]:
+    """Deal tensors out to files of at most ``max_bytes``, in order; a bundle stays together.
+
+    A bundle that is larger than that has a file of its own. One file is enough for a small
+    model, and then bears the name that needs no index.
+    """
+    files: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for bundle in bundles:
+        nbytes = sum(tensor.nbytes for tensor in bundle)
+        if files[-1] and size + nbytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].extend(bundle)
+        size += nbytes
+    if len(files) == 1:
+        return (PlannedFile(WEIGHTS_FILE, tuple(files[0])),)
+    return tuple(
+        PlannedFile(f"model-{number:05d}-of-{len(files):05d}.safetensors", tuple(tensors))
+        for number, tensors in enumerate(files, start=1)
+    )
+
+
+def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """Write the index of several files; one file has none."""
+    if len(files) == 1:
+        return
+    tensors = [(tensor, file.name) for file in files for tensor in file.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: file for tensor, file in tensors},
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_tensor_file(folder: Path, plan: PlannedFile) -> Iterator[Callable[[str, Tensor], None]]:
+    """One planned file, which the disk has when the context ends; what writes its next tensor."""
+    expected = iter(plan.tensors)
+    with (folder / plan.name).open("wb") as file:
+        file.write(_header(plan))
+
+        def add(name: str, tensor: Tensor) -> None:
+            planned = next(expected, None)
+            found = PlannedTensor(name, tuple(tensor.shape), tensor.dtype)
+            assert found == planned, (found, planned)
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            file.write(memoryview(data.numpy()))
+
+        yield add
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(plan: PlannedFile) -> bytes:
+    codes = {dtype: code for code, dtype in FLOATS.items()}
+    header: dict[str, object] = {"__metadata__": _METADATA}
+    start = 0
+    for tensor in plan.tensors:
+        header[tensor.name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loongplug.checkpoint.atomic import SAVING
-from loongplug.checkpoint.notes import write_note
-from loongplug.checkpoint.tracker import TRACKER
-from loongplug.checkpoint.whole import is_complete
+from loongplug.checkpoint.atomic_saves import SAVING
+from loongplug.checkpoint.checkpoint_files import TRACKER, is_complete
+from loongplug.checkpoint.settings_notes import write_note
 
 LOSSES_FILE = "loongplug_validation.json"
 
@@ -30,7 +29,7 @@ def to_remove(
     return [each for each in upto[:-keep] if each != best]
 
 
-class KeptCheckpoints:
+class CheckpointRetention:
     """Removes what ``--keep-checkpoints`` leaves out, each time the tracker names a new one.
 
     The first rank's; no collectives. The validation losses are noted beside the checkpoints, for

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor, load_content_metadata
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from loongplug.checkpoint.agreement import together, write_error
+from loongplug.checkpoint.checkpoint_files import described_files, told_of_damage
+from loongplug.checkpoint.common_errors import together, write_error
 from loongplug.checkpoint.hf_gather import WeightOf
-from loongplug.checkpoint.same_state import check_same_tensors
-from loongplug.checkpoint.whole import told_of_damage
-from loongplug.convert.mapped_weights import MappedWeights
+from loongplug.checkpoint.resume_checks import check_same_tensors
+from loongplug.convert.mapped_weights import MappingReader
 
 
 class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
@@ -110,50 +110,42 @@ def load_in_place(
     Raises:
         ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
     """
-    with together():
-        weights = MappedWeights(folder)
+    with together(), told_of_damage(folder):
+        described_files(folder)
         state = _sharded_state(model_chunks, folder)
     check_same_tensors(state, folder)
+    parameters = [each for chunk in model_chunks for each in chunk.parameters()]
+    reader = MappingReader(folder, parameters if in_the_file else [])
     with together():
-        to_read = _left_out(weights, model_chunks, state) if in_the_file else state
-        if to_read:
-            _read(to_read, folder)
-    return weights
+        _read(state, reader, folder)
+    return reader.weight
 
 
 def _sharded_state(model_chunks: Sequence[nn.Module], folder: Path) -> dict[str, Any]:
-    """Megatron's description of what the chunks need, in the place where it has to be."""
+    """Megatron's description of the tensors that the chunks need, in the places that they have."""
     metadata = load_content_metadata(str(folder))
     state: dict[str, Any] = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for number, chunk in enumerate(model_chunks)
     }
     apply_factories(state)
-    return state
+    tensors, _ = extract_matching_values(state, lambda each: isinstance(each, ShardedTensor))
+    for shard in nested_values(tensors):
+        shard.allow_shape_mismatch = False  # or it would be filled with zeros first
+    return tensors
 
 
-def _left_out(
-    weights: MappedWeights, model_chunks: Sequence[nn.Module], state: dict[str, Any]
-) -> dict[str, Any]:
-    """Have ``weights`` map what it can; the shards of the parameters that it cannot."""
-    by_memory: dict[int, list[ShardedTensor]] = {}
-    for shard in nested_values(state):
-        if isinstance(shard, ShardedTensor) and shard.data is not None:
-            by_memory.setdefault(shard.data.untyped_storage().data_ptr(), []).append(shard)
-    left: list[ShardedTensor] = []
-    for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
-        shards = by_memory.get(parameter.untyped_storage().data_ptr(), [])
-        assert sum(shard.data.numel() for shard in shards) == parameter.numel(), shards
-        if not weights.add(parameter, shards):
-            left += shards
-    return {str(number): shard for number, shard in enumerate(left)}
-
-
-def _read(state: dict[str, Any], folder: Path) -> None:
-    """Upstream's load, with an error for the user."""
+def _read(state: dict[str, Any], reader: dcp.FileSystemReader, folder: Path) -> None:
+    """Upstream's load by another reader, with an error for the user."""
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(state)
     try:
         with told_of_damage(folder):
-            TorchDistLoadShardedStrategy().load(state, folder)
+            dcp.load(
+                mcore_to_pyt_state_dict(by_key, True),
+                storage_reader=reader,
+                planner=MCoreLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
     except CheckpointException as caught:  # torch's is not an Exception
         reason = _first_reason(caught)
         raise ValueError(

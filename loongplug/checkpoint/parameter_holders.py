@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
-from loongplug.checkpoint.agreement import of_all_ranks
+from loongplug.checkpoint.common_errors import of_all_ranks
 from loongplug.models.hf_mapping import MappedParameter, Mapping, Split, shift_layers
 from loongplug.platform import current_platform
 
@@ -37,7 +37,7 @@ class ParameterPiece:
 
 
 @dataclass(frozen=True)
-class Owned:
+class HeldParameter:
     """A parameter of this rank, and what it is in the whole model.
 
     ``group`` is the tensor parallel group that the parameter lives in, also where every rank of
@@ -54,13 +54,13 @@ class Owned:
 Holders = dict[ParameterPiece, tuple[int, ...]]
 
 
-def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[Owned]:
+def held_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[HeldParameter]:
     """This rank's parameters, wrappers (DDP, Float16Module) looked through, in mapping order.
 
     Raises:
         ValueError: naming parameters that the mapping does not know.
     """
-    owned: list[Owned] = []
+    held: list[HeldParameter] = []
     unknown: list[str] = []
     for chunk in model_chunks:
         modules = _modules(chunk)
@@ -72,13 +72,13 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
                 continue
             kind = "tp" if entry.expert is None else "expt_tp"
             group = _pg_group(kind, [modules.get(local_name.partition(".")[0]), modules[""]])
-            owned.append(Owned(entry.name, entry, _piece(entry, group), parameter, group))
+            held.append(HeldParameter(entry.name, entry, _piece(entry, group), parameter, group))
     if unknown:
         raise ValueError(
             "The mapping to Hugging Face names has no row for " + ", ".join(unknown) + "; only "
             "models built from the same config can be imported or exported."
         )
-    return sorted(owned, key=lambda own: sort_key(own.piece))
+    return sorted(held, key=lambda own: sort_key(own.piece))
 
 
 def parameter_names(
@@ -118,7 +118,7 @@ def _entries(
 
 
 def sort_key(piece: ParameterPiece) -> tuple[int, int, int, int]:
-    """One order of pieces for all ranks."""
+    """The key of the one order that pieces have on all ranks."""
     layer, expert = (-1 if index is None else index for index in (piece.layer, piece.expert))
     return piece.row, layer, expert, piece.part
 
@@ -160,14 +160,14 @@ def _layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
     return offsets
 
 
-def all_holders(owned: Sequence[Owned]) -> tuple[Holders, dict[ParameterPiece, torch.dtype]]:
+def all_holders(held: Sequence[HeldParameter]) -> tuple[Holders, dict[ParameterPiece, torch.dtype]]:
     """The ranks that hold each piece, ascending, and the first of them's dtype of it.
 
     Pieces come in one order on every rank. Collective: the default group, when there is one.
     """
     ranks: dict[ParameterPiece, list[int]] = {}
     dtypes: dict[ParameterPiece, torch.dtype] = {}
-    mine = [(own.piece, own.parameter.dtype) for own in owned]
+    mine = [(own.piece, own.parameter.dtype) for own in held]
     for rank, pieces in enumerate(of_all_ranks(mine)):
         for piece, dtype in pieces:
             ranks.setdefault(piece, []).append(rank)

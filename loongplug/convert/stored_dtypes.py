@@ -1,29 +1,25 @@
 """The dtypes that weights are stored in, so that a conversion can keep every one of them."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from loongplug.checkpoint.owned import owned_parameters
-from loongplug.checkpoint.same_state import saved_tensors
-from loongplug.checkpoint.tensor_folder import open_tensors, present_name
+from loongplug.checkpoint.parameter_holders import held_parameters
+from loongplug.checkpoint.resume_checks import saved_tensors
+from loongplug.checkpoint.safetensors_folder import FLOATS, open_tensors, present_name
 from loongplug.models.family import HuggingFaceModel
-
-
-def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:
-    """The dtype that most tensors have; float32 of none."""
-    counts = Counter(dtypes.values())
-    return counts.most_common(1)[0][0] if counts else torch.float32
+from loongplug.models.lora.mapping import AdapterTable
+from loongplug.models.lora.peft_config import ADAPTER_WEIGHTS_FILE
 
 
 def folder_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor of a Hugging Face folder; reads headers only."""
     with open_tensors(folder) as tensors:
-        return tensors.dtypes()
+        return {name: FLOATS[kind] for name, kind in tensors.types().items() if kind in FLOATS}
 
 
 def checkpoint_dtypes(iteration_folder: Path) -> dict[str, torch.dtype]:
@@ -60,8 +56,26 @@ def give_folder_dtypes(
             + "; ".join(problems[:5])
             + ". Save the model again in one dtype."
         )
-    for own in owned_parameters(model_chunks, mapping):
+    for own in held_parameters(model_chunks, mapping):
         _retype(own.parameter, wanted.get(own.entry.number))
+
+
+def give_adapter_dtype(
+    model_chunks: Sequence[nn.Module], table: AdapterTable, folder: Path
+) -> None:
+    """Empty adapters of a folder's dtype in the place of the chunks' own. No collectives.
+
+    A folder that cannot be read, or that mixes dtypes, is left to :func:`load_adapters`, which
+    says so or rounds.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+            found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return
+    for own in held_parameters(model_chunks, table.mapping):
+        if len(found) == 1 and None not in found:
+            own.parameter.data = own.parameter.data.to(next(iter(found)))
 
 
 def give_checkpoint_dtypes(

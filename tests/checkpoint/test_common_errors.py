@@ -3,7 +3,7 @@
 import pytest
 from ranks import run_ranks
 
-from loongplug.checkpoint.agreement import CommonRuntimeError, CommonValueError, raise_together
+from loongplug.checkpoint.common_errors import CommonRuntimeError, CommonValueError, raise_together
 
 
 def meet(rank, *, errors):

@@ -1,14 +1,17 @@
-"""Adapters alone, as a folder that ``peft`` loads."""
+"""Weights of adapters: their first values, in and out of folders that ``peft`` loads, merged."""
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import together
+from loongplug.checkpoint.common_errors import together
+from loongplug.checkpoint.export_folder import check_export_folder, new_export
 from loongplug.checkpoint.hf_export import write_files
 from loongplug.checkpoint.hf_gather import (
     OnBytes,
@@ -18,14 +21,18 @@ from loongplug.checkpoint.hf_gather import (
     loaded_weight,
 )
 from loongplug.checkpoint.hf_import import fill_all
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, write_note
-from loongplug.checkpoint.owned import Owned, own_rank, owned_parameters
-from loongplug.checkpoint.replaced_files import check_replaceable, replaced_files
-from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor
-from loongplug.checkpoint.tensor_folder import FLOATS, check_finite, shape_problems
+from loongplug.checkpoint.parameter_holders import HeldParameter, held_parameters, own_rank
+from loongplug.checkpoint.safetensors_folder import (
+    PlannedFile,
+    PlannedTensor,
+    check_finite,
+    shape_problems,
+)
+from loongplug.checkpoint.settings_notes import ARCHITECTURE_FILE, write_note
 from loongplug.models.family import HuggingFaceModel, check_all_is_read
 from loongplug.models.hf_mapping import Bundle, Source, Where
-from loongplug.models.hf_slices import read_local
+from loongplug.models.hf_slices import local_shape, read_local
+from loongplug.models.lora.adapter import Adapter, adapters
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import (
     ADAPTER_CONFIG_FILE,
@@ -41,16 +48,11 @@ def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
     """Refuse an export of adapters that cannot work; for one rank, no collectives.
 
     Raises:
-        ValueError: ``folder`` is refused as in :func:`check_replaceable`, or transformers has no
+        ValueError: ``folder`` is refused as in :func:`check_export_folder`, or transformers has no
             such model to put adapters on.
     """
     check_all_is_read(model)
-    _check_folder(folder)
-
-
-def _check_folder(folder: Path) -> None:
-    names = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE, ARCHITECTURE_FILE)
-    check_replaceable(folder, kind=_KIND, writes=lambda name: name in names)
+    check_export_folder(folder, kind=_KIND)
 
 
 def save_adapters(
@@ -75,9 +77,6 @@ def save_adapters(
     Raises:
         ValueError: on all ranks alike.
     """
-    with together():
-        if own_rank() == 0:
-            _check_folder(folder)
     tensors = WholeTensors(model_chunks, table.mapping, weight_of=weight_of)
     planned = tuple(
         PlannedTensor(name, table.file_shape(source), tensors.dtype(bundle))
@@ -85,11 +84,12 @@ def save_adapters(
         for source in bundle.sources
         for name in table.file_names(bundle, source)
     )
-    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
+    with new_export(folder, kind=_KIND) as new:
         write_files(
-            building,
+            new,
             (PlannedFile(ADAPTER_WEIGHTS_FILE, planned),),
             tensors,
+            target=folder,
             names=table.file_names,
             rank_of=lambda _: 0,
             changed=table.to_file,
@@ -98,8 +98,8 @@ def save_adapters(
         with together(folder):
             if own_rank() == 0:
                 config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
-                (building.folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
-                write_note(building.folder / ARCHITECTURE_FILE, model_yaml)
+                (new / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
+                write_note(new / ARCHITECTURE_FILE, model_yaml)
 
 
 def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:
@@ -113,26 +113,8 @@ def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: Ada
     """
     with together():
         reader = AdapterReader(folder, table)
-        owned = owned_parameters(model_chunks, table.mapping)
-    fill_all(owned, reader.fill)
-
-
-def give_adapter_dtype(
-    model_chunks: Sequence[nn.Module], table: AdapterTable, folder: Path
-) -> None:
-    """Empty adapters of a folder's dtype in the place of the chunks' own. No collectives.
-
-    A folder that cannot be read, or that mixes dtypes, is left to :func:`load_adapters`, which
-    says so or rounds.
-    """
-    try:
-        with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
-            found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return
-    for own in owned_parameters(model_chunks, table.mapping):
-        if len(found) == 1 and None not in found:
-            own.parameter.data = own.parameter.data.to(next(iter(found)))
+        held = held_parameters(model_chunks, table.mapping)
+    fill_all(held, reader.fill)
 
 
 class AdapterReader:
@@ -162,7 +144,7 @@ class AdapterReader:
                 f"The adapters in {folder} are not those of the config:\n  " + "\n  ".join(problems)
             )
 
-    def fill(self, own: Owned) -> None:
+    def fill(self, own: HeldParameter) -> None:
         """Read one parameter of this rank."""
         entry = own.entry
         bundle = Bundle(entry.row, entry.number, entry.layer)
@@ -188,3 +170,52 @@ class AdapterReader:
                     )
             self._last = (source.name, self._table.from_file(source, tensor))
         return self._last[1]
+
+
+def start_adapters(model_chunks: Sequence[nn.Module], table: AdapterTable, *, seed: int) -> None:
+    """Give every ``a`` random values; every ``b`` stays zero.
+
+    The values depend on ``seed`` and on the name of the parameter in the whole model, so they are
+    the same in every layout. No collectives.
+    """
+    for own in held_parameters(model_chunks, table.mapping):
+        if own.parameter.device.type == "meta" or not own.name.endswith(".a"):
+            continue
+        (source,) = own.entry.sources
+        matrix = _uniform(source.matrix, f"{seed} {own.name}")  # of experts, one's
+        columns = local_shape(own.entry.row, tp=own.piece.parts)[1]
+        first = own.piece.part * columns
+        own.parameter.data.copy_(matrix[:, first : first + columns])
+
+
+def _uniform(shape: tuple[int, ...], name: str) -> Tensor:
+    """[rank, in] within 1 / sqrt(in), as a linear of torch starts."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / sqrt(shape[1])
+    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+
+
+def merged_weights(
+    model_chunks: Sequence[nn.Module], *, weight_of: WeightOf = loaded_weight
+) -> WeightOf:
+    """``weight_of`` with the adapters of the chunks merged into what they stand beside.
+
+    Sums are taken in float32 and rounded once; a weight without an adapter is left as it is.
+    Each rank merges its own slices. No collectives.
+    """
+    beside: dict[nn.Parameter, Adapter] = {}
+    for chunk in model_chunks:
+        for adapter, linear in adapters(chunk):
+            weight = linear.weight
+            assert isinstance(weight, nn.Parameter)
+            beside[weight] = adapter
+
+    def merged(parameter: nn.Parameter) -> Tensor:
+        weight = weight_of(parameter)
+        adapter = beside.get(parameter)
+        if adapter is None:
+            return weight
+        product = adapter.product(weight_of(adapter.a), weight_of(adapter.b))
+        return (weight.float() + product).to(weight.dtype)
+
+    return merged

@@ -1,5 +1,6 @@
-"""Checkpoints of other tensors are refused before anything is loaded, without a note."""
+"""Checkpoints of other tensors, optimizers and rates are refused before anything is loaded."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,14 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 
-from loongplug.checkpoint.same_state import checked_load
+from loongplug.checkpoint import resume_checks
+from loongplug.checkpoint.resume_checks import (
+    check_known,
+    check_optimizer,
+    check_rates,
+    checked_load,
+)
+from loongplug.parallel.parameter_groups import SavedRates
 from loongplug.platform.upstream_saving import synchronous_save_table
 
 Shapes = dict[str, tuple[int, ...]]
@@ -68,3 +76,53 @@ def test_what_differs_is_named(tmp_path, changes, said):
 def test_whoever_sets_the_strictness_decides(tmp_path):
     load = checked_load(lambda state, folder, strict: (state, folder, strict))
     assert load({"model": {}}, str(tmp_path), strict="ignore_all")[2] == "ignore_all"
+
+
+def run_args(distributed: bool, **more: bool) -> Namespace:
+    given = {"no_load_optim": False, "finetune": False} | more
+    return Namespace(use_distributed_optimizer=distributed, **given)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [(True, "with --use.*; give --use-dist"), (False, "without --use.*; drop --use-dist")],
+)
+def test_the_other_kind_is_refused(saved, expected):
+    with pytest.raises(ValueError, match=expected):
+        check_optimizer(run_args(saved), run_args(not saved), folder=Path("run/iter_0000001"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("saved", "run"),
+    [
+        (run_args(True), run_args(True)),
+        (run_args(True), run_args(False, no_load_optim=True)),
+        (run_args(True), run_args(False, finetune=True)),
+        (run_args(True, no_save_optim=True), run_args(False)),
+        (Namespace(), run_args(True)),
+        (None, run_args(False)),
+    ],
+)
+def test_what_is_not_loaded_may_be_of_any_kind(saved, run):
+    check_optimizer(saved, run, folder=Path("run/iter_0000001"))
+
+
+@pytest.mark.quick
+def test_a_module_s_rate_is_told_where_the_run_s_is_the_same():
+    now = dict.fromkeys(resume_checks._MEANS, 1.0)
+    fits = SavedRates(module="text_decoder", own=(1.0, 0.1), saved=(1.0, 0.1))
+    other = SavedRates(module="image_encoder", own=(1.0, 0.1), saved=(2.0, 0.1))
+    unknown = SavedRates(module="image_projector", own=(1.0, 0.1), saved=None)
+    check_rates(now, now, [fits])
+    with pytest.raises(
+        ValueError, match=r"max_lr of image_encoder was 2\.0, is 1\.0 \(its"
+    ) as said:
+        check_rates(now, now, [fits, other])
+    assert "min_lr" not in str(said.value)
+    with pytest.raises(ValueError, match=r"max_lr was 2\.0, is 1\.0 \(--lr\)\. Give") as said:
+        check_rates(now | {"max_lr": 2.0}, now, [other])
+    check_known([fits, other])
+    with pytest.raises(ValueError, match=r"learning rate of image_projector: .*--override-opt"):
+        check_known([fits, unknown])

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.output_files import write_whole
+
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
 # Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
@@ -46,7 +48,7 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     """Refuse the checkpoints in ``load_dir`` when they are of another architecture.
 
     A folder without a note (checkpoints from elsewhere) passes here; its tensors are compared
-    when it is loaded (:mod:`loongplug.checkpoint.same_state`). No collectives.
+    when it is loaded (:mod:`loongplug.checkpoint.resume_checks`). No collectives.
 
     Raises:
         ValueError: with the settings that differ, or for a note that is damaged or another file.
@@ -138,17 +140,15 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 def drops_transparency(load_dir: Path) -> bool:
-    """Whether a run there dropped it, as all once did: its note of data has no word of it."""
+    """Whether a run there dropped transparency, as all once did: its note has no word of it."""
     noted = _read_note(load_dir / DATA_FILE, keys=("settings",), without=_UNCHECKED)
     return noted is not None and "settings transparency" not in dict(_flat(noted, " "))
 
 
 def write_note(path: Path, content: Mapping[Any, Any]) -> None:
-    """As a whole; makes its folder."""
+    """Write a note in one piece, and the folder that it is in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # of one name, so that runs that are killed leave one
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, 
 
 
 def _plain(content: Mapping[str, Any]) -> Any:
-    """As it would come back from the file: tuples are lists then."""
+    """The content as it would come back from the file: tuples are lists then."""
     return json.loads(json.dumps(content))
 
 
