@@ -1,30 +1,40 @@
-"""The cells of the parity matrix: which layouts are run, each with which options.
+"""A cell of the parity matrix: a layout of a small model with options, and its flags."""
 
-Pure and the same every time. Every layout of the axes that fits the ranks is run in every mode in
-which it is possible, with one choice of the options; over all cells of a model, every two values of
-two axes meet somewhere. Of further models, few cells have every value of every axis in each mode.
-"""
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from math import lcm, prod
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from parity.option_flags import APART, ENCODER_DP, FLAGS, FULL, SHARED, UNIFORM
 
-SIZES = (1, 2, 4)
 MOST_RANKS = 8
-BATCH = 8  # microbatches of a step, over all replicas of the decoder
+BATCH = 8  # samples of a step, unless replicas or micro-batches ask for more
 MODELS = ("qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_vl_tiny")
 MORE_MODELS = ("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny")  # in few cells each
-HEARING_MODELS = ("qwen2_audio_tiny", "qwen2_5_omni_tiny")  # in few cells, with a page of their own
-UNIFORM, ENCODER_DP, FULL = "uniform", "encoder-hetero-dp", "full-hetero-dp"
+HEARING_MODELS = ("qwen2_audio_tiny", "qwen2_5_omni_tiny")
+DENSE, EXPERTS, _ = MODELS
+ONE_TOWER_OF_SOUNDS, TWO = HEARING_MODELS
 MODES = (UNIFORM, ENCODER_DP, FULL)
-OPTIMIZERS = ("plain", "distributed", "overlapped")
-RECOMPUTES = ("none", "encoder", "decoder", "both")
+CPS = (2, 3, 4)
+_FEWEST = 2  # microbatches of a step, in one replica of the decoder
+_KEY_HEADS = 4  # of the small models
+
+# What trains where an encoder of sounds is beside that of images, and where it is alone.
+_OF_TWO_ENCODERS = ("all", "all but the encoder", "decoder's LoRA")
+_OF_SOUNDS = ("all",)
+# Adam makes as large a step of a gradient near zero as of any other. Where few tokens reach an
+# expert, some gradients of its adapters are rounding alone: another one, where an encoder's passes
+# have other units in them. In 16 layers a second step then differs by 8e-5, and by 5e-6 with this.
+_STEADY = ("--adam-eps", "1e-3")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Cell:
-    """One run of the matrix."""
+    """One run of the matrix.
+
+    ``own`` has TP/PP/DP of each encoder on ranks of its own, ``2/1/2|1/1/4``. ``media`` says which
+    media the samples keep; with ``text first``, those of the first step have none.
+    """
 
     model: str
     mode: str = UNIFORM
@@ -34,16 +44,39 @@ class Cell:
     vpp: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
+    own: str = ""
     sequence_parallel: bool = False
     recompute: str = "none"
     tied: bool = False
     optimizer: str = "plain"
     balance: bool = False
+    schedule: str = "separated"  # of full separation
+    trained: str = "all"
+    away: str = "nothing"
+    overlap: bool = False
+    kept: str = "all"
+    delayed: bool = False
+    shared_experts: bool = False
+    rows: str = "padded"
+    comm: str = "all_gather"  # how keys come from the other ranks of a row
+    media: str = "all"
+    micro_batch: int = 1
+
+    @property
+    def decoder_ranks(self) -> int:
+        """The decoder's ranks, the first of all."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def own_sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """TP, PP and DP of each encoder on ranks of its own."""
+        return tuple(sizes_of(each) for each in self.own.split("|") if each)
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
-        return self.tp * self.pp * self.dp
+        """All ranks of the run."""
+        return self.decoder_ranks + sum(map(prod, self.own_sizes))
 
     @property
     def layers(self) -> int:
@@ -53,323 +86,195 @@ class Cell:
 
     @property
     def divides(self) -> int:
-        """What the tokens of a row have to be a multiple of."""
-        return max(SIZES)
+        """The number that a row's tokens are a multiple of: all layouts can split such rows."""
+        return 4 if self.cp == 1 else lcm(*(2 * cp for cp in CPS))
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """Keys of the model's encoders, which all have the cell's mode and size."""
-        if "omni" in self.model:
+        """Keys of the model's encoders."""
+        if self.model == TWO:
             return "image_encoder", "audio_encoder"
-        return ("audio_encoder",) if "audio" in self.model else ("image_encoder",)
+        return ("audio_encoder",) if self.model == ONE_TOWER_OF_SOUNDS else ("image_encoder",)
 
     @property
     def heterogeneous(self) -> bool:
-        """Whether the encoder has a tensor parallel size of its own."""
-        return self.encoder_tp != self.tp
-
-    @property
-    def possible(self) -> bool:
-        """Whether it fits the ranks, and the mode is another one than uniform there."""
-        return (
-            self.ranks <= MOST_RANKS
-            and (self.tp % self.encoder_tp == 0 or self._on_several_stages)
-            and (self.pp > 1 or self.vpp == 1)
-            and self.tp * self.dp % self.ep == 0
-            and ("moe" in self.model or self.ep == 1)
-            and (self.mode != ENCODER_DP or self.heterogeneous)
-        )
-
-    @property
-    def _on_several_stages(self) -> bool:
-        """Whether a replica of the encoder makes up several stages, in the plainest pipeline."""
-        stages, rest = divmod(self.encoder_tp, self.tp)
-        return (
-            self.mode == FULL
-            and rest == 0
-            and self.pp % stages == 0
-            and (self.vpp, self.ep) == (1, 1)
-        )
-
-    @property
-    def can_balance(self) -> bool:
-        """Whether some encoder replica has two units to a step, so that it matters which."""
-        return self.mode == FULL and self.microbatches > self.encoder_replicas > 1
+        """Whether encoders on the decoder's ranks have another tensor parallel size."""
+        return self.encoder_tp != self.tp and not self.own
 
     @property
     def streams(self) -> bool:
         """Whether its encoders work in the pipeline's bubbles."""
-        return False
+        return self.schedule == "streamed"
 
     @property
-    def order(self) -> tuple[str, "Cell"]:
-        """To sort by: cells of one kind behind each other, since only these can be compared."""
-        return type(self).__name__, self
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.dp * self.microbatches
 
     @property
     def microbatches(self) -> int:
-        """Of a step, in one replica of the decoder."""
-        return BATCH // self.dp
+        """Microbatches of a step, in one replica of the decoder."""
+        return max(_FEWEST, BATCH // self.dp)
 
     @property
     def encoder_replicas(self) -> int:
-        """That share the units of one replica of the decoder in full separation."""
-        return self.tp * self.pp // self.encoder_tp
+        """Replicas that share the units of one replica of the decoder in full separation."""
+        return self.tp * self.cp * self.pp // self.encoder_tp
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a layout, with these options, that no other cell stands for."""
+        return (
+            self.ranks <= MOST_RANKS
+            and self._encoder_fits
+            and (self.pp > 1 or self.vpp == 1)
+            and self.tp * self.dp * self.cp % self.ep == 0
+            and ("moe" in self.model or self.ep == 1)
+            and self._options_go_together
+        )
+
+    @property
+    def _encoder_fits(self) -> bool:
+        if self.mode == APART:
+            return self.encoder_tp == self.tp and len(self.own_sizes) == len(self.encoders)
+        if self.own or (self.streams and self.encoder_tp > self.tp):
+            return False
+        if self.mode == ENCODER_DP and self.encoder_tp == self.tp and self.cp == 1:
+            return False  # the uniform mode
+        if self.tp % self.encoder_tp == 0:
+            return True
+        # A replica makes up whole stages; several of them in the plainest pipeline alone.
+        stages, rest = divmod(self.encoder_tp, self.tp * self.cp)
+        return (self.mode == FULL and rest == 0 and stages > 0 and self.pp % stages == 0) and (
+            stages == 1 or (self.vpp, self.ep) == (1, 1)
+        )
+
+    @property
+    def _options_go_together(self) -> bool:
+        if self.sequence_parallel and self.tp == 1:
+            return False
+        if "moe" in self.model and self.tp > 1 and not self.sequence_parallel:
+            return False
+        if self.tied and self.model == ONE_TOWER_OF_SOUNDS:
+            return False  # transformers has none of it
+        # Some replica of the encoder has two units, so that it matters which.
+        if self.balance and not (
+            self.mode == FULL and self.microbatches > self.encoder_replicas > 1
+        ):
+            return False
+        if self.away != "nothing" and self.mode != FULL:
+            return False
+        if "audio_encoder" in self.encoders:
+            choice = _OF_TWO_ENCODERS if len(self.encoders) == 2 else _OF_SOUNDS
+            if self.trained not in choice:
+                return False
+        if self.comm == "a2a":  # which deals out heads
+            return _KEY_HEADS // self.tp % self.cp == 0
+        return self.comm != "p2p" or self.rows != "packs, lpt"  # p2p takes a zigzag
+
+    @property
+    def name(self) -> str:
+        """What tells cells apart: the model, its mode and sizes, and each unusual option."""
+        sizes = f"e{self.encoder_tp}t{self.tp}p{self.pp}v{self.vpp}d{self.dp}x{self.ep}c{self.cp}"
+        options = [
+            f"{field.name}-{one_word(str(getattr(self, field.name)))}"
+            for field in fields(self)[AXES.index("own") :]
+            if getattr(self, field.name) != field.default
+        ]
+        return "-".join([self.model, self.mode, sizes, *options])
 
     @property
     def weights(self) -> str:
-        """Names the model that it trains, and its weights."""
-        return f"{self.model}-{self.layers}{'-tied' if self.tied else ''}"
-
-    def sizes(self) -> dict[str, object]:
-        """What of the model's small likeness is the cell's, by keys below ``model``."""
-        return {
-            "foundation.num_layers": self.layers,
-            "foundation.tie_word_embeddings": str(self.tied).lower(),
-        }
+        """Names the model that it trains, its weights and its samples."""
+        media = {"all": [], "text first": [f"text-first-{self.batch}"]}
+        marks = ["tied"] * self.tied + ["shared-experts"] * self.shared_experts
+        return "-".join(
+            [self.model, str(self.layers), *marks, *media.get(self.media, [self.media])]
+        )
 
     @property
     def reference(self) -> str:
         """Names the single rank's run that it is held against."""
-        return self.weights
+        batch = f"{self.micro_batch}-of-{self.batch}-by-{self.divides}"
+        steady = ["steady"] if self._steady else []
+        packed = [] if self.rows == "padded" else ["packed"]
+        return "-".join([self.weights, batch, one_word(self.trained), *steady, *packed])
+
+    def sizes(self) -> dict[str, object]:
+        """Sizes of the model's small likeness that are the cell's, by keys below ``model``."""
+        sizes = {
+            "foundation.num_layers": self.layers,
+            "foundation.tie_word_embeddings": str(self.tied).lower(),
+        }
+        if self.shared_experts:
+            sizes["foundation.shared_expert_ffn_hidden_size"] = 32
+        return sizes
+
+    def keeps(self, medium: str, *, place: int) -> bool:
+        """Whether the run's sample number ``place`` keeps its media of a kind."""
+        if self.media in ("images", "sounds"):
+            return medium == {"images": "image", "sounds": "audio"}[self.media]
+        return self.media == "all" or (self.media == "text first" and place >= self.batch)
 
     @property
-    def name(self) -> str:
-        """A short one that tells cells apart."""
-        sizes = f"e{self.encoder_tp}t{self.tp}p{self.pp}v{self.vpp}d{self.dp}x{self.ep}"
-        marks = [self.model, *([] if self.mode == UNIFORM else [self.mode]), sizes]
-        marks += [self.optimizer, f"recompute-{self.recompute}"]
-        marks += ["sp"] if self.sequence_parallel else []
-        marks += ["tied"] if self.tied else []
-        return "-".join([*marks, *(["balance"] if self.balance else [])])
+    def _steady(self) -> bool:
+        return self.streams and "LoRA" in self.trained
 
     def shared_flags(self) -> list[str]:
         """What the single rank is given, too, beside the model."""
-        return []
+        return [*self._given(SHARED), *(_STEADY if self._steady else ())]
 
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
-        given = [
-            *("--tensor-model-parallel-size", str(self.tp)),
-            *("--pipeline-model-parallel-size", str(self.pp)),
-        ]
+        return [*self._sizes(), *self._own_sizes(), *self._given(FLAGS)]
+
+    def _given(self, flags: Mapping[str, Mapping[object, tuple[str, ...]]]) -> Iterator[str]:
+        for axis, values in flags.items():
+            for flag in values.get(getattr(self, axis), ()):
+                yield from self._of_each_encoder(flag)
+
+    def _of_each_encoder(self, flag: str) -> Iterable[str]:
+        return dict.fromkeys(flag.replace("{encoder}", encoder) for encoder in self.encoders)
+
+    def _sizes(self) -> Iterator[str]:
+        yield from ("--tensor-model-parallel-size", str(self.tp))
+        yield from ("--pipeline-model-parallel-size", str(self.pp))
         if self.vpp > 1:
-            given += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+            yield from ("--num-virtual-stages-per-pipeline-rank", str(self.vpp))
         if self.ep > 1:
-            given += ["--expert-model-parallel-size", str(self.ep)]
-            given += ["--expert-tensor-parallel-size", "1"]
-        if self.sequence_parallel:
-            given += ["--sequence-parallel"]
-        if self.recompute in ("decoder", "both"):
-            given += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-            given += ["--recompute-num-layers", "1"]
-        if self.recompute in ("encoder", "both"):
-            given += [f"model.{encoder}.recompute=true" for encoder in self.encoders]
-        exchanged = self.mode in (ENCODER_DP, FULL)
-        if exchanged:
-            given += [f"--enable-{self.mode}"]
+            yield from ("--expert-model-parallel-size", str(self.ep))
+            yield from ("--expert-tensor-parallel-size", "1")
+        if self.cp > 1:
+            yield from ("--context-parallel-size", str(self.cp), "--cp-comm-type", self.comm)
         if self.mode == FULL:
-            given += ["--full-hetero-dp-schedule", "streamed" if self.streams else "separated"]
-        if self.balance:
-            given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
-        if self.heterogeneous or exchanged:  # whose encoder has TP 1 where none is given
-            size = f"tensor_model_parallel_size={self.encoder_tp}"
-            given += [f"model.{encoder}.{size}" for encoder in self.encoders]
-        if self.optimizer != "plain":
-            given += ["--use-distributed-optimizer"]
-        if self.optimizer == "overlapped":
-            given += ["--overlap-grad-reduce", "--overlap-param-gather"]
-        return given
+            yield from ("--full-hetero-dp-schedule", self.schedule)
+        if self.heterogeneous or self.mode in (ENCODER_DP, FULL):  # TP 1 where none is given
+            flag = f"model.{{encoder}}.tensor_model_parallel_size={self.encoder_tp}"
+            yield from self._of_each_encoder(flag)
+
+    def _own_sizes(self) -> Iterator[str]:
+        """What lays encoders on ranks of their own, one behind the other."""
+        offsets = accumulate(map(prod, self.own_sizes), initial=self.decoder_ranks)
+        for key, (tp, pp, dp), offset in zip(self.encoders, self.own_sizes, offsets, strict=False):
+            given = {"rank_offset": offset, "tensor_model_parallel_size": tp}
+            given |= {"data_parallel_size": dp}
+            given |= {} if pp == 1 else {"pipeline_model_parallel_size": pp}
+            yield from (f"model.{key}.{name}={value}" for name, value in given.items())
 
 
-Pair = tuple[int, object, int, object]  # an axis by its place, its value, and another
-AXES = tuple(field.name for field in fields(Cell))
+AXES: Sequence[str] = tuple(field.name for field in fields(Cell))
 
 
-def layouts(model: str) -> list[Cell]:
-    """Every layout of the model in every mode, as far as they are possible, without options."""
-    cells = (
-        Cell(model=model, mode=mode, encoder_tp=encoder_tp, tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep)
-        for mode in MODES
-        for tp, pp, vpp, dp, ep, encoder_tp in product(SIZES, repeat=6)
-    )
-    return [cell for cell in cells if cell.possible]
+def sizes_of(text: str) -> tuple[int, int, int]:
+    """TP, PP and DP, which stand between slashes."""
+    tp, pp, dp = map(int, text.split("/"))
+    return tp, pp, dp
 
 
-def sequence_parallel_choices(layout: Cell) -> tuple[bool, ...]:
-    """Whether the layout can be with or without it, or has to have it."""
-    if layout.tp == 1:
-        return (False,)
-    return (True,) if "moe" in layout.model else (False, True)  # experts with TP ask for it
+def one_word(words: str) -> str:
+    """Words that a name can have in it.
 
-
-def tied_choices(layout: Cell) -> tuple[bool, ...]:
-    """Qwen2-Audio's output layer is never the embeddings: transformers has none that is."""
-    return (False,) if layout.model == "qwen2_audio_tiny" else (False, True)
-
-
-def choices(layout: Cell) -> list[Cell]:
-    """The layout with every choice of the options that it can have."""
-    return [
-        replace(
-            layout,
-            sequence_parallel=sequence,
-            recompute=recompute,
-            tied=tied,
-            optimizer=optimizer,
-            balance=balance,
-        )
-        for sequence, recompute, tied, optimizer, balance in product(
-            sequence_parallel_choices(layout),
-            RECOMPUTES,
-            tied_choices(layout),
-            OPTIMIZERS,
-            (False, True) if layout.can_balance else (False,),
-        )
-    ]
-
-
-def matrix(model: str) -> list[Cell]:
-    """The model's cells: layouts in their modes, and more until every two axis values have met."""
-    return one_of_each([choices(layout) for layout in layouts(model)], seed=model)
-
-
-def few_cells(model: str) -> list[Cell]:
-    """Cells of the model, until every value of an axis was in every mode that it can be in.
-
-    One of them is heterogeneous TP, and one has an encoder of several stages.
+    >>> one_word("norms, biases, last layer")
+    'norms-biases-last-layer'
     """
-    everything = [cell for layout in layouts(model) for cell in choices(layout)]
-    cells = few_of(everything, seed=model)
-    for apart in (
-        lambda cell: cell.mode == UNIFORM and cell.encoder_tp < cell.tp,
-        lambda cell: cell.mode == FULL and cell.encoder_tp > cell.tp,
-    ):
-        if not any(apart(cell) for cell in cells):
-            cells.append(next(cell for cell in everything if apart(cell)))
-    return sorted(cells)
-
-
-def few_of[CellT: Cell](everything: list[CellT], *, seed: str) -> list[CellT]:
-    """Cells of ``everything``, which is shuffled, until each value was in each mode that it can."""
-    cover = Cover[CellT](with_mode_alone=True)
-    random.Random(seed).shuffle(everything)  # the layouts that are first have one rank
-    candidates = [cover.candidate(cell) for cell in everything]
-    while cover.wanted:
-        cover.take_best(candidates)
-    return sorted(cover.cells)
-
-
-def one_of_each[CellT: Cell](everything: Sequence[list[CellT]], *, seed: str) -> list[CellT]:
-    """A cell of each list, and more until every two axis values have met that can."""
-    cover = Cover[CellT]()
-    lists = [[cover.candidate(cell) for cell in possible] for possible in everything]
-    generator = random.Random(seed)
-    for possible in lists:
-        generator.shuffle(possible)  # so that where nothing is wanted any more, options vary
-        cover.take_best(possible)
-    while cover.wanted:
-        cover.take_best([candidate for possible in lists for candidate in possible])
-    return sorted(cover.cells)
-
-
-def covering[CellT: Cell](
-    everything: Sequence[CellT], *, seed: str, candidates: int
-) -> list[CellT]:
-    """Few cells in which every two axis values meet: always the best of some candidates."""
-    cover = Cover[CellT]()
-    possible = [cover.candidate(cell) for cell in everything]
-    generator = random.Random(seed)
-    while cover.wanted:
-        drawn = generator.sample(possible, min(candidates, len(possible)))
-        if not any(found & cover.wanted for _, found in drawn):
-            drawn = possible
-        cover.take_best(drawn)
-    return sorted(cover.cells)
-
-
-class Cover[CellT: Cell]:
-    """Cells that are taken one by one, each for the pairs of values that those before lack.
-
-    A pair is a bit, and a cell that may be taken an integer of them: a matrix looks at eighty
-    thousand cells, and each has up to a hundred pairs. ``with_mode_alone``: only pairs of the first
-    axis, the mode, count.
-    """
-
-    MOST_VALUES = 128  # of all axes
-
-    def __init__(self, *, with_mode_alone: bool = False) -> None:
-        self._with_mode_alone = with_mode_alone
-        self._numbers: dict[tuple[int, object], int] = {}  # of a value of an axis
-        self.wanted = 0
-        self.cells: list[CellT] = []
-
-    def candidate(self, cell: CellT) -> tuple[CellT, int]:
-        """The cell with its pairs, which are wanted from now on."""
-        found = met = 0
-        for value in [*enumerate(vars(cell).values())][1:]:
-            number = self._numbers.setdefault(value, len(self._numbers))
-            assert number < self.MOST_VALUES
-            found |= met << (number * self.MOST_VALUES)  # it meets those of the axes before
-            if not (met and self._with_mode_alone):
-                met |= 1 << number
-        self.wanted |= found
-        return cell, found
-
-    def take_best(self, candidates: Sequence[tuple[CellT, int]]) -> None:
-        """Take the first of those that have most of what is wanted."""
-        cell, found = max(candidates, key=lambda each: (each[1] & self.wanted).bit_count())
-        self.cells.append(cell)
-        self.wanted &= ~found
-
-
-def pairs(cell: Cell) -> set[Pair]:
-    """Every two values of two axes that meet in the cell."""
-    axes = [*enumerate(vars(cell).values())][1:]
-    return {(*one, *other) for one, other in combinations(axes, 2)}
-
-
-def layout_cells() -> list[Cell]:
-    """Those of models that see alone."""
-    every = [cell for model in MODELS for cell in matrix(model)]
-    return every + [cell for model in MORE_MODELS for cell in few_cells(model)]
-
-
-def hearing_cells() -> list[Cell]:
-    """Those of models that hear; one of them sees too."""
-    return [cell for model in HEARING_MODELS for cell in few_cells(model)]
-
-
-def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
-    """``number`` of the cells, the same for the same seed.
-
-    In turn of each model, and of a model's in turn of each mode; the models begin with other modes,
-    so that three cells have three models and all modes.
-    """
-    generator = random.Random(seed)
-    by_model = [
-        _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
-        for first, model in enumerate((*MODELS, *MORE_MODELS, *HEARING_MODELS))
-    ]
-    return sorted(_in_turn(by_model, number), key=lambda cell: cell.order)
-
-
-def _modes_in_turn(
-    cells: Sequence[Cell], generator: random.Random, *, first: int
-) -> Iterator[Cell]:
-    first %= len(MODES)
-    turned = (*MODES[first:], *MODES[:first])
-    by_mode = [[cell for cell in cells if cell.mode == mode] for mode in turned]
-    shuffled = [iter(generator.sample(mine, len(mine))) for mine in by_mode]
-    return iter(_in_turn(shuffled, len(cells)))
-
-
-def _in_turn(streams: Sequence[Iterator[Cell]], number: int) -> list[Cell]:
-    taken: list[Cell] = []
-    while len(taken) < number:
-        before = len(taken)
-        for stream in streams:
-            taken += [cell for cell in [next(stream, None)] if cell is not None]
-        if len(taken) == before:
-            break
-    return taken[:number]
+    return "-".join(words.replace(",", "").replace("'s", "").replace("/", ".").split())

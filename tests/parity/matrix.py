@@ -9,9 +9,9 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +20,18 @@ from rich.console import Console
 
 import loongplug
 from loongplug.consoles import threadless_bars
-from loongplug.data.sample_order import epoch_permutation
-from loongplug.verify.forked_runs import preload, record
-from loongplug.verify.plan import LEARNING_RATE, SAMPLES, SEED
+from loongplug.verify.plan import LEARNING_RATE
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
-from loongplug.verify.tiny_sizes import longest_row, up
+from loongplug.verify.runs import preload, record
 from parity.bits import bits_of, first_difference
-from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
-from parity.context_cells import OverlappedContextCell, context_cells
-from parity.overlap_cells import OverlapCell, overlap_cells
-from parity.parity_page import (
-    context_page,
-    hearing_page,
-    layouts_page,
-    overlap_page,
-    savings_page,
-    streamed_page,
-)
-from parity.placement_cells import PlacementCell, placement_cells
-from parity.placement_page import placements_page
-from parity.results import Result, as_result, outcome
-from parity.saving_cells import one_word, saving_cells
-from parity.streamed_cells import streamed_cells
+from parity.cells import Cell
+from parity.page import Result, page
+from parity.parts import PARTS, cells_of, sample
+from parity.prepared import length_of, prepare, prepare_adapters
 
 STEPS = 2
 _BIT_STEPS = 3
-_DATA_SEED = 1234  # Megatron's default, which orders samples
 _SECONDS = 300.0  # for one run
-_OVERLAPPING = (OverlapCell, OverlappedContextCell)  # which have a twin
-_LARGEST = 4  # any size of the axes divides it
-
-
-@dataclass(frozen=True)
-class Part:
-    """Cells with a page of their own; ``text`` is given results, the number of all, the code."""
-
-    page: str
-    cells: Callable[[], Sequence[Cell]]
-    text: Callable[[Sequence[Result], int, str], str]
-
-
-PARTS = {
-    "layouts": Part("parity.md", layout_cells, layouts_page),
-    "hearing": Part("parity_hearing.md", hearing_cells, hearing_page),
-    "savings": Part("parity_savings.md", saving_cells, savings_page),
-    "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
-    "context": Part("parity_context.md", context_cells, context_page),
-    "streamed": Part("parity_streamed.md", streamed_cells, streamed_page),
-    "placements": Part("parity_placements.md", placement_cells, placements_page),
-}
 
 
 class Matrix:
@@ -85,7 +48,7 @@ class Matrix:
         if not self._results.is_file():
             return {}
         lines = map(json.loads, self._results.read_text(encoding="utf-8").splitlines())
-        found = [as_result(line) for line in lines if line.pop("code") == self._code]
+        found = [_as_result(line) for line in lines if line.pop("code") == self._code]
         return {result.cell.name: result for result in found}
 
     def prepare(self, cell: Cell) -> None:
@@ -104,7 +67,7 @@ class Matrix:
 
     def _run(self, cell: Cell, folder: Path) -> Result:
         from loongplug.verify.compare import compare
-        from loongplug.verify.recorded_run import read_recording
+        from loongplug.verify.recording import read_recording
 
         try:
             base = self.base(cell)
@@ -112,7 +75,7 @@ class Matrix:
             expected = self._reference(cell, base)
             found = _recorded(folder / "layout", flags, ranks=cell.ranks, freely=cell.streams)
             comparison = compare(read_recording(found), read_recording(expected))
-            bits = self._bits(cell, base, folder) if isinstance(cell, _OVERLAPPING) else ""
+            bits = self._bits(cell, base, folder) if cell.overlap else ""
         except (ValueError, RankError) as error:
             return Result(cell=cell, failed=str(error))
         worst = {what: comparison.worst(what) for what in ("gradients", "parameters")}
@@ -126,14 +89,15 @@ class Matrix:
             loss=max(loss.error for loss in comparison.losses),
         )
 
-    def _bits(
-        self, cell: OverlapCell | OverlappedContextCell, base: Sequence[str], folder: Path
-    ) -> str:
+    def _bits(self, cell: Cell, base: Sequence[str], folder: Path) -> str:
         """Where the cell in bf16 parts from the same layout without the overlap."""
         shared = [*base, "--bf16", "--train-iters", str(_BIT_STEPS)]
+        twin = replace(cell, overlap=False, kept="all", delayed=False)
         found, expected = (
-            bits_of([*shared, *flags], ranks=cell.ranks, folder=folder / name, timeout=_SECONDS)
-            for name, flags in (("bits", cell.flags()), ("twin", cell.twin_flags()))
+            bits_of(
+                [*shared, *each.flags()], ranks=cell.ranks, folder=folder / name, timeout=_SECONDS
+            )
+            for name, each in (("bits", cell), ("twin", twin))
         )
         decoding = found[: cell.decoder_ranks]
         if not all(rank.nodes for rank in decoding) or any(rank.nodes for rank in expected):
@@ -170,8 +134,8 @@ class Matrix:
             *("--train-data-path", str(prepared / (prepared / "rows").read_text(encoding="utf-8"))),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
             *("--seq-length", str(length_of(cell.model, divides=cell.divides))),
-            *("--micro-batch-size", "1"),
-            *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
+            *("--micro-batch-size", str(cell.micro_batch)),
+            *("--global-batch-size", str(cell.batch), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled", *shared),
             *(("--load-lora", str(adapters / "lora")) if (adapters / "lora").is_dir() else ()),
@@ -187,11 +151,8 @@ class Matrix:
             (place / "made").rename(folder)
 
 
-def length_of(model: str, *, divides: int = _LARGEST) -> int:
-    """Tokens of the longest sample, and no more than what makes them a multiple of ``divides``."""
-    from loongplug.training.config import compose_model
-
-    return up(longest_row(compose_model(model_name=model).config), divides)
+def _as_result(line: Mapping[str, Any]) -> Result:
+    return Result(**{**line, "cell": Cell(**line["cell"])})
 
 
 def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = False) -> Path:
@@ -207,7 +168,7 @@ def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = 
 
 
 def _record_freely(rank: int, tell: OnEvent, **options: Any) -> None:
-    from loongplug.verify.step_recorder import record_run
+    from loongplug.verify.record import record_run
 
     free_passes(rank)
     record_run(rank, tell, **options)
@@ -217,79 +178,6 @@ def _in_child(function: Callable[[], None]) -> None:
     """Run it in a process of its own, which leaves no trace in this one."""
     with tempfile.TemporaryDirectory() as name:
         run_ranks(lambda rank, tell: function(), 1, folder=Path(name))
-
-
-def prepare(cell: Cell, folder: Path) -> None:
-    """Write the cell's model as YAML, its rows, its processor and its weights."""
-    from loongplug.models.hf_config import hf_config
-    from loongplug.training.config import compose_model
-    from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny_rows import write_rows
-    from loongplug.verify.tiny_sizes import (
-        TinyLayout,
-        as_overrides,
-        media_of,
-        tiny_sizes,
-        write_processor_of,
-    )
-    from loongplug.verify.weights import write_random_weights
-
-    folder.mkdir(parents=True)
-    composed = compose_model(model_name=cell.model)
-    rows = write_rows(folder / "data", samples=SAMPLES, media=media_of(composed.config))
-    if isinstance(cell, PlacementCell):
-        rows = kept_media(rows, cell)
-    (folder / "rows").write_text(str(rows.relative_to(folder)), encoding="utf-8")
-    write_processor_of(composed.config, folder / "processor")
-    tokenizer = read_tokenizer(folder / "processor")
-    largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
-    sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, tiny_media=True)
-    composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes | cell.sizes()))
-    (folder / "model.yaml").write_text(
-        "# @package _global_\n" + composed.to_yaml(), encoding="utf-8"
-    )
-    model = with_token_ids(
-        composed.config, tokenizer, special_tokens=composed.family.special_tokens
-    )
-    described = composed.family.load_hugging_face(model)
-    write_random_weights(folder / "weights", described, seed=SEED)
-    hf_config(described).save_pretrained(folder / "weights")  # of overlapped cells' own runs
-
-
-def kept_media(rows: Path, cell: PlacementCell) -> Path:
-    """Rows without the media that the cell leaves away, beside ``rows``, where the media are."""
-    if cell.rows == "whole":
-        return rows
-    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    order = epoch_permutation(len(samples), seed=_DATA_SEED, epoch=0)
-    for place, number in enumerate(order):
-        for message in samples[number]["messages"]:
-            if not isinstance(message["content"], str):
-                message["content"] = [
-                    each
-                    for each in message["content"]
-                    if each["type"] == "text" or cell.keeps(each["type"], place=place)
-                ]
-    kept = rows.with_name(f"{rows.stem}-{one_word(cell.rows)}-{cell.batch}.jsonl")
-    lines = (json.dumps(each) + "\n" for each in samples)
-    kept.write_text("".join(lines), encoding="utf-8")
-    return kept
-
-
-def prepare_adapters(flags: Sequence[str], prepared: Path, *, folder: Path) -> None:
-    """Write random adapters for the prepared model, if ``flags`` give any of its modules some."""
-    from loongplug.models.lora.mapping import adapter_table
-    from loongplug.training.config import compose_model
-    from loongplug.training.flags import read_command_line
-    from loongplug.verify.weights import write_random_adapters
-
-    folder.mkdir(parents=True)
-    composed = compose_model(
-        config_file=prepared / "model.yaml", overrides=read_command_line(flags).overrides
-    )
-    table = adapter_table(composed.config, composed.family.load_hugging_face(composed.config))
-    if table is not None:
-        write_random_adapters(folder / "lora", table, seed=SEED)
 
 
 def code_files() -> list[Path]:
@@ -334,7 +222,7 @@ def run_cells(
             result = known[line] = matrix.known()[line]
             if not console.is_terminal or not result.agrees:
                 console.print(
-                    f"{line}: {outcome(result)}", highlight=False, markup=False, soft_wrap=True
+                    f"{line}: {result.outcome}", highlight=False, markup=False, soft_wrap=True
                 )
             bars.advance(task)
             bars.refresh()
@@ -350,7 +238,7 @@ def _run_jobs(
     """Each job is a process that takes the next cell when it has run one."""
     taken = multiprocessing.get_context("fork").Value("i", 0)
     # Those of many ranks first: what is left at the end is short.
-    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.order))
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell))
 
     def work(job: int, tell: OnEvent) -> None:
         while True:
@@ -382,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preload("cpu")
     wrong, results = 0, []
     for name in PARTS if options.part is None else [options.part]:
-        found = _run_part(PARTS[name], options)
+        found = _run_part(name, options)
         wrong += sum(not result.agrees for result in found)
         results += found
     if options.json is not None:
@@ -393,17 +281,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _run_part(part: Part, options: argparse.Namespace) -> list[Result]:
+def _run_part(name: str, options: argparse.Namespace) -> list[Result]:
     """Run the part's cells, or a sample of them, and write its page."""
-    whole = part.cells()
+    whole = cells_of(name)
     cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
     console = Console(stderr=True)
     results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
-    page = options.pages / part.page
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(part.text(results, len(whole), code_digest()), encoding="utf-8")
+    text = page(name, results, about=PARTS[name].about, whole=len(whole), code=code_digest())
+    file = options.pages / f"{name}.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
     wrong = sum(not result.agrees for result in results)
-    print(f"{len(results)} cells, {wrong} do not agree; {page}", flush=True)
+    print(f"{len(results)} cells, {wrong} do not agree; {file}", flush=True)
     return results
 
 

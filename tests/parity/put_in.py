@@ -17,7 +17,7 @@ import pytest
 
 from loongplug.verify import ranks
 from parity import built_in
-from parity.faults import PLAN, Found, by_test, known
+from parity.faults import PLAN, Found, found_by, known
 from parity.mutations import FAULTS
 
 PARAMETER = "built_in_fault"
@@ -83,8 +83,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def pytest_runtest_setup(item: Any) -> None:
     """Leave out faults that a test has found, where only others are asked for."""
     plan, (_, fault) = _plan(), _cell(item)
-    if plan["only_missed"] and fault in set().union(*by_test(known(Path(plan["folder"]))).values()):
-        pytest.skip("found by another test")
+    if plan["only_missed"]:
+        tests = {test for test, _ in plan["cells"]}
+        found = found_by(known(Path(plan["folder"])), tests)
+        if fault in set().union(*found.values()):
+            pytest.skip("found by another test")
 
 
 @pytest.hookimpl(wrapper=True)

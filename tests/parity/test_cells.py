@@ -1,186 +1,210 @@
-"""Which cells the parity matrix has."""
+"""Which cells the parity matrix has, and what their flags are."""
 
+import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 
+from loongplug.data.row_plan import epoch_permutation
 from loongplug.training.flags import read_command_line
+from loongplug.verify.flags import LAYOUT
 from parity.cells import (
-    ENCODER_DP,
-    FULL,
+    BATCH,
+    EXPERTS,
     HEARING_MODELS,
     MODELS,
     MODES,
     MORE_MODELS,
     MOST_RANKS,
-    SIZES,
-    UNIFORM,
+    TWO,
     Cell,
-    choices,
-    hearing_cells,
-    layout_cells,
-    layouts,
-    pairs,
-    sample,
 )
-from parity.published import TABLE_A8
+from parity.option_flags import ENCODER_DP, FLAGS, FULL
+from parity.pairwise import pairs
+from parity.parts import PARTS, cells_of, sample
+from parity.placed import A7, A8, PUBLISHED_MODELS, placed, published
+from parity.prepared import kept_media
 
 pytestmark = pytest.mark.quick
+# Of each part, so that all of them are run in an hour or two.
+MOST_CELLS = {"layouts": 680, "hearing": 40, "savings": 150, "overlap": 60, "context": 100}
+MOST_CELLS |= {"streamed": 210, "placements": 110}
+MOST_FEW = 20
 
 
-@pytest.fixture(scope="module")
-def cells():
-    return [*layout_cells(), *hearing_cells()]
+@pytest.mark.not_quick
+@pytest.mark.parametrize("name", PARTS)
+def test_cells_are_the_same_every_time_can_be_run_and_come_back_from_json(name):
+    cells = cells_of(name)
+    assert [*cells] == PARTS[name].cells()
+    assert len({cell.name for cell in cells}) == len({*cells}) == len(cells) <= MOST_CELLS[name]
+    for cell in cells:
+        assert cell.possible
+        assert cell.layers % (cell.pp * cell.vpp) == 0
+        assert name == "placements" or cell.batch == BATCH
+        assert cell.vpp == 1 or cell.microbatches % cell.pp == 0  # which fill the pipeline
+        assert Cell(**json.loads(json.dumps(asdict(cell)))) == cell
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize(
+    ("name", "model"), [(name, model) for name in PARTS for model in PARTS[name].models]
+)
+def test_every_two_values_of_two_axes_meet_where_they_can(name, model):
+    part = PARTS[name]
+    mine = [cell for cell in cells_of(name) if cell.model == model and cell not in part.by_hand]
+    met = {pair for cell in mine for pair in pairs(cell, part.fields)}
+    assert met == {pair for cell in part.every(model) for pair in pairs(cell, part.fields)}
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize(
+    ("name", "model"), [(name, model) for name in PARTS for model in PARTS[name].few_models]
+)
+def test_few_cells_have_every_value_in_every_mode(name, model):
+    part = PARTS[name]
+    mine = [cell for cell in cells_of(name) if cell.model == model]
+    assert len(mine) <= MOST_FEW
+    with_mode = [
+        {(cell.mode, axis, getattr(cell, axis)) for cell in cells for axis in part.fields}
+        for cells in (mine, part.every(model))
+    ]
+    assert with_mode[0] == with_mode[1]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_layout_is_run_in_every_mode(cells, model, mode):
+def test_every_layout_is_run_in_every_mode(model, mode):
+    """Held against a count that knows nothing of the cells' own rule."""
+    sizes = (1, 2, 4)
     ran = {
         (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep)
-        for cell in cells
+        for cell in cells_of("layouts")
         if (cell.model, cell.mode) == (model, mode)
     }
     wanted = {
         (encoder_tp, tp, pp, vpp, dp, ep)
-        for tp in SIZES
-        for pp in SIZES
-        for dp in SIZES
+        for tp, pp, dp in product(sizes, repeat=3)
         if tp * pp * dp <= MOST_RANKS
-        for vpp in (SIZES if pp > 1 else (1,))
-        for encoder_tp in SIZES
+        for vpp in (sizes if pp > 1 else (1,))
+        for encoder_tp in sizes
         if encoder_tp < tp or (encoder_tp == tp and mode != ENCODER_DP)
-        for ep in (SIZES if "moe" in model else (1,))
+        for ep in (sizes if "moe" in model else (1,))
         if ep <= tp * dp
     }
     if mode == FULL:  # an encoder that makes up several whole stages
         wanted |= {
             (encoder_tp, tp, pp, 1, dp, 1)
             for tp, pp, encoder_tp in ((1, 2, 2), (1, 4, 2), (1, 4, 4), (2, 2, 4), (2, 4, 4))
-            for dp in SIZES
+            for dp in sizes
             if tp * pp * dp <= MOST_RANKS
         }
     assert ran == wanted
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_two_values_of_two_axes_meet_where_they_can(cells, model):
-    possible = {
-        pair for layout in layouts(model) for cell in choices(layout) for pair in pairs(cell)
-    }
-    met = {pair for cell in cells if cell.model == model for pair in pairs(cell)}
-    assert met == possible
+def test_published_tables_are_cells():
+    """A7 and A8 on ranks of their own, and A8's layouts colocated, with DP doubled."""
+    apart = Counter(map(published, cells_of("placements")))
+    assert all(apart[f"A7 {sizes}"] == len(PUBLISHED_MODELS) for sizes in A7)
+    assert all(apart[f"A8 {sizes}"] == len(PUBLISHED_MODELS) for sizes in A8)
+    for model in MODELS:
+        colocated = {published(cell) for cell in cells_of("layouts") if cell.model == model}
+        assert colocated == {"", *(f"A8 {name}" for name in A8.values())}
+    assert not published(placed("4/1/1|4/1/1", trained="the decoder"))
 
 
-@pytest.mark.parametrize("model", [*MORE_MODELS, *HEARING_MODELS])
-def test_few_cells_have_every_value_in_every_mode(cells, model):
-    mine = [cell for cell in cells if cell.model == model]
-    assert len(mine) <= 20
-    of_mode = {
-        (cell.mode, name, value)
-        for layout in layouts(model)
-        for cell in choices(layout)
-        for name, value in vars(cell).items()
-    }
-    assert {(cell.mode, *each) for cell in mine for each in vars(cell).items()} == of_mode
-    assert any(cell.encoder_tp < cell.tp for cell in mine if cell.mode == UNIFORM)
-    assert any(cell.encoder_tp > cell.tp for cell in mine if cell.mode == FULL)
-
-
-def test_flags_say_what_the_cell_is():
+def test_flags_say_what_the_cell_is_and_the_single_rank_knows_no_layout():
     cell = Cell(
-        model="qwen3_vl_moe_tiny",
-        encoder_tp=1,
+        model=EXPERTS,
+        mode=FULL,
         tp=2,
         pp=2,
-        vpp=2,
         dp=2,
         ep=4,
+        cp=2,
         sequence_parallel=True,
         recompute="both",
         optimizer="overlapped",
+        trained="decoder's LoRA",
+        away="all three",
+        overlap=True,
+        kept="tensors away",
+        rows="packs, lpt",
     )
-    line = read_command_line(cell.flags())
+    line, shared = read_command_line(cell.flags()), read_command_line(cell.shared_flags())
     args = line.args
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
-    assert (args.num_virtual_stages_per_pipeline_rank, args.expert_model_parallel_size) == (2, 4)
+    assert (args.expert_model_parallel_size, args.context_parallel_size) == (4, 2)
+    assert (args.recompute_granularity, args.cp_balance) == ("full", "lpt")
     assert args.sequence_parallel
-    assert args.recompute_granularity == "full"
-    assert args.use_distributed_optimizer
-    assert args.overlap_grad_reduce
     assert args.overlap_param_gather
+    assert "dispatched_input" in args.offload_tensors
+    assert "model.image_encoder.recompute=true" in line.overrides
+    assert "model.image_encoder.tensor_model_parallel_size=1" in line.overrides
+    assert shared.args.packing
+    assert "model.image_encoder.freeze=true" in shared.overrides
+    assert not shared.flags.keys() & LAYOUT
+    streams = Cell(model=MODELS[0], mode=FULL, pp=2, schedule="streamed", trained=cell.trained)
+    assert read_command_line(streams.flags()).args.full_hetero_dp_schedule == "streamed"
+    assert streams.shared_flags()[-2:] == ["--adam-eps", "1e-3"]
+    assert streams.reference != replace(streams, schedule="separated").reference
+
+
+def test_every_value_of_an_option_is_in_a_cell():
+    every = [cell for part in PARTS for cell in cells_of(part)]
+    for axis, values in FLAGS.items():
+        assert {getattr(cell, axis) for cell in every} >= values.keys()
+    assert {cell.model for cell in every} == {*MODELS, *MORE_MODELS, *HEARING_MODELS}
+
+
+def test_flags_say_where_encoders_lie_apart():
+    cell = placed("1/2/2|1/1/3|2/2/1", model=TWO, micro_batch=3, vpp=2)
+    line = read_command_line(cell.flags())
+    assert line.args.pipeline_model_parallel_size == 2
     assert line.overrides == (
-        "model.image_encoder.recompute=true",
+        "model.image_encoder.rank_offset=4",
         "model.image_encoder.tensor_model_parallel_size=1",
+        "model.image_encoder.data_parallel_size=3",
+        "model.audio_encoder.rank_offset=7",
+        "model.audio_encoder.tensor_model_parallel_size=2",
+        "model.audio_encoder.data_parallel_size=1",
+        "model.audio_encoder.pipeline_model_parallel_size=2",
     )
-    assert not args.enable_encoder_hetero_dp
-    assert not args.enable_full_hetero_dp
-    assert Cell(model="qwen3_vl_tiny").flags() == [
-        *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+    assert (cell.ranks, cell.batch) == (11, 24)
+    assert cell.reference != replace(cell, micro_batch=1).reference
+
+
+@pytest.mark.parametrize(
+    ("media", "first", "then"),
+    [
+        ("text", ["text"], ["text"]),
+        ("text first", ["text"], ["image", "audio", "text"]),
+        ("sounds", ["audio", "text"], ["audio", "text"]),
+    ],
+)
+def test_samples_keep_the_media_that_the_cell_says(tmp_path, media, first, then):
+    content = [{"type": kind, kind: "x"} for kind in ("image", "audio", "text")]
+    message = {"messages": [{"role": "user", "content": content}]}
+    lines = [json.dumps(message | {"number": number}) for number in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    cell = placed("1/1/1|1/1/1|1/1/1", model=TWO, media=media)
+    samples = [
+        json.loads(line)
+        for line in kept_media(tmp_path / "train.jsonl", cell).read_text().splitlines()
     ]
+    order = epoch_permutation(20, seed=1234, epoch=0)
+    found = [[part["type"] for part in samples[n]["messages"][0]["content"]] for n in order]
+    assert found == [first] * cell.batch + [then] * (20 - cell.batch)
 
 
-@pytest.mark.not_quick
-def test_flags_of_the_modes():
-    """With an encoder TP in any case: without one it would be 1."""
-    for encoder_tp in (1, 2, 4):
-        sizes = {"encoder_tp": encoder_tp, "tp": 4, "pp": 2}
-        line = read_command_line(
-            Cell(model="qwen3_vl_tiny", mode=FULL, balance=True, **sizes).flags()
-        )
-        assert line.args.enable_full_hetero_dp
-        assert line.args.use_vit_dp_balance
-        assert line.args.dp_balance_trigger_threshold_vit == 0
-        assert line.overrides == (f"model.image_encoder.tensor_model_parallel_size={encoder_tp}",)
-        line = read_command_line(Cell(model="qwen3_vl_tiny", mode=ENCODER_DP, **sizes).flags())
-        assert line.args.enable_encoder_hetero_dp
-        assert not line.args.use_vit_dp_balance
-
-
-def test_balance_is_for_replicas_with_several_units(cells):
-    balanced = {(cell.mode, cell.microbatches > cell.encoder_replicas > 1) for cell in cells}
-    assert balanced >= {(FULL, True), (FULL, False)}
-    on = [cell for cell in cells if cell.balance]
-    assert {cell.mode for cell in on} == {FULL}
-    assert {(cell.microbatches, cell.encoder_replicas) for cell in on} == {(8, 2), (8, 4), (4, 2)}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_layouts_of_table_a8_are_cells(cells, model):
-    """As the paper runs them: on eight ranks, each module's TP and PP kept and its DP doubled."""
-    for layout in TABLE_A8:
-        assert layout.tp * layout.pp * layout.dp == layout.encoder_tp * layout.encoder_dp == 8
-        assert any(layout.is_run_by(cell) for cell in cells if cell.model == model)
-
-
-def test_which_cell_runs_a_published_layout():
-    layout = TABLE_A8[-1]
-    cell = Cell(model="qwen3_vl_tiny", mode=FULL, encoder_tp=2, tp=4, dp=2)
-    assert layout.is_run_by(cell)
-    for other in (
-        {"mode": ENCODER_DP},
-        {"encoder_tp": 1},
-        {"pp": 2, "dp": 1},
-        {"dp": 1},
-        {"ep": 2},
-    ):
-        assert not layout.is_run_by(replace(cell, **other))
-
-
-def test_a_sample_has_cells_of_every_model_and_mode(cells):
+def test_a_sample_is_the_same_each_time_and_has_every_model_and_mode():
+    cells = [*cells_of("layouts"), *cells_of("hearing")]
     few = sample(cells, 3, seed=1)
-    assert {cell.model for cell in few} == set(MODELS)  # the first of them
-    assert {cell.mode for cell in few} == set(MODES)
+    assert few == sample(cells, 3, seed=1)
+    assert {cell.model for cell in few} == {*MODELS}
+    assert {cell.mode for cell in few} == {*MODES}
     counts = Counter((cell.model, cell.mode) for cell in sample(cells, 48, seed=1))
-    assert set(counts.values()) == {2}
-    assert len(counts) == 24
-
-
-def test_a_sample_has_cells_of_every_model(cells):
-    chosen = sample(cells, 8, seed=3)
-    assert chosen == sample(cells, 8, seed=3)
-    assert chosen != sample(cells, 8, seed=4)
-    assert {cell.model for cell in chosen} == {*MODELS, *MORE_MODELS, *HEARING_MODELS}
-    assert len(set(chosen)) == 8
+    assert (len(counts), {*counts.values()}) == (24, {2})
     assert sorted(sample(cells, 10**6, seed=0)) == sorted(cells)

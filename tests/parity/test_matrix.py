@@ -1,35 +1,24 @@
 """A sampled part of the parity matrix, and how the matrix keeps what it has run."""
 
-import io
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from eventually import eventually
 from rich.console import Console
 
 from loongplug.verify.ranks import RankError
-from parity.cells import (
-    BATCH,
-    ENCODER_DP,
-    FULL,
-    MODELS,
-    MODES,
-    MOST_RANKS,
-    Cell,
-    layout_cells,
-    sample,
-)
-from parity.matrix import PARTS, Matrix, code_files, main, run_cells
-from parity.parity_page import layouts_page
-from parity.results import Result, as_result, outcome
-from parity.saving_cells import TRAINED, SavingCell, saving_cells
+from parity.bits import RankBits, first_difference
+from parity.cells import EXPERTS, MODES, Cell
+from parity.matrix import Matrix, code_files, main, run_cells
+from parity.option_flags import FULL
+from parity.page import Result, page
+from parity.parts import PARTS, cells_of, sample
 
 SEED, CELLS, MOST = 6, 3, 4
-# Of each part, so that all of them are run in an hour or two.
-MOST_CELLS = {"layouts": 680, "hearing": 40, "savings": 150, "overlap": 60, "context": 100}
-MOST_CELLS |= {"streamed": 210, "placements": 110}
+CELL = Cell(model="qwen3_vl_tiny", tp=2)
+QUIET = Console(quiet=True)
 
 
 def figures(cell, **more):
@@ -37,18 +26,15 @@ def figures(cell, **more):
     return Result(cell=cell, **{**values, "parameters": 1e-8, **more})
 
 
-CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
-
-
 @pytest.mark.slow
 def test_sampled_cells_agree(tmp_path):
     """A cell of each model and mode, of those that few ranks are enough for; a frozen decoder."""
-    small = [cell for cell in layout_cells() if 1 < cell.ranks <= MOST]
+    small = [cell for cell in cells_of("layouts") if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
     assert len({cell.model for cell in cells}) == CELLS
     assert {cell.mode for cell in cells} == set(MODES)
     assert {cell.balance for cell in cells} == {False, True}
-    saving = (cell for cell in saving_cells() if cell.ranks == 2)
+    saving = (cell for cell in cells_of("savings") if cell.ranks == 2)
     cells.append(next(cell for cell in saving if cell.trained == "all but the decoder"))
     results = run_cells(cells, folder=tmp_path, console=Console(stderr=True), jobs=2)
     assert [result.cell for result in results] == cells
@@ -61,82 +47,61 @@ def test_sampled_cells_agree(tmp_path):
     }
 
 
-@pytest.fixture
-def without_references(monkeypatch):
-    monkeypatch.setattr(Matrix, "prepare", lambda self, cell: None)
+@pytest.mark.slow
+def test_an_overlapped_cell_agrees_and_a_run_that_is_other_by_a_bit_does_not(tmp_path, monkeypatch):
+    def with_another_rate(self):
+        """Cells of a distributed optimizer learn by a bit more where they overlap."""
+        other = self.overlap and self.optimizer == "distributed"
+        return [*flags(self), *(["--lr", "1.0001e-4"] if other else [])]
+
+    flags = Cell.flags
+    monkeypatch.setattr(Cell, "flags", with_another_rate)
+    cell = Cell(model=EXPERTS, dp=2, ep=2, overlap=True, kept="both", shared_experts=True)
+    other = replace(cell, optimizer="distributed")
+    right, wrong = run_cells([cell, other], folder=tmp_path, console=Console(stderr=True), jobs=1)
+    assert right.agrees, right
+    assert right.gradients, "something was compared"
+    assert not wrong.agrees
+    assert wrong.failed is None
+    assert wrong.bits == "losses of rank 0 differ", "those of the second step"
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("without_references")
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [("losses", [1.1]), ("norms", [2.1]), ("gradients", [{"w": 5}]), ("parameters", {"w": 5})],
+)
+def test_any_other_bit_is_found(what, value):
+    bits = RankBits(losses=[1.0], norms=[2.0], gradients=[{"w": 3}], parameters={"w": 4})
+    assert first_difference([bits, replace(bits, **{what: value})], [bits, bits]) == (
+        f"{what} of rank 1 differ"
+    )
+
+
+@pytest.mark.quick
 class TestWithoutRuns:
-    def test_what_was_run_is_not_run_again(self, tmp_path, monkeypatch):
-        log = tmp_path / "runs"  # cells run in other processes
+    @pytest.fixture(autouse=True)
+    def _without_references(self, monkeypatch):
+        monkeypatch.setattr(Matrix, "prepare", lambda self, cell: None)
 
-        def run(self, cell, folder):
-            with log.open("a") as file:
-                file.write(f"{cell.name}\n")
-            return figures(cell)
-
-        monkeypatch.setattr(Matrix, "_run", run)
-        console = Console(quiet=True)
-        run_cells([CELL], folder=tmp_path, console=console)
-        (result,) = run_cells([CELL], folder=tmp_path, console=console)
-        assert log.read_text().split() == [CELL.name]
-        assert result.agrees
-        monkeypatch.setattr("parity.matrix.code_digest", lambda: "other code")
-        run_cells([CELL], folder=tmp_path, console=console)
-        assert log.read_text().split() == [CELL.name] * 2
-
-    def test_what_is_in_its_folders_stays(self, tmp_path, monkeypatch):
-        """A run has a folder of its own, and what cells share is made beside its place."""
-        matrix = Matrix(tmp_path)
-        mine = [f"{name}/0/mine" for name in ("layouts", "bits", "jobs", "child")]
-        for name in mine:
-            (tmp_path / name).parent.mkdir(parents=True)
-            (tmp_path / name).touch()
-        monkeypatch.setattr(Matrix, "_run", lambda self, cell, folder: figures(cell))
-        matrix.run(CELL)
-
-        def fill(folder):
-            folder.mkdir()
-            (folder / "whole").touch()
-
-        def stop(folder):
-            fill(folder)
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            matrix._once(tmp_path / "shared" / "one", stop)
-        assert not (tmp_path / "shared" / "one").exists()
-        for make in (fill, stop):
-            matrix._once(tmp_path / "shared" / "one", make)
-        found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-        assert found == sorted([*mine, "results.jsonl", "shared/one/whole"])
-
-    @pytest.mark.not_quick
-    def test_jobs_share_the_cells(self, tmp_path, monkeypatch):
+    def test_jobs_share_the_cells_and_none_is_run_again(self, tmp_path, monkeypatch):
         def run(self, cell, folder):
             (tmp_path / f"job-{os.getpid()}").touch()
-            eventually(lambda: len(list(tmp_path.glob("job-*"))) >= 3)
+            eventually(lambda: len(list(tmp_path.glob("job-*"))) >= 2)
             return figures(cell, loss=float(os.getpid()))
 
         monkeypatch.setattr(Matrix, "_run", run)
-        cells = sample(layout_cells(), 12, seed=0)
-        results = run_cells(cells, folder=tmp_path, console=Console(quiet=True), jobs=3)
+        cells = sample(cells_of("overlap"), 6, seed=0)
+        results = run_cells(cells, folder=tmp_path, console=QUIET, jobs=2)
         assert [result.cell for result in results] == cells
-        assert len({result.loss for result in results}) == 3
+        assert len({result.loss for result in results}) == 2
         assert os.getpid() not in {result.loss for result in results}
-        lines = (tmp_path / "results.jsonl").read_text().splitlines()
-        assert len(lines) == len(cells)
-
-    def test_any_message_of_a_cell_that_failed_is_printed(self, tmp_path, monkeypatch):
-        said = "RuntimeError: [/gloo/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:9104"
-        monkeypatch.setattr(
-            Matrix, "_run", lambda self, cell, folder: Result(cell=cell, failed=said)
-        )
-        console = Console(file=io.StringIO())
-        run_cells([CELL], folder=tmp_path, console=console)
-        assert f"{CELL.name}: failed: {said}\n" in console.file.getvalue()
+        kept = tmp_path / "results.jsonl"
+        assert run_cells(cells, folder=tmp_path, console=QUIET) == results
+        assert len(kept.read_text().splitlines()) == len(cells)
+        monkeypatch.setattr("parity.matrix.code_digest", lambda: "other code")
+        run_cells(cells[:1], folder=tmp_path, console=QUIET)
+        assert len(kept.read_text().splitlines()) == len(cells) + 1
 
     def test_what_a_job_dies_of_is_told(self, tmp_path, monkeypatch):
         def run(self, cell, folder):
@@ -144,97 +109,67 @@ class TestWithoutRuns:
 
         monkeypatch.setattr(Matrix, "_run", run)
         with pytest.raises(RankError, match="not foreseen"):
-            run_cells([CELL], folder=tmp_path, console=Console(quiet=True), jobs=2)
+            run_cells([CELL], folder=tmp_path, console=QUIET, jobs=2)
 
-    @pytest.mark.not_quick
+    def test_what_is_stopped_half_way_is_not_there(self, tmp_path):
+        def stop(folder):
+            folder.mkdir()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Matrix(tmp_path)._once(tmp_path / "shared", stop)
+        assert not list(tmp_path.iterdir())
+
     def test_the_command_writes_pages_and_json_and_tells_of_what_differs(
-        self, tmp_path, monkeypatch
+        self, tmp_path, monkeypatch, capsys
     ):
         monkeypatch.setattr(
-            Matrix, "_run", lambda self, cell, folder: figures(cell, agrees=cell.tp == 1)
+            Matrix, "_run", lambda self, cell, folder: figures(cell, agrees=cell.delayed)
         )
         monkeypatch.setattr("parity.matrix.preload", lambda device: None)
-        savings = [
-            SavingCell(model=model, tp=tp, trained=trained)
-            for model in MODELS
-            for tp in (1, 2)
-            for trained in TRAINED
-        ]
-        part = replace(PARTS["savings"], cells=lambda: savings)
-        monkeypatch.setitem(PARTS, "savings", part)
-        flags = ["--folder", str(tmp_path / "runs"), "--pages", str(tmp_path)]
-        code = main([*flags, "--sample", "12", "--json", str(tmp_path / "results.json")])
-        written = json.loads((tmp_path / "results.json").read_text())
-        assert len(written) == 12 * len(PARTS)
-        assert code == 1
-        assert not all(each["agrees"] for each in written)
-        assert f"12 of {len(layout_cells())} cells" in (tmp_path / "parity.md").read_text()
-        page = (tmp_path / "parity_savings.md").read_text()
-        assert f"12 of {len(savings)} cells" in page
-        whole = len(PARTS["overlap"].cells())
-        assert f"12 of {whole} cells" in (tmp_path / "parity_overlap.md").read_text()
-        main([*flags, "--sample", "2", "--part", "savings"])
-        assert "12 of" in (tmp_path / "parity.md").read_text()
-        assert "2 of" in (tmp_path / "parity_savings.md").read_text()
-
-    def test_the_page_shows_every_outcome(self):
-        full = {"mode": FULL, "encoder_tp": 2, "tp": 4, "dp": 2}
-        results = [
-            figures(CELL, loss=3e-7),
-            figures(Cell(model="qwen3_vl_tiny", dp=2), agrees=False),
-            Result(cell=Cell(model="qwen3_vl_tiny", pp=4), failed="Traceback\nKeyError: 'a'"),
-            figures(Cell(model="qwen3_vl_tiny", **full, balance=True), gradients=5e-6),
-            figures(Cell(model="qwen3_vl_tiny", **full, recompute="both"), agrees=False),
-        ]
-        text = layouts_page(results, 9, "abc")
-        assert "5 of 9 cells: 2 agree, 3 do not. The code had the digest `abc`." in text
-        assert text.count("| agrees |") == 2
-        assert text.count("| **differs** |") == 2
-        assert text.count("| **failed** |") == 1
-        for line in (
-            "| uniform | 3 | 1 | 2.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
-            "| uniform, encoder TP below TP | 1 | 1 | 2.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
-            f"| {ENCODER_DP} | 0 | 0 |  |  |  |  |",
-            f"| {FULL} | 2 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
-            f"| {FULL} with balance | 1 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
-            "| all | 5 | 2 | 5.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
-            f"| {FULL} | 2 | 4 | 1 | 1 | 2 | 1 |  | none |  | plain | yes | 5.0e-06 | 1.0e-07 |"
-            " 1.0e-07 | 1.0e-08 | agrees |",
-            "| `tp4_llm_tp2dp2_vision` | 4 / 1 / 2 | 2 / 1 / 4 | 2 | agrees, **differs** |",
-            "| `pp4_llm_tp4_vision` | 1 / 4 / 2 | 4 / 1 / 2 | 0 | not run |",
-        ):
-            assert f"{line}\n" in text
-        columns = {
-            line.count("|") for line in text.splitlines() if line.startswith("| uniform | 1")
-        }
-        assert columns == {18}
-        assert [outcome(result) for result in results[:3]] == [
-            "agrees (2.0e-06)",
-            "differs (2.0e-06)",
-            "failed: KeyError: 'a'",
-        ]
+        flags = ["--part", "overlap", "--sample", "6", "--folder", str(tmp_path / "runs")]
+        pages, written = tmp_path / "pages", tmp_path / "results.json"
+        assert main([*flags, "--pages", str(pages), "--json", str(written)]) == 1
+        found = json.loads(written.read_text())
+        agree = sum(each["agrees"] for each in found)
+        assert (len(found), 0 < agree < 6) == (6, True)
+        text = (pages / "overlap.md").read_text()
+        assert f"6 of {len(cells_of('overlap'))} cells: {agree} agree, {6 - agree} do not" in text
+        assert (
+            f"6 cells, {6 - agree} do not agree; {pages / 'overlap.md'}" in capsys.readouterr().out
+        )
 
 
 @pytest.mark.quick
-@pytest.mark.not_quick
-@pytest.mark.parametrize("name", PARTS)
-def test_cells_are_the_same_every_time_can_be_run_and_come_back_from_the_file(name):
-    part = PARTS[name]
-    cells = part.cells()
-    assert cells == part.cells()
-    assert len({cell.name for cell in cells}) == len({*cells}) == len(cells) <= MOST_CELLS[name]
-    for cell in cells:
-        assert cell.ranks <= MOST_RANKS
-        assert cell.layers % (cell.pp * cell.vpp) == 0
-        assert name == "placements" or BATCH % cell.dp == 0  # which have batches of their own
-        assert cell.vpp == 1 or cell.microbatches % cell.pp == 0  # which fill the pipeline
-        result = figures(cell, bits="losses of rank 0 differ", seconds=2.0)
-        assert as_result(json.loads(json.dumps(asdict(result)))) == result
-    results = [figures(cell, agrees=cell is not cells[0]) for cell in cells]
-    page = part.text(results, 999, "c0de")
-    assert f"{len(cells)} of 999 cells: {len(cells) - 1} agree, 1 do not." in page
-    assert page.count("| **differs** |\n") == 1
-    assert page.count("| agrees |\n") >= len(cells) - 1  # and published layouts
+def test_the_page_shows_every_outcome():
+    colocated = Cell(model=CELL.model, mode=FULL, encoder_tp=2, tp=4, dp=2)
+    results = [
+        figures(CELL, loss=3e-7),
+        figures(Cell(model=CELL.model, dp=2), agrees=False),
+        Result(cell=Cell(model=CELL.model, pp=4), failed="Traceback\nKeyError: 'a'"),
+        figures(colocated, gradients=5e-6),
+        figures(replace(colocated, recompute="both"), agrees=False, bits="norms of rank 0 differ"),
+    ]
+    text = page("layouts", results, about=PARTS["layouts"].about, whole=9, code="abc")
+    lines = text.splitlines()
+    assert "5 of 9 cells: 2 agree, 3 do not. The code had the digest `abc`." in text
+    for line in (
+        "| mode | uniform | 3 | 1 | 2.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
+        f"| mode | {FULL} | 2 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+        "| published | A8 tp4_llm_tp2dp2_vision | 2 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+        "| all |  | 5 | 2 | 5.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
+        f"| {FULL} | 2 | 4 | 1 | 2 | none | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 | agrees |",
+    ):
+        assert line in lines
+    ends = [line.rsplit("| ", 1)[1] for line in lines[lines.index(f"## {CELL.model}") + 4 :]]
+    assert sorted(ends) == sorted(
+        ["agrees |"] * 2 + ["**differs** |", "**failed** |", "**norms of rank 0 differ** |"]
+    )
+    assert [result.outcome for result in results[1:4]] == [
+        "differs (2.0e-06)",
+        "failed: KeyError: 'a'",
+        "agrees (5.0e-06)",
+    ]
 
 
 @pytest.mark.quick

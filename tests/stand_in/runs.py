@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from parity.overlap_cells import overlap_cells
+from parity.cells import Cell
 from ranks import run_ranks
 
 from loongplug.verify.forked_runs import record
@@ -23,12 +23,17 @@ AS_ON_THE_CPU = (
 SECONDS = 300.0
 
 # The MoE overlap with tensors away.
-OVERLAP = next(
-    cell
-    for cell in overlap_cells()
-    if cell.name
-    == "qwen3_vl_moe_tiny-full-hetero-dp-e1t2p1v1d1x2-overlapped-recompute-none-sp-balance-overlap-"
-    "all-kept-tensors-away-shared-experts"
+OVERLAP = Cell(
+    model="qwen3_vl_moe_tiny",
+    mode="full-hetero-dp",
+    tp=2,
+    ep=2,
+    sequence_parallel=True,
+    optimizer="overlapped",
+    balance=True,
+    overlap=True,
+    kept="tensors away",
+    shared_experts=True,
 )
 
 

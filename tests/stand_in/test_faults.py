@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from parity.cells import Cell
 from parity.matrix import Matrix
-from parity.placement_cells import placed
+from parity.placed import placed
 from ranks import RankError, run_ranks
 from torch import Tensor
 from toy_step import Model, executor_of, run_step

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from free_passes import free_passes
-from parity.cells import Cell, layout_cells
+from parity.cells import TWO, Cell
 from parity.matrix import Matrix
-from parity.overlap_cells import overlap_cells
-from parity.placement_cells import TWO, placed, placement_cells
-from parity.saving_cells import saving_cells
+from parity.parts import cells_of
+from parity.placed import placed
 
 from loongplug.verify.forked_runs import record
 from loongplug.verify.recorded_run import (
@@ -30,13 +29,15 @@ from stand_in.runs import OVERLAP, SECONDS, recorded, train, trained
 from stand_in.waits import between_microbatches
 from stand_in.waits_table import virtual
 
-ALL_OFFLOADS = (
-    "qwen3_vl_tiny-full-hetero-dp-e2t1p2v1d1x1-plain-recompute-both-tied-all-away-all-three"
+ALL_OFFLOADS = Cell(
+    model="qwen3_vl_tiny",
+    mode="full-hetero-dp",
+    encoder_tp=2,
+    pp=2,
+    recompute="both",
+    tied=True,
+    away="all three",
 )
-BY_NAME = {
-    cell.name: cell
-    for cell in (*layout_cells(), *saving_cells(), *overlap_cells(), *placement_cells())
-}
 SWEPT = (
     Cell(
         model="qwen3_vl_tiny",
@@ -58,7 +59,7 @@ OWN_RANKS = (
     placed("1/2/1|1/2/1", optimizer="distributed"),
     placed("1/2/1|1/1/1|1/1/1", model=TWO, vpp=2),
 )
-FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS], STAGES)
+FEW = (OVERLAP, ALL_OFFLOADS, STAGES)
 MOST_RANKS = 4
 
 
@@ -128,7 +129,12 @@ def test_stages_of_a_step_that_streams_know_the_shapes(
 @pytest.mark.skipif("WHOLE_SWEEP" not in os.environ, reason="takes hours; scripts/test.sh --all")
 @pytest.mark.parametrize(
     "cell",
-    [cell for cell in BY_NAME.values() if cell.ranks <= MOST_RANKS],
+    [
+        cell
+        for part in ("layouts", "savings", "overlap", "placements")
+        for cell in (cells_of(part) if "WHOLE_SWEEP" in os.environ else ())
+        if cell.ranks <= MOST_RANKS
+    ],
     ids=lambda each: each.name,
 )
 def test_every_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:

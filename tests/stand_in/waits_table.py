@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
 from parity.cells import Cell
 from parity.matrix import Matrix
-from parity.placement_cells import placed
+from parity.placed import placed
 
 from stand_in.runs import OVERLAP, train, trained
 from stand_in.waits import IN_A_MICROBATCH, PHASES, Wait, between_microbatches

@@ -10,7 +10,7 @@ ENCODER = "model.image_encoder"
 MBS3 = ("--micro-batch-size", "3")
 
 # Ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP. Many more are cells
-# of the parity matrix (tests/parity/placement_cells.py).
+# of the parity matrix (tests/parity/placed.py).
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "2/1/1|1/1/1-split": (3, (*TP2, "--sequence-parallel", *lies(2))),
     "1/1/2|1/1/3-mbs3": (5, (*MBS3, *lies(2, dp=3))),
