@@ -1,7 +1,7 @@
 # LoongPlug for NVIDIA GPUs, by the steps of the README ("Install"). From the root of the repository:
-#   docker build -t loongplug:0.2.0 .
+#   docker build -t loongplug:0.3.0 .
 #   docker run --gpus all --ipc=host -v /data:/data -e MODEL_DIR=/data/models/Qwen3-VL-8B-Instruct \
-#       -e TRAIN_DATA=/data/train.jsonl -e OUTPUT_DIR=/data/runs/sft loongplug:0.2.0 scripts/sft.sh
+#       -e TRAIN_DATA=/data/train.jsonl -e OUTPUT_DIR=/data/runs/sft loongplug:0.3.0 scripts/sft.sh
 # The CUDA of the image is of the major version that PyPI's torch is built for; nvcc compiles the
 # kernels.
 FROM nvidia/cuda:13.2.0-cudnn-devel-ubuntu24.04

@@ -1,5 +1,7 @@
 """The ``loongplug`` command. Each sub-command imports what it runs when it runs."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -47,8 +49,18 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        typer.echo(f"loongplug {version('loongplug')}")
+        typer.echo(f"loongplug {version('loongplug')} ({commit()})")
         raise typer.Exit
+
+
+def commit(package: Path = Path(__file__).parent) -> str:
+    """The commit that runs: a checkout's by git, a build's by the file of its hook."""
+    git = ("git", "-c", "safe.directory=*", "-C", str(package.parent))
+    describe = ("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    built = package / "commit.txt"
+    if (package.parent / ".git").exists() and shutil.which("git"):
+        return subprocess.check_output([*git, *describe], text=True).strip()
+    return built.read_text(encoding="utf-8").strip() if built.is_file() else "commit unknown"
 
 
 @app.callback()

@@ -129,8 +129,11 @@ def test_the_package_says_where_it_is_found() -> None:
 
 
 def test_version_by_both_entries() -> None:
-    expected = f"loongplug {importlib.metadata.version('loongplug')}\n"
-    assert _run("--version") == (0, expected)
+    git = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
+    head = subprocess.check_output(git, text=True).strip()
+    code, expected = _run("--version")
+    begin = f"loongplug {importlib.metadata.version('loongplug')} ({head}"
+    assert (code, expected in (f"{begin})\n", f"{begin}-dirty)\n")) == (0, True), expected
     command = [sys.executable, "-m", "loongplug", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
 

@@ -63,6 +63,15 @@ def test_wheel_carries_the_configs_and_finds_them(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     ).stdout.split()
+    commands = (
+        (sys.executable, "-c", "from loongplug.cli import commit; print(commit())"),
+        ("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+    )
+    said, head = (
+        subprocess.check_output(each, cwd=tmp_path / "site", text=True, timeout=60).strip()
+        for each in commands
+    )
+    assert said in (head, f"{head}-dirty")
     here = {model.name for model in available_models().values()}
     assert {Path(path).name for path in found} == here
     assert all(Path(path).is_relative_to(tmp_path / "site") for path in found)
