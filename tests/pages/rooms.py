@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from pages.commands import ROOT
-from pages.marked import filled
+from pages.marked import write
 
 MARK = "rooms"
 
@@ -113,15 +113,5 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the table, or write it between the marks of the file that is given."""
-    table = markdown(rooms(), beside=files_beside())
-    if not arguments:
-        print(table)
-        return
-    file = Path(arguments[0])
-    file.write_text(filled(file.read_text(encoding="utf-8"), MARK, table), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write(sys.argv[1:], {MARK: markdown(rooms(), beside=files_beside())})

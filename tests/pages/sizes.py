@@ -1,17 +1,19 @@
-"""Every published model built on the meta device: its sizes, as the docs' table.
+"""Every published model built on the meta device: its sizes, as the docs' tables.
 
-``PYTHONPATH=tests python -m pages.sizes`` prints it.
+``PYTHONPATH=tests python -m pages.sizes docs/models.md`` writes them there; without a file they are
+printed.
 """
 
 import dataclasses
 import logging
+import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ranks import model_parallel, run_ranks
 from torch import nn
 
 from loongplug.models.entries import only_decoder
@@ -20,6 +22,9 @@ from loongplug.training.arguments import complete, validate_with_megatron
 from loongplug.training.config import ComposedModel, available_models, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import read_command_line
+from pages.marked import write
+
+MARK = "sizes"
 
 # No run takes place; these only satisfy Megatron's checks.
 _FLAGS = ("--micro-batch-size", "1", "--seq-length", "1", "--train-iters", "1", "--lr", "1")
@@ -31,6 +36,7 @@ class ModelSize:
 
     ``active`` leaves out the experts that a token is not sent to; ``modules`` counts by the
     module's name, and ``columns`` has the names of the encoders, the projectors and the decoder.
+    ``decoder`` has what the second table says of the decoder.
     """
 
     name: str
@@ -39,13 +45,7 @@ class ModelSize:
     active: int
     modules: dict[str, int]
     columns: tuple[tuple[str, ...], ...]
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    experts: int | None
-    top_k: int | None
-    tied: bool
+    decoder: tuple[object, ...]
 
 
 def with_placeholder_ids(composed: ComposedModel) -> Any:
@@ -92,48 +92,40 @@ def model_size(name: str, composed: ComposedModel) -> ModelSize:
             tuple(each.projector for each in config.encoders.values()),
             (only_decoder(config.entries()).name,),
         ),
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        key_value_heads=args.num_query_groups,
-        experts=experts,
-        top_k=top_k,
-        tied=not args.untie_embeddings_and_output_weights,
-    )
-
-
-def markdown_table(sizes: Iterable[ModelSize]) -> str:
-    """The sizes as a Markdown table for the docs, by family and size."""
-    ordered = sorted(sizes, key=lambda size: (size.family, size.parameters))
-    header = (
-        *("model (`--model-name`)", "parameters", "active per token"),
-        *("encoder", "projector", "decoder"),
-        *("layers", "hidden", "heads / kv", "experts / top-k", "tied", "bf16 checkpoint"),
-    )
-    lines = [_line(header), _line(["---", *["---:"] * 5, *["---"] * 6])]
-    return "\n".join([*lines, *(_line(_cells(size)) for size in ordered)])
-
-
-def _cells(size: ModelSize) -> list[str]:
-    return [
-        f"`{size.name}`",
-        f"{size.parameters:,}",
-        _short(size.active, billion="B"),
-        *(
-            " + ".join(_short(size.modules[module], billion="B") for module in column)
-            for column in size.columns
+        decoder=(
+            args.num_layers,
+            args.hidden_size,
+            f"{args.num_attention_heads} / {args.num_query_groups}",
+            f"{experts} / {top_k}" if experts else "",
+            "no" if args.untie_embeddings_and_output_weights else "yes",
         ),
-        str(size.layers),
-        str(size.hidden),
-        f"{size.heads} / {size.key_value_heads}",
-        f"{size.experts} / {size.top_k}" if size.experts else "",
-        "yes" if size.tied else "no",
-        f"{_short(2 * size.parameters, billion='G')}B",
-    ]
+    )
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def markdown_tables(sizes: Iterable[ModelSize]) -> str:
+    """Two tables, by family and size: of the parameters, and of the decoders."""
+    ordered = sorted(sizes, key=lambda size: (size.family, size.parameters))
+    counts = ("parameters", "active", "encoder", "projector", "decoder", "bf16 file")
+    decoder = ("layers", "hidden", "heads / kv", "experts / top-k", "tied")
+    return "\n".join(
+        [
+            *(_line("model", *counts), _line("---", *["---:"] * len(counts))),
+            *(_line(f"`{size.name}`", *_counts(size)) for size in ordered),
+            *("", _line("decoder of", *decoder), _line("---", *["---:"] * len(decoder))),
+            *(_line(f"`{size.name}`", *size.decoder) for size in ordered),
+        ]
+    )
+
+
+def _counts(size: ModelSize) -> Iterator[str]:
+    yield from (f"{size.parameters:,}", _short(size.active, billion="B"))
+    for module in size.columns:
+        yield " + ".join(_short(size.modules[each], billion="B") for each in module)
+    yield f"{_short(2 * size.parameters, billion='G')}B"
+
+
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _short(number: int, *, billion: str) -> str:
@@ -171,34 +163,12 @@ def _arguments(composed: ComposedModel) -> Namespace:
     return args
 
 
-@contextmanager
-def one_rank() -> Iterator[None]:
-    """The CPU platform, and Megatron's parallel state of a single rank."""
-    from loongplug.platform import activate
-
-    platform = activate("cpu")
-    from loongplug.platform.upstream import apply_upstream_replacements
-
-    apply_upstream_replacements(platform)
-    import torch
-    from megatron.core import parallel_state
-
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        parallel_state.initialize_model_parallel()
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+def all_sizes(rank: int) -> list[ModelSize]:
+    """The sizes of all models, on a rank."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it would warn within the table
+    with model_parallel():
+        return [model_size(name, compose_model(model_name=name)) for name in available_models()]
 
 
 if __name__ == "__main__":
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # it would warn within the table
-    with one_rank():
-        print(
-            markdown_table(
-                model_size(name, compose_model(model_name=name)) for name in available_models()
-            )
-        )
+    write(sys.argv[1:], {MARK: markdown_tables(*run_ranks(all_sizes, 1))})

@@ -41,7 +41,7 @@ def test_a_mode_that_a_rule_refuses_is_refused_with_every_other(cells: Matrix) -
 
 
 def test_what_megatron_alone_refuses_is_no_yes() -> None:
-    modes = [Mode(name="lonely", title="", flags=("--overlap-param-gather",))]
+    modes = [Mode("lonely", "", "--overlap-param-gather")]
     with pytest.raises(ValueError, match="lonely: Megatron-Core refuses"):
         matrix(modes)
 

@@ -7,7 +7,7 @@ import pytest
 
 from pages.commands import ROOT
 from pages.marked import content
-from pages.rooms import MARK, Room, files_beside, first_sentence, markdown, rooms, shown
+from pages.rooms import MARK, Room, files_beside, rooms, shown
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +33,7 @@ def test_the_page_has_the_rooms_of_the_tree() -> None:
 def house(folder: Path, **rooms: str) -> Path:
     for name, text in rooms.items():
         (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(f'"""Room {name}. More."""\n')
+        (folder / name / "__init__.py").write_text(f'"""Room ``{name}``,\nhere. More."""\n')
         (folder / name / "file.py").write_text(text)
     (folder / "cli.py").write_text("from loongplug.top import file\n")
     return folder
@@ -47,25 +47,14 @@ def test_a_room_stands_above_those_that_it_imports(tmp_path: Path) -> None:
         low="from loongplug.low.other import B\nfrom loongplug.paths import C\n",
     )
     assert rooms(built) == [
-        Room(name="top", what="Room top", lines=3, floor=2),
-        Room(name="middle", what="Room middle", lines=3, floor=1),
-        Room(name="low", what="Room low", lines=3, floor=0),
+        Room(name="top", what="Room `top`, here", lines=4, floor=2),
+        Room(name="middle", what="Room `middle`, here", lines=4, floor=1),
+        Room(name="low", what="Room `low`, here", lines=4, floor=0),
     ]
     assert files_beside(built) == {"cli.py": 1}
-    table = markdown(rooms(built), beside=files_beside(built))
-    assert [*shown(table)] == [("top", 2, 0), ("middle", 1, 0), ("low", 0, 0)]  # of tens of lines
-    assert {row.count("|") for row in table.splitlines()} == {5}
 
 
 def test_a_circle_of_rooms_is_told(tmp_path: Path) -> None:
     built = house(tmp_path, one="import loongplug.two\n", two="import loongplug.one\n")
     with pytest.raises(CycleError):
         rooms(built)
-
-
-def test_the_first_sentence_of_a_docstring() -> None:
-    assert first_sentence('"""What ``it`` is,\nin two lines. More.\n\nAnd more."""') == (
-        "What `it` is, in two lines"
-    )
-    assert first_sentence('"""Whole."""') == "Whole"
-    assert first_sentence("") == ""

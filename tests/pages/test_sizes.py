@@ -1,6 +1,5 @@
 """Every model of the YAML files on the meta device: its parameters are those of transformers."""
 
-import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from loongplug.models.hf_config import hf_config
 from loongplug.training import provider
 from loongplug.training.config import available_models, compose_model
 from pages import sizes
+from pages.marked import content
 from pages.sizes import ModelSize, with_placeholder_ids
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -80,12 +80,9 @@ def test_parameters_are_those_of_transformers(
 
 def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[str]]]) -> None:
     text = DOCS.read_text(encoding="utf-8")
-    match = re.search(r"<!-- sizes: begin -->\n(.*?)\n<!-- sizes: end -->", text, re.DOTALL)
-    assert match is not None
-    expected = sizes.markdown_table([size for size, _ in built.values()])
-    assert match[1] == expected, (
-        "docs/models.md is stale: put the output of `PYTHONPATH=tests python -m pages.sizes` "
-        "between its marks"
+    expected = sizes.markdown_tables([size for size, _ in built.values()])
+    assert content(text, sizes.MARK) == expected, (
+        "docs/models.md is stale: run 'PYTHONPATH=tests python -m pages.sizes docs/models.md'"
     )
 
 

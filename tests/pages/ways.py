@@ -17,7 +17,7 @@ from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.tiny_rows import write_rows
 from pages.commands import ROOT
-from pages.marked import filled
+from pages.marked import write
 
 Files = tuple[str, ...]  # below loongplug, in the order in which they are first passed
 
@@ -138,17 +138,6 @@ def markdown(found: Mapping[str, Files], *, drawn: str) -> str:
     return "\n".join([*_counts(found, drawn), "", *_drawing(found[drawn])])
 
 
-def with_ways(text: str, found: Mapping[str, Mapping[str, Files]]) -> str:
-    """``text``, a file's content, with each way of ``found``, by its name, between its marks.
-
-    Raises:
-        ValueError: the marks of one are not there once each.
-    """
-    for way in WAYS:
-        text = filled(text, way.name, markdown(found[way.name], drawn=way.drawn))
-    return text
-
-
 def _counts(found: Mapping[str, Files], drawn: str) -> Iterator[str]:
     yield "| run | files outside `models` | within | not in the drawing |"
     yield "| --- | ---: | ---: | --- |"
@@ -183,17 +172,12 @@ def all_ways(folder: Path) -> dict[str, dict[str, Files]]:
     return {way.name: passed(way, demo=folder) for way in WAYS}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the Markdown, or write it between the marks of the file that is given."""
-    preload("cpu")
-    with tempfile.TemporaryDirectory() as name:
-        found = all_ways(Path(name))
-    if not arguments:
-        print(*(markdown(found[way.name], drawn=way.drawn) for way in WAYS), sep="\n\n")
-        return
-    file = Path(arguments[0])
-    file.write_text(with_ways(file.read_text(encoding="utf-8"), found), encoding="utf-8")
+def parts(found: Mapping[str, Mapping[str, Files]]) -> dict[str, str]:
+    """The page's part of each way, by the way's name."""
+    return {way.name: markdown(found[way.name], drawn=way.drawn) for way in WAYS}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    preload("cpu")
+    with tempfile.TemporaryDirectory() as name:
+        write(sys.argv[1:], parts(all_ways(Path(name))))
