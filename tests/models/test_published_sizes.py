@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from pages import sizes
+from pages.marked import content
+from pages.sizes import ModelSize, with_placeholder_ids
 from ranks import model_parallel, run_ranks
 
 from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config
 from loongplug.training import provider
 from loongplug.training.config import available_models, compose_model
-from pages import sizes
-from pages.marked import content
-from pages.sizes import ModelSize, with_placeholder_ids
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
