@@ -2,7 +2,7 @@
 # Every cell of the parity matrix against a single rank (docs/parity.md). Pages go to
 # runs/parity/pages. What was run before stays in runs/parity: an interrupted run goes on, and only
 # changed code is run again.
-#   ./scripts/parity_matrix.sh [--part layouts|hearing|savings|overlap|context|streamed|placements] [--jobs N] [--json FILE] [--sample N [--seed S]]
+#   ./scripts/parity_matrix.sh [--part layouts|hearing|savings|overlap|context|streamed|placements] [--jobs N] [--sample N [--seed S]]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment demo

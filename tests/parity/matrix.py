@@ -256,44 +256,32 @@ def _run_jobs(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the matrix, or a sample of it, and write its pages; 1 when a cell does not agree."""
     parser = argparse.ArgumentParser(prog="parity_matrix.sh", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results")
     parser.add_argument("--part", choices=PARTS, help="only one of the pages' cells")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells of each part")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"), help="runs/parity")
-    pages = Path("runs/parity/pages")
-    parser.add_argument("--pages", type=Path, default=pages, help=f"the pages' folder ({pages})")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}: expected 1 or more")
     preload("cpu")
-    wrong, results = 0, []
-    for name in PARTS if options.part is None else [options.part]:
-        found = _run_part(name, options)
-        wrong += sum(not result.agrees for result in found)
-        results += found
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8"
-        )
-    return 1 if wrong else 0
+    agree = [_run_part(name, options) for name in PARTS if options.part in (None, name)]
+    return 0 if all(agree) else 1
 
 
-def _run_part(name: str, options: argparse.Namespace) -> list[Result]:
-    """Run the part's cells, or a sample of them, and write its page."""
+def _run_part(name: str, options: argparse.Namespace) -> bool:
+    """Run the part's cells, or a sample of them, and write its page; whether all agree."""
     whole = cells_of(name)
     cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
     console = Console(stderr=True)
     results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
     text = page(name, results, about=PARTS[name].about, whole=len(whole), code=code_digest())
-    file = options.pages / f"{name}.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = options.folder / "pages" / f"{name}.md"
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     wrong = sum(not result.agrees for result in results)
     print(f"{len(results)} cells, {wrong} do not agree; {file}", flush=True)
-    return results
+    return not wrong
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A sampled part of the parity matrix, and how the matrix keeps what it has run."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -120,24 +119,21 @@ class TestWithoutRuns:
             Matrix(tmp_path)._once(tmp_path / "shared", stop)
         assert not list(tmp_path.iterdir())
 
-    def test_the_command_writes_pages_and_json_and_tells_of_what_differs(
+    def test_the_command_writes_a_page_and_tells_of_what_differs(
         self, tmp_path, monkeypatch, capsys
     ):
         monkeypatch.setattr(
             Matrix, "_run", lambda self, cell, folder: figures(cell, agrees=cell.delayed)
         )
         monkeypatch.setattr("parity.matrix.preload", lambda device: None)
-        flags = ["--part", "overlap", "--sample", "6", "--folder", str(tmp_path / "runs")]
-        pages, written = tmp_path / "pages", tmp_path / "results.json"
-        assert main([*flags, "--pages", str(pages), "--json", str(written)]) == 1
-        found = json.loads(written.read_text())
-        agree = sum(each["agrees"] for each in found)
+        assert main(["--part", "overlap", "--sample", "6", "--folder", str(tmp_path)]) == 1
+        found = [*Matrix(tmp_path).known().values()]
+        agree = sum(each.agrees for each in found)
         assert (len(found), 0 < agree < 6) == (6, True)
-        text = (pages / "overlap.md").read_text()
+        file = tmp_path / "pages" / "overlap.md"
+        text = file.read_text()
         assert f"6 of {len(cells_of('overlap'))} cells: {agree} agree, {6 - agree} do not" in text
-        assert (
-            f"6 cells, {6 - agree} do not agree; {pages / 'overlap.md'}" in capsys.readouterr().out
-        )
+        assert f"6 cells, {6 - agree} do not agree; {file}" in capsys.readouterr().out
 
 
 @pytest.mark.quick
