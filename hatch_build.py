@@ -9,7 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 DESCRIBE = ("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
 
 
-class CommitHook(BuildHookInterface):  # type: ignore[type-arg]
+class CommitHook(BuildHookInterface):
     """Writes the file where the tree is git's; an sdist has it already."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
