@@ -27,7 +27,7 @@ def test_what_is_passed_and_what_is_not(found: dict[str, dict[str, Files]]) -> N
     """Held against what one knows of these runs."""
     padded, packs = found[MICROBATCH.name].values()
     assert padded[0] == packs[0] == "data/loader.py"
-    assert padded.index("data/jsonl.py") < padded.index("models/decoder.py")
+    assert padded.index("data/row_files.py") < padded.index("models/decoder.py")
     assert "data/packing.py" in {*packs} - {*padded}
     uniform, separated = found[FEATURE.name].values()
     assert not any(file.startswith("hetero/") for file in uniform)

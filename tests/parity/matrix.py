@@ -20,9 +20,9 @@ from rich.console import Console
 
 import loongplug
 from loongplug.consoles import threadless_bars
+from loongplug.verify.forked_runs import preload, record
 from loongplug.verify.plan import LEARNING_RATE
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
-from loongplug.verify.runs import preload, record
 from parity.bits import bits_of, first_difference
 from parity.cells import Cell
 from parity.page import Result, page
@@ -67,7 +67,7 @@ class Matrix:
 
     def _run(self, cell: Cell, folder: Path) -> Result:
         from loongplug.verify.compare import compare
-        from loongplug.verify.recording import read_recording
+        from loongplug.verify.recorded_run import read_recording
 
         try:
             base = self.base(cell)
@@ -168,7 +168,7 @@ def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = 
 
 
 def _record_freely(rank: int, tell: OnEvent, **options: Any) -> None:
-    from loongplug.verify.record import record_run
+    from loongplug.verify.step_recorder import record_run
 
     free_passes(rank)
     record_run(rank, tell, **options)

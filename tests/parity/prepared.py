@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.plan import SAMPLES, SEED
-from loongplug.verify.tiny import longest_row, up
+from loongplug.verify.tiny_sizes import longest_row, up
 from parity.cells import Cell, one_word
 
 _DATA_SEED = 1234  # Megatron's default, which orders samples
@@ -25,14 +25,14 @@ def prepare(cell: Cell, folder: Path) -> None:
     from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny import (
+    from loongplug.verify.tiny_rows import write_rows
+    from loongplug.verify.tiny_sizes import (
         TinyLayout,
         as_overrides,
         media_of,
         tiny_sizes,
         write_processor_of,
     )
-    from loongplug.verify.tiny_rows import write_rows
     from loongplug.verify.weights import write_random_weights
 
     folder.mkdir(parents=True)

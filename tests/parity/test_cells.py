@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from loongplug.data.row_plan import epoch_permutation
+from loongplug.data.sample_order import epoch_permutation
 from loongplug.training.flags import read_command_line
 from loongplug.verify.flags import LAYOUT
 from parity.cells import (
