@@ -47,8 +47,7 @@ from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
-from loongplug.training.rules.lora import lora_own_folder
-from loongplug.training.rules.start import hf_own_folder
+from loongplug.training.rules.folders import hf_own_folder, lora_own_folder
 from loongplug.training.start_agreement import require_same_start, require_same_weights
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.

@@ -23,8 +23,8 @@ from loongplug.training.config import compose_asked_for
 from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.freezing import freezing_of
 from loongplug.training.layer_costs import Cost, EntryCosts, decoder_costs
-from loongplug.training.rules.own_ranks import lying_apart
-from loongplug.training.rules.pipeline import stages_of_layout
+from loongplug.training.rules.layout import stages_of_layout
+from loongplug.training.rules.rule import ranks_apart
 
 AWARE, PLAIN = "frozen-aware", "plain"
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -87,7 +87,7 @@ def find(
     line = read_command_line(flags)
     args, pp = line.args, line.args.pipeline_model_parallel_size
     composed = compose_asked_for(args, overrides=line.overrides).config
-    if pp < 2 and not encoder_stages and not lying_apart(composed):
+    if pp < 2 and not encoder_stages and not ranks_apart(composed):
         raise ValueError(
             f"--pipeline-model-parallel-size is {pp}, so that there are no stages to split layers "
             "into: give 2 or more, or stages of an encoder by --encoder-stages NAME=N"

@@ -174,7 +174,7 @@ def _why_separated(args: Namespace, model: Any, *, asked: bool) -> tuple[str, bo
         return "streaming has not been measured on GPUs, and waits to be asked for", True
     tried = Namespace(**vars(args))
     settle_bubbles(tried, filled=True)
-    found = ((each, each.check(tried, model)) for each in rules_of(streaming))
+    found = ((each, each(tried, model)) for each in rules_of(streaming))
     return next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), ""), False
 
 

@@ -13,7 +13,7 @@ from loongplug.observe.trace_file import RANK_TRACE, rank_file
 from loongplug.output_files import check_output, figures, is_stream
 from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.training.checkpoints import refuse_others_checkpoints
-from loongplug.training.rules.start import READ, value_if_any
+from loongplug.training.rules.folders import READ, value_if_any
 
 _PROBE_BYTES = 4096  # a full disk may still take a file without content
 

@@ -13,7 +13,7 @@ from loongplug.models.registry import families
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line, without_flags
-from loongplug.training.rules.unsupported import UNSUPPORTED
+from loongplug.training.rules.megatron import UNSUPPORTED
 from loongplug.training.run import run
 
 

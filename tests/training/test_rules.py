@@ -13,67 +13,60 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
-from rule_cases import (
-    ADAPTERS,
-    CASES,
-    OMNI_OVERRIDES,
-    OVERRIDES,
-    OWN_LAYOUT,
-    OWN_RANKS,
-    QWEN2_5_OVERRIDES,
-    WITH_EXPERTS,
-)
-from rule_cases.kinds import LAYOUT
+from rule_cases.kinds import LAYOUT, Case
+from rule_cases.own_ranks import APART
 
 from loongplug.hetero.modes import modes_of
 from loongplug.models.architecture import TextArchitecture
+from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.lora import LoraSettings
-from loongplug.models.qwen3_vl import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.models.text_decoders import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
-from loongplug.training.rules import RULES, violated_rules
-from loongplug.training.rules.lora import lora_own_folder
-from loongplug.training.rules.rule import rules_of
-from loongplug.training.rules.start import hf_own_folder
-from loongplug.training.rules.unsupported import UNSUPPORTED
+from loongplug.training.rules import RULES, own_ranks, violated_rules
+from loongplug.training.rules.folders import hf_own_folder, lora_own_folder
+from loongplug.training.rules.megatron import UNSUPPORTED
+from loongplug.training.rules.rule import ranks_apart, rules_of
 
 pytestmark = pytest.mark.quick
 
-Run = tuple[Namespace, Qwen3VLConfig]
+Run = tuple[Namespace, Any]
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A valid run's arguments and model as the rules get them."""
-    return prepare(tmp_path_factory.mktemp("run"), model="qwen3_vl_tiny")
-
-
-@pytest.fixture(scope="module")
-def prepared_experts(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same of a model with 8 experts, 2 per token."""
-    return prepare(tmp_path_factory.mktemp("experts"), model="qwen3_vl_moe_tiny")
-
-
-@pytest.fixture(scope="module")
-def qwen2_5(prepared: Run) -> Any:
-    """The model of the other family, with the token ids of the run's tokenizer."""
-    known = prepared[1]
-    ids = {name: getattr(known, name) for name in family_of(known).special_tokens}
-    return dataclasses.replace(compose_model(model_name="qwen2_5_vl_tiny").config, **ids)
-
-
-@pytest.fixture(scope="module")
-def omni(prepared: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Namespace, Any]:
-    """The same of a model that sees and hears, with a tokenizer of its special tokens."""
-    composed, args = compose_model(model_name="qwen2_5_omni_tiny"), copy.copy(prepared[0])
-    ids = {name: number for number, name in enumerate(composed.family.special_tokens, start=3)}
-    tokens = {text: ids[name] for name, text in composed.family.special_tokens.items()}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Valid runs of each kind of case, as the rules get them."""
+    args, dense = prepare(tmp_path_factory.mktemp("dense"), model="qwen3_vl_tiny")
+    experts, of_experts = prepare(tmp_path_factory.mktemp("experts"), model="qwen3_vl_moe_tiny")
+    vars(experts).update(LAYOUT)
+    ids = {name: getattr(dense, name) for name in family_of(dense).special_tokens}
+    qwen2_5 = dataclasses.replace(compose_model(model_name="qwen2_5_vl_tiny").config, **ids)
+    # A model that sees and hears, with a tokenizer of its special tokens.
+    omni, hears = compose_model(model_name="qwen2_5_omni_tiny"), copy.copy(args)
+    ids = {name: number for number, name in enumerate(omni.family.special_tokens, start=3)}
+    tokens = {text: ids[name] for name, text in omni.family.special_tokens.items()}
     folder = tmp_path_factory.mktemp("omni") / "tokenizer"
-    args.tokenizer_model = str(write_tokenizer(folder, tokens=tokens))
-    return args, dataclasses.replace(composed.config, **ids)
+    hears.tokenizer_model = str(write_tokenizer(folder, tokens=tokens))
+    return {
+        "dense": (args, dense),
+        "experts": (experts, of_experts),
+        "qwen2_5": (args, qwen2_5),
+        "omni": (hears, dataclasses.replace(omni.config, **ids)),
+    }
+
+
+@pytest.fixture(scope="module")
+def prepared(runs: dict[str, Run]) -> Run:
+    """The run of a dense model."""
+    return runs["dense"]
+
+
+@pytest.fixture(scope="module")
+def omni(runs: dict[str, Run]) -> Run:
+    """The run of a model that sees and hears."""
+    return runs["omni"]
 
 
 def prepare(folder: Path, *, model: str) -> Run:
@@ -88,32 +81,38 @@ def prepare(folder: Path, *, model: str) -> Run:
     return seen[0]
 
 
-def violated(run: Run, *, model: Any = None, **changes: Any) -> list[str]:
-    """Names of the rules violated once ``changes`` are made to the arguments."""
+def refused(run: Run, *, model: Any = None, **changes: Any) -> list[str]:
+    """What the rules say once ``changes`` are made to the arguments, and overrides to the model."""
     args = copy.copy(run[0])
+    model = changed(model or run[1], changes.pop("model_overrides", ()))
+    changes = {
+        **{n: each.value for n, each in family_of(model).megatron_arguments(model).items()},
+        **changes,
+    }
     for name, value in changes.items():
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)
-    return names(violated_rules(args, model or run[1]))
+    return violated_rules(args, model)
 
 
-def violated_by_model(run: Run, original: Any, overrides: list[str], *, tp: int) -> list[str]:
-    model = changed(original, overrides)
-    decided = {
-        name: argument.value
-        for name, argument in family_of(model).megatron_arguments(model).items()
-    }
-    layout = {"world_size": 4, "global_batch_size": 16, "tensor_model_parallel_size": tp}
-    return violated(run, model=model, **decided, **layout)
+def violated(run: Run, *, model: Any = None, **changes: Any) -> list[str]:
+    """Names of the rules that say something."""
+    return names(refused(run, model=model, **changes))
 
 
-def changed(model: Any, settings: list[str]) -> Any:
+def of_case(case: Case) -> dict[str, Any]:
+    """What :func:`refused` takes."""
+    return {"model_overrides" if name == "model" else name: case[name] for name in case}
+
+
+def changed(model: Any, settings: Any) -> Any:
     """``model`` with ``key=value`` settings, as overrides make them."""
     for setting in settings:
         key, _, text = setting.partition("=")
         value = ast.literal_eval(text)
         part, _, name = key.rpartition(".")
         value = tuple(value) if isinstance(value, list) else value
+        value = LoraSettings(**value) if name == "lora" else value
         if part:
             name, value = part, dataclasses.replace(getattr(model, part), **{name: value})
         model = dataclasses.replace(model, **{name: value})
@@ -124,64 +123,13 @@ def names(lines: list[str]) -> list[str]:
     return [line.rpartition("[")[2].rstrip("]") for line in lines]
 
 
-@pytest.mark.parametrize("rule", CASES)
-def test_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
-    for cases, expected in zip(CASES[rule], ([rule], []), strict=True):
-        for changes in cases:
-            assert violated(prepared, **changes) == expected, changes
-
-
-@pytest.mark.parametrize("rule", WITH_EXPERTS)
-def test_expert_rule_fires_alone_and_leaves_its_neighbours(
-    prepared_experts: Run, rule: str
+@pytest.mark.parametrize(("run", "rule", "bad", "good"), rule_cases.CASES)
+def test_rule_fires_alone_and_leaves_its_neighbours(
+    runs: dict[str, Run], run: str, rule: str, bad: list[Case], good: list[Case]
 ) -> None:
-    layout = {"world_size": 8, "global_batch_size": 16}
-    for cases, expected in zip(WITH_EXPERTS[rule], ([rule], []), strict=True):
-        for changes in cases:
-            assert violated(prepared_experts, **(layout | changes)) == expected, changes
-
-
-OF_MODELS = {"qwen3": OVERRIDES, "qwen2_5": QWEN2_5_OVERRIDES, "omni": OMNI_OVERRIDES}
-
-
-@pytest.mark.parametrize(("of", "rule"), [(of, name) for of in OF_MODELS for name in OF_MODELS[of]])
-def test_model_rule_fires_alone_and_leaves_its_neighbours(
-    prepared: Run, qwen2_5: Any, omni: Any, of: str, rule: str
-) -> None:
-    run = omni if of == "omni" else prepared
-    model = qwen2_5 if of == "qwen2_5" else run[1]
-    for cases, expected in zip(OF_MODELS[of][rule], ([rule], []), strict=True):
-        for tp, overrides in cases:
-            found = violated_by_model(run, model, overrides, tp=tp)
-            assert found == expected, (tp, overrides)
-
-
-@pytest.mark.parametrize("rule", ADAPTERS)
-def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
-    for cases, expected in zip(ADAPTERS[rule], ([rule], []), strict=True):
-        for part, settings in cases:
-            module = dataclasses.replace(getattr(prepared[1], part), lora=settings)
-            model = dataclasses.replace(prepared[1], **{part: module})
-            assert violated(prepared, model=model) == expected, settings
-            adapters = {"save_lora": "adapters", "freeze_parameters": ["*"]}
-            assert violated(prepared, model=model, **adapters) == expected
-
-
-def test_a_decoder_s_adapters_drop_nothing_of_parts_of_rows(prepared: Run) -> None:
-    """An encoder's may: its ranks have the same media."""
-    rule = "context-parallel-adapters"
-    for key, cp, dropout, expected in (
-        ("foundation", 2, 0.1, [rule]),
-        ("foundation", 2, 0.0, []),
-        ("foundation", 1, 0.1, []),
-        ("image_encoder", 2, 0.1, []),
-        ("image_projector", 2, 0.1, []),
-    ):
-        lora = LoraSettings(rank=2, dropout=dropout)
-        module = dataclasses.replace(getattr(prepared[1], key), lora=lora)
-        model = dataclasses.replace(prepared[1], **{key: module})
-        layout = {**LAYOUT, "context_parallel_size": cp}
-        assert violated(prepared, model=model, **layout) == expected, (key, cp, dropout)
+    for cases, expected in ((bad, [rule]), (good, [])):
+        for case in cases:
+            assert violated(runs[run], **of_case(case)) == expected, case
 
 
 def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> None:
@@ -203,31 +151,6 @@ def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> N
             assert violated(prepared, model=model, **folders) == expected, folders
 
 
-def test_adapters_alone_are_not_saved_where_other_weights_train(prepared: Run) -> None:
-    rule = "lora-beside-weights"
-    foundation = dataclasses.replace(prepared[1].foundation, lora=LoraSettings(rank=2))
-    frozen, *others = (
-        dataclasses.replace(
-            prepared[1],
-            foundation=foundation,
-            **{
-                key: dataclasses.replace(getattr(prepared[1], key), freeze=True)
-                for key in ("image_encoder", "image_projector")[:number]
-            },
-        )
-        for number in (2, 1, 0)
-    )
-    for model in others:
-        assert violated(prepared, model=model, save_lora="a") == [rule]
-        assert violated(prepared, model=model, save_lora="a", save_hf="b") == []
-        assert violated(prepared, model=model) == []
-        patterns = ["image_*"]
-        assert violated(prepared, model=model, save_lora="a", freeze_parameters=patterns) == []
-    assert violated(prepared, model=frozen, save_lora="a") == []
-    norms = ["text_decoder.*norm*"]
-    assert violated(prepared, model=frozen, save_lora="a", train_parameters=norms) == [rule]
-
-
 def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
     folders = ("load_hf", "load_lora", "load", "tokenizer_model", "media_root")
@@ -245,16 +168,7 @@ def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
             assert lora_own_folder(args, None) == expected
 
 
-def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
-    args, model = prepared_experts
-    for target, expected in (("mlp.linear_fc1", ["lora-targets"]), ("linear_fc1", [])):
-        lora = LoraSettings(rank=2, target_modules=(target,))
-        foundation = dataclasses.replace(model.foundation, lora=lora)
-        adapted = dataclasses.replace(model, foundation=foundation)
-        assert names(violated_rules(args, adapted)) == expected
-
-
-def test_the_norm_is_recomputed_in_one_way(prepared_experts: Run) -> None:
+def test_the_norm_is_recomputed_in_one_way(runs: dict[str, Run]) -> None:
     overlap = {"overlap_moe_expert_parallel_comm": True, "bf16": True, "world_size": 2}
     overlap |= {"expert_model_parallel_size": 2, "recompute_granularity": "selective"}
     for modules, expected in (
@@ -262,31 +176,8 @@ def test_the_norm_is_recomputed_in_one_way(prepared_experts: Run) -> None:
         (["layernorm"], False),
         (["a2a_overlap_mlp"], False),
     ):
-        found = violated(prepared_experts, recompute_modules=modules, **overlap)
+        found = violated(runs["experts"], recompute_modules=modules, **overlap)
         assert ("decoder-recompute-nodes-alone" in found) == expected
-
-
-def test_adapters_of_shared_experts_stay_beside_whole_linears(prepared_experts: Run) -> None:
-    _, model = prepared_experts
-    beside = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 48}
-    beside |= {"world_size": 8, "global_batch_size": 16, "sequence_parallel": True}
-    for target, tp, expected in (
-        ("linear_fc2", 2, ["lora-shared-experts"]),
-        ("linear_fc2", 1, []),
-        ("linear_qkv", 2, []),
-    ):
-        lora = LoraSettings(rank=2, target_modules=(target,))
-        adapted = dataclasses.replace(
-            model, foundation=dataclasses.replace(model.foundation, lora=lora)
-        )
-        found = violated(prepared_experts, model=adapted, tensor_model_parallel_size=tp, **beside)
-        assert found == expected, (target, tp)
-
-
-def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
-    model = changed(prepared[1], ["foundation.lr_mult=0.5"])
-    assert violated(prepared, model=model, decoupled_lr=1e-4) == ["lr-mult-decoupled"]
-    assert violated(prepared, decoupled_lr=1e-4) == []
 
 
 def test_wandb_without_its_package(prepared: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +197,7 @@ def with_plain_rope(run: Run, **more: Any) -> Any:
     ("changes", "said"),
     [
         ({}, None),
-        ({"low_freq_factor": 3.9}, None),
         ({"low_freq_factor": 4.0}, "has high_freq_factor 4.0 and low_freq_factor 4.0: "),
-        ({"factor": 0.0}, "has factor 0.0: "),
         (
             {"low_freq_factor": -1.0, "original_max_position_embeddings": 0},
             "has low_freq_factor -1.0, original_max_position_embeddings 0: ",
@@ -339,18 +228,6 @@ def test_windows_are_not_shorter_than_the_row(
     )
 
 
-def test_texts_with_dynamic_rope_are_not_longer_than_its_plain_part(prepared: Run) -> None:
-    length = prepared[0].seq_length
-    for longest, factor in ((length, 2.0), (length - 1, None), (length - 1, 2.0)):
-        model = with_plain_rope(prepared, dynamic_rope_factor=factor)
-        text = dataclasses.replace(model.foundation, max_position_embeddings=longest)
-        found = violated_rules(prepared[0], dataclasses.replace(model, foundation=text))
-        refused = longest < length and factor is not None
-        assert names(found) == (["dynamic-rope"] if refused else [])
-    said = f"max_position_embeddings {length - 1} is shorter than --seq-length {length}, with"
-    assert found[0].startswith(said)
-
-
 def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> None:
     (found,) = violated_rules(prepared[0], changed(prepared[1], ["image_encoder.joined_rows=0"]))
     assert found == (
@@ -360,44 +237,7 @@ def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "tp", "pp", "encoder_tp", "allowed"),
-    [
-        ("enable_full_hetero_dp", 1, 2, 2, True),
-        ("enable_full_hetero_dp", 2, 2, 4, True),
-        ("enable_full_hetero_dp", 1, 4, 2, True),
-        ("enable_full_hetero_dp", 1, 4, 3, False),
-        ("enable_full_hetero_dp", 1, 1, 2, False),
-        ("enable_encoder_hetero_dp", 1, 2, 2, False),
-        (None, 1, 2, 2, False),
-    ],
-)
-def test_an_encoder_on_several_stages_takes_full_separation(
-    prepared: Run, mode: str | None, tp: int, pp: int, encoder_tp: int, allowed: bool
-) -> None:
-    sizes = [
-        f"image_encoder.tensor_model_parallel_size={encoder_tp}",
-        # divided by any of them
-        *("image_encoder.num_attention_heads=12", "image_encoder.hidden_size=96"),
-        "image_encoder.ffn_hidden_size=192",
-    ]
-    changes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    changes |= {"world_size": 8, "global_batch_size": 16, **({mode: True} if mode else {})}
-    found = violated(prepared, model=changed(prepared[1], sizes), **changes)
-    assert found == ([] if allowed else ["encoder-layout"])
-
-
 STREAMED = {"enable_full_hetero_dp": True, "full_hetero_dp_schedule": "streamed"}
-
-
-def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
-    for encoder_tp, expected in ((4, ["streamed-stages"]), (2, []), (1, [])):
-        model = changed(prepared[1], [f"image_encoder.tensor_model_parallel_size={encoder_tp}"])
-        layout = {"world_size": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
-        changes = {**layout, "tensor_model_parallel_size": 2, **STREAMED}
-        assert violated(prepared, model=model, **changes) == expected
-        del changes["full_hetero_dp_schedule"]
-        assert violated(prepared, model=model, **changes) == []
 
 
 def test_of_several_encoders_the_one_with_most_work_streams(omni: Any) -> None:
@@ -418,14 +258,6 @@ def test_of_several_encoders_the_one_with_most_work_streams(omni: Any) -> None:
             expected = ["streamed-stages"] if name == most else []
             changes = {**layout, "tensor_model_parallel_size": 2, **STREAMED}
             assert violated(omni, model=wide, **changes) == expected
-
-
-def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
-    assert violated(omni, model=omni[1], **STREAMED) == []
-    for mode in ("uniform", "encoder_hetero_dp"):
-        model = changed(omni[1], [f"audio_encoder.mode='{mode}'"])
-        assert violated(omni, model=model, **STREAMED) == ["streamed-encoders"]
-        assert violated(omni, model=model, enable_full_hetero_dp=True) == []
 
 
 def test_what_is_said_of_an_encoder_in_another_mode(
@@ -454,12 +286,8 @@ def test_what_is_said_of_an_encoder_in_another_mode(
     ("layout", "queues", "refused"),
     [
         ((1, 2), None, True),  # a run sets 1
-        ((1, 2), "3", True),
-        ((1, 2), "4", False),
         ((1, 4), "7", True),
         ((1, 4), "8", False),
-        ((2, 4), "7", True),
-        ((2, 4), "8", False),
         ((2, 1), "1", False),  # nothing streams
     ],
 )
@@ -534,41 +362,17 @@ def test_why_nothing_is_streamed_is_said_once(
     assert said.count("\n") == bool(why)
 
 
-@pytest.mark.parametrize("rule", OWN_LAYOUT)
-def test_own_layout_rule_fires_with_an_encoder_layout_only(prepared: Run, rule: str) -> None:
-    own = changed(prepared[1], ["image_encoder.tensor_model_parallel_size=1"])
-    for cases, expected in zip(OWN_LAYOUT[rule], ([rule], []), strict=True):
-        for changes in cases:
-            assert violated(prepared, model=own, **changes) == expected, changes
-            assert violated(prepared, **changes) == [], changes
-
-
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
-    all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OMNI_OVERRIDES, OWN_LAYOUT]
-    with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
-    with_bad_case |= {
-        *ADAPTERS,
-        "lora-beside-weights",
-        "lr-mult-decoupled",
-        "wandb",
-        "lora-own-folder",
-        "lora-shared-experts",
-    }
-    with_bad_case |= {"context-parallel-adapters"}
-    with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
-    with_bad_case |= {"streamed-encoders", "streamed-stages", "streamed-queues"}
-    with_bad_case |= {*OWN_RANKS, "own-ranks-whole"}  # test_own_ranks_rules.py
+    with_bad_case = {rule for _, rule, bad, _ in rule_cases.CASES if bad}
+    with_bad_case |= {"lora-own-folder", "own-ranks-whole", "wandb"}
+    with_bad_case |= {"rope-scaling", "sliding-window", "streamed-queues"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 
-def test_every_file_of_rules_is_in_the_table_and_has_its_cases() -> None:
+def test_every_file_of_rules_is_in_the_table() -> None:
     files = {module.name for module in pkgutil.iter_modules(rules.__path__)} - {"rule"}
-    tables = {name for name in files if rules_of(getattr(rules, name)) in rules.SUBJECTS.values()}
-    assert tables == files
-    assert files | {"kinds"} == {
-        module.name for module in pkgutil.iter_modules(rule_cases.__path__)
-    }
+    assert {rules_of(getattr(rules, name)) for name in files} == set(rules.SUBJECTS.values())
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -599,7 +403,7 @@ def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> N
 
 def test_all_violations_are_reported_in_the_table_s_order(prepared: Run) -> None:
     found = violated(prepared, fp16=True, lr=None, ckpt_format="torch")
-    assert found == ["required-flags", "precision", "checkpoint-format"]
+    assert found == ["required-flags", "checkpoint-format", "precision"]
 
 
 def test_a_conversion_is_asked_nothing_about_training(prepared: Run) -> None:
@@ -616,3 +420,60 @@ def test_folders_of_rows_are_data_without_energon(prepared: Run, tmp_path: Path)
         (tmp_path / folder / file).touch()
         given = Namespace(**{**vars(args), "train_data_path": [str(tmp_path / folder)]})
         assert violated_rules(given, model) == []
+
+
+def test_rules_of_encoders_apart_have_nothing_to_say_where_none_lies_apart(prepared: Run) -> None:
+    for changes in ({"ranks": 9}, {"enable_full_hetero_dp": True, "ranks": 9}):
+        found = violated(prepared, **{**LAYOUT, **changes})
+        assert not [name for name in found if name.startswith("own-ranks")], changes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (9, "9 ranks with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+        (11, "11 ranks with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+        (1, "1 rank with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+    ],
+)
+def test_too_few_and_too_many_ranks_are_told_how_many(prepared: Run, ranks: int, said: str) -> None:
+    model = changed(prepared[1], [*APART])
+    layout = {"ranks": ranks, "world_size": ranks - ranks_apart(model), "global_batch_size": 126}
+    for sizes in ({}, {"tensor_model_parallel_size": 2}):  # 7 ranks are no whole replicas
+        (line,) = refused(prepared, model=model, **layout, **sizes)
+        assert line.startswith(said)
+
+
+def test_only_the_decoder_s_ranks_make_up_its_replicas(prepared: Run) -> None:
+    model = changed(prepared[1], ["image_encoder.rank_offset=7"])
+    changes = {"ranks": 8, "world_size": 7, "tensor_model_parallel_size": 2}
+    (line,) = refused(prepared, model=model, **{**LAYOUT, **changes})
+    assert line.startswith("the decoder's 7 ranks do not divide by tp 2 x pp 1 x cp 1 = 2: ")
+
+
+def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
+    found = []
+    for overrides in (
+        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=8"],
+        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=10"],
+    ):
+        found += refused(omni, model=changed(omni[1], overrides), **LAYOUT, ranks=10)
+    assert "'audio_encoder'" in found[0]
+    assert "share rank 8: " in found[0]
+    assert found[1].startswith("no module lies on rank 9: ")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("size", "refused"), [(1, False), (2, True), (None, False)])
+def test_an_encoder_of_transformers_stays_whole(
+    prepared: Run, monkeypatch: pytest.MonkeyPatch, kind: str, size: int | None, refused: bool
+) -> None:
+    encoder: Any = object.__new__(HuggingFaceEncoderConfig)
+    sizes = {f"{each}_model_parallel_size": 1 for each in ("tensor", "pipeline")}
+    sizes[f"{kind}_model_parallel_size"] = size
+    for name, value in {"rank_offset": 8, **sizes}.items():
+        object.__setattr__(encoder, name, value)
+    monkeypatch.setattr(own_ranks, "encoders_of", lambda model: [("model.image_encoder", encoder)])
+    found = own_ranks.own_ranks_whole(prepared[0], prepared[1])
+    expected = f"model.image_encoder.{kind}_model_parallel_size 2" if refused else None
+    assert found == expected

@@ -67,11 +67,10 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
     args.padded_vocab_size = model.foundation.vocab_size
     args.enable_encoder_hetero_dp = args.enable_full_hetero_dp = False
     for check in (
-        *(layout_rules.decoder_heads, layout_rules.decoder_ffn, layout_rules.vocabulary),
-        *(hetero.encoder_sizes, model_rules.positive_sizes, model_rules.query_groups),
+        *(layout_rules.tensor_parallel_sizes, hetero.encoder_sizes),
+        *(model_rules.positive_sizes, model_rules.query_groups),
         *(model_rules.encoder_shape, model_rules.deepstack, model_rules.windows),
-        *(model_rules.mrope, experts.expert_count, experts.expert_width),
-        experts.experts_per_token,
+        *(model_rules.mrope, experts.expert_sizes, experts.experts_per_token),
     ):
         assert check(args, model) is None, check.__name__
     for encoder in model.encoders:

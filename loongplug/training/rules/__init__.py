@@ -8,48 +8,38 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules import (
-    batch,
     communicators,
     context,
     data,
     decoder_memory,
     experts,
-    freezing,
+    folders,
     hetero,
+    hyperparameters,
     layout,
     lora,
-    machine,
+    megatron,
     model,
-    numbers,
-    overlap,
     own_ranks,
-    pipeline,
-    start,
     streaming,
-    unsupported,
 )
 from loongplug.training.rules.rule import Rule, rules_of
 
 SUBJECTS: dict[str, tuple[Rule, ...]] = {
-    "Start of a run": rules_of(start),
-    "Numbers": rules_of(numbers),
+    "Lengths, rates and batch sizes": rules_of(hyperparameters),
+    "Weights, tokenizer and folders": rules_of(folders),
     "Data": rules_of(data),
     "Layout": rules_of(layout),
     "Context parallelism": rules_of(context),
-    "Batch sizes": rules_of(batch),
-    "Pipeline": rules_of(pipeline),
     "The encoder's own layout": rules_of(hetero),
     "Encoders in the pipeline's bubbles": rules_of(streaming),
     "Encoders on ranks of their own": rules_of(own_ranks),
     "Communicators": rules_of(communicators),
     "Model": rules_of(model),
     "Experts": rules_of(experts),
-    "Overlap of experts' exchange": rules_of(overlap),
     "The decoder's activations": rules_of(decoder_memory),
-    "Freezing": rules_of(freezing),
     "LoRA and learning rates": rules_of(lora),
-    "Machine": rules_of(machine),
-    "Flags of Megatron": rules_of(unsupported),
+    "Parts of Megatron": rules_of(megatron),
 }
 RULES: tuple[Rule, ...] = tuple(rule for rules in SUBJECTS.values() for rule in rules)
 
@@ -61,13 +51,13 @@ def violations(
 
     Of numbers that are none, nothing else is said: others divide by them.
     """
-    numbers = [each for each in RULES if each.name == "positive-numbers"]
+    numbers = next(each for each in RULES if each.name == "positive-numbers")
     return [
         (rule, problem)
-        for rule in (numbers if numbers[0].check(args, model) else RULES)
+        for rule in ([numbers] if numbers(args, model) else RULES)
         if (training or not rule.training_only)
         and (rule.verified or not verified)
-        and (problem := rule.check(args, model)) is not None
+        and (problem := rule(args, model)) is not None
     ]
 
 

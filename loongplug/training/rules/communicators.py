@@ -21,15 +21,15 @@ from loongplug.hetero.modes import modes_of
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
 from loongplug.training.rules.hetero import encoder_tp
-from loongplug.training.rules.pipeline import wants_virtual
-from loongplug.training.rules.rule import data_parallel_size, rule
+from loongplug.training.rules.layout import wants_virtual
+from loongplug.training.rules.rule import Problems, data_parallel_size, rule
 
 MOST = 24  # of ours on a rank: torch has 32 streams, and behind the last hands out the first again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communicators:
-    """One rank's: of Megatron's groups, of all-to-alls of ours, of messages between two ranks."""
+    """A rank's communicators: Megatron's groups, our all-to-alls, our messages of two ranks."""
 
     megatrons: int
     exchanges: int
@@ -37,17 +37,17 @@ class Communicators:
 
     @property
     def own(self) -> int:
-        """Ours."""
+        """The number of ours."""
         return self.exchanges + self.messages
 
     @property
     def total(self) -> int:
-        """With Megatron's."""
+        """The number of all, with Megatron's."""
         return self.megatrons + self.own
 
 
 def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
-    """By rank, from where modules lie. Raises ValueError for a layout that cannot be."""
+    """Each rank's, from where modules lie. Raises ValueError for a layout that cannot be."""
     decoder = Layout(
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
@@ -94,7 +94,7 @@ def communicators_of(args: Namespace, model: Any) -> dict[int, Communicators]:
 
 
 def most_of_a_rank(args: Namespace, model: Any) -> Communicators | None:
-    """Of the rank that has most of ours on CUDA; None elsewhere, or if a layout cannot be."""
+    """Those of the rank with most of ours on CUDA; None elsewhere, or if a layout cannot be."""
     if args.target_device != "cuda" or args.micro_batch_size is None:
         return None
     try:
@@ -110,9 +110,8 @@ def most_of_a_rank(args: Namespace, model: Any) -> Communicators | None:
     cure="use --full-hetero-dp-schedule separated, or give encoders on ranks of their own more "
     "replicas (their data_parallel_size)",
 )
-def communicators(args: Namespace, model: Any) -> str | None:
+def communicators(args: Namespace, model: Any) -> Problems:
     """on CUDA, more than 24 communicators for exchanges of features and messages on a rank"""
     most = most_of_a_rank(args, model)
-    if most is None or most.own <= MOST:
-        return None
-    return f"{most.own} communicators of NCCL on a rank"
+    if most is not None and most.own > MOST:
+        yield f"{most.own} communicators of NCCL on a rank"

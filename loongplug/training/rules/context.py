@@ -5,25 +5,13 @@ from math import lcm
 from typing import Any, get_args
 
 from loongplug.models.layers.context.attention import CommType
-from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
+from loongplug.training.rules.rule import Problems, any_of, excludes, flag, number, rule
 
-_RANKS = Choice(
-    said=lambda args: (
-        f"--context-parallel-size {args.context_parallel_size}"
-        if args.context_parallel_size > 1
-        else ""
-    ),
-    in_docs="`--context-parallel-size` above 1",
-)
-
+_RANKS = number("--context-parallel-size", above=1)
 
 context_parallel_parts = excludes(
     _RANKS,
-    any_of(
-        flag("--hybrid-context-parallel"),
-        flag("--hierarchical-context-parallel-sizes"),
-        in_docs="`--hybrid-context-parallel`, `--hierarchical-context-parallel-sizes`",
-    ),
+    any_of(flag("--hybrid-context-parallel"), flag("--hierarchical-context-parallel-sizes")),
     reason="these split rows in ways of their own",
     cure="drop one of them",
 )
@@ -34,16 +22,16 @@ context_parallel_parts = excludes(
     "sequence parallelism these are split once more",
     cure="give a multiple",
 )
-def context_parallel_length(args: Namespace, model: Any) -> str | None:
+def context_parallel_length(args: Namespace, model: Any) -> Problems:
     """`--seq-length` that is no multiple of twice the context parallel ranks, or, with
     `--sequence-parallel`, of these times tp
     """
     cp, length = args.context_parallel_size, args.seq_length
     tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
     if cp < 2 or tp < 1 or length is None:
-        return None
-    of = lcm(2, tp) * cp
-    return f"--seq-length {length} is no multiple of {of} with cp {cp}" if length % of else None
+        return
+    if length % (of := lcm(2, tp) * cp):
+        yield f"--seq-length {length} is no multiple of {of} with cp {cp}"
 
 
 @rule(
@@ -51,19 +39,17 @@ def context_parallel_length(args: Namespace, model: Any) -> str | None:
     "whole key/value heads",
     cure="drop --cp-comm-type, which means all_gather",
 )
-def context_parallel_communication(args: Namespace, model: Any) -> str | None:
+def context_parallel_communication(args: Namespace, model: Any) -> Problems:
     """`--cp-comm-type` other than one of `all_gather`, `a2a` and `p2p`, or `a2a` where the context
     parallel ranks do not divide the key/value heads of a tensor parallel rank
     """
     cp, tp, given = args.context_parallel_size, args.tensor_model_parallel_size, args.cp_comm_type
     if cp < 2:
-        return None
+        return
     if len(given) != 1 or given[0] not in get_args(CommType):
-        return f"--cp-comm-type {' '.join(given)}"
-    groups = args.num_query_groups
-    if given == ["a2a"] and tp > 0 and (groups // tp) % cp:
-        return f"--cp-comm-type a2a with cp {cp} and {groups // tp} key/value heads on a rank"
-    return None
+        yield f"--cp-comm-type {' '.join(given)}"
+    elif given == ["a2a"] and tp > 0 and (heads := args.num_query_groups // tp) % cp:
+        yield f"--cp-comm-type a2a with cp {cp} and {heads} key/value heads on a rank"
 
 
 @rule(
@@ -71,28 +57,14 @@ def context_parallel_communication(args: Namespace, model: Any) -> str | None:
     "and p2p takes steps in which each pair of ranks should have equal work",
     cure="drop --cp-balance",
 )
-def context_parallel_balance(args: Namespace, model: Any) -> str | None:
+def context_parallel_balance(args: Namespace, model: Any) -> Problems:
     """`--cp-balance lpt` without `--packing`, or with `--cp-comm-type p2p`"""
     if args.context_parallel_size < 2 or args.cp_balance != "lpt":
-        return None
+        return
     if not args.packing:
-        return "--cp-balance lpt without --packing"
-    if args.cp_comm_type == ["p2p"]:
-        return "--cp-balance lpt with --cp-comm-type p2p"
-    return None
-
-
-@rule(
-    reason="attention over parts of a row drops nothing, and ranks of a row would drop the same "
-    "of their parts",
-    cure="give 0, which is the default",
-)
-def context_parallel_dropout(args: Namespace, model: Any) -> str | None:
-    """`--attention-dropout` or `--hidden-dropout` above 0 with `--context-parallel-size` above 1"""
-    given = _RANKS.said(args)
-    rates = {name: getattr(args, name) for name in ("attention_dropout", "hidden_dropout")}
-    above = [f"--{name.replace('_', '-')} {rate}" for name, rate in rates.items() if rate]
-    return f"{' and '.join(above)} with {given}" if given and above else None
+        yield "--cp-balance lpt without --packing"
+    elif args.cp_comm_type == ["p2p"]:
+        yield "--cp-balance lpt with --cp-comm-type p2p"
 
 
 @rule(
@@ -100,9 +72,16 @@ def context_parallel_dropout(args: Namespace, model: Any) -> str | None:
     "an encoder's adapters may drop, since these ranks then drop the same of the same media",
     cure="give 0, which is the default",
 )
-def context_parallel_adapters(args: Namespace, model: Any) -> str | None:
-    """`model.foundation.lora.dropout` above 0 with `--context-parallel-size` above 1"""
-    given, lora = _RANKS.said(args), model.foundation.lora
-    if not given or lora is None or lora.dropout <= 0:
-        return None
-    return f"model.foundation.lora.dropout {lora.dropout:g} with {given}"
+def context_parallel_dropout(args: Namespace, model: Any) -> Problems:
+    """`--attention-dropout`, `--hidden-dropout` or `model.foundation.lora.dropout` above 0 with
+    `--context-parallel-size` above 1
+    """
+    lora = model.foundation.lora
+    rates = {
+        "--attention-dropout": args.attention_dropout,
+        "--hidden-dropout": args.hidden_dropout,
+        "model.foundation.lora.dropout": 0 if lora is None else lora.dropout,
+    }
+    for name, rate in rates.items():
+        if rate > 0 and args.context_parallel_size > 1:
+            yield f"{name} {rate:g} with {_RANKS.said(args)}"

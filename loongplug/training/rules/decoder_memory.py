@@ -5,8 +5,10 @@ from typing import Any
 
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.rules.rule import (
+    DENSE_MODEL,
     FUSED_ACCUMULATION,
     LOCAL_LAYERS,
+    Problems,
     among,
     any_of,
     excludes,
@@ -15,7 +17,6 @@ from loongplug.training.rules.rule import (
 )
 
 _FLAG = "--fine-grained-activation-offloading"
-_DISPATCHED = among("--offload-tensors", ("dispatched_input",))
 _NODES = among("--recompute-modules", RECOMPUTED)
 # Whose outputs are let go of; Megatron asks TransformerEngine for the state of fp8 there.
 _DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"))
@@ -28,13 +29,15 @@ _DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj"
     "asks for TransformerEngine; together they would move the same tensors twice",
     cure=f"give {_FLAG} --offload-tensors and names",
 )
-def decoder_offload(args: Namespace, model: Any) -> str | None:
-    if args.fine_grained_activation_offloading:
-        if bool(args.offload_tensors) != bool(args.offload_modules):
-            return None
-        both = "--offload-tensors and --offload-modules"
-        return f"{_FLAG} with {both if args.offload_tensors else 'no names'}"
-    return f"--offload-tensors without {_FLAG}" if args.offload_tensors else None
+def decoder_offload(args: Namespace, model: Any) -> Problems:
+    ours, megatrons = bool(args.offload_tensors), bool(args.offload_modules)
+    if not args.fine_grained_activation_offloading:
+        if ours:
+            yield f"--offload-tensors without {_FLAG}"
+    elif ours and megatrons:
+        yield f"{_FLAG} with --offload-tensors and --offload-modules"
+    elif not ours and not megatrons:
+        yield f"{_FLAG} with no names"
 
 
 decoder_offload_recompute = excludes(
@@ -50,15 +53,13 @@ decoder_offload_fusion = excludes(
     "weight's gradient buffer",
     cure="add --no-gradient-accumulation-fusion",
 )
-
-
-@rule(
+decoder_offload_experts = excludes(
+    among("--offload-tensors", ("dispatched_input",)),
+    DENSE_MODEL,
+    refuses="`--offload-tensors dispatched_input` for a model without experts",
     reason="nothing is dispatched there",
     cure="name fc1_output or fc2_input instead",
 )
-def decoder_offload_experts(args: Namespace, model: Any) -> str | None:
-    """`--offload-tensors dispatched_input` for a model without experts"""
-    return None if args.num_experts else _DISPATCHED.said(args) or None
 
 
 @rule(
@@ -67,14 +68,11 @@ def decoder_offload_experts(args: Namespace, model: Any) -> str | None:
     reason="these are parts of the overlap's schedule",
     cure="add both, or use --recompute-granularity full",
 )
-def decoder_recompute_nodes(args: Namespace, model: Any) -> str | None:
-    lacks = []
-    if not args.overlap_moe_expert_parallel_comm:
-        lacks.append("--overlap-moe-expert-parallel-comm")
-    if args.recompute_granularity != "selective":
-        lacks.append("--recompute-granularity selective")
-    given = _NODES.said(args)
-    return f"{given} without {' and '.join(lacks)}" if given and lacks else None
+def decoder_recompute_nodes(args: Namespace, model: Any) -> Problems:
+    needed = ("--overlap-moe-expert-parallel-comm", "--recompute-granularity selective")
+    lacks = [each for each in needed if not flag(each).said(args)]
+    if lacks and (given := _NODES.said(args)):
+        yield f"{given} without {' and '.join(lacks)}"
 
 
 decoder_recompute_nodes_alone = excludes(

@@ -9,20 +9,20 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
 from loongplug.training.rules.rule import (
     FUSED_ACCUMULATION,
+    Problems,
     any_of,
+    encoders_of,
     excludes,
-    first_of,
     flag,
+    indivisible,
     rule,
     value_of,
 )
 
-_OFFLOAD = any_of(
+OFFLOAD = any_of(
     flag("--full-hetero-dp-cpu-offload"),
     flag("--offload-encoder-activations"),
     flag("--offload-encoder-state"),
-    in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, "
-    "`--offload-encoder-state`",
 )
 
 # Megatron's flags that count over one layout for all modules, or make groups for one.
@@ -40,50 +40,9 @@ def encoder_tp(args: Namespace, encoder: EncoderArchitecture) -> int:
     return size
 
 
-@rule(
-    reason="the encoder's replicas fill the decoder's tensor parallel group, or whole stages",
-    cure="set a divisor of the decoder's, or null for the decoder's own",
-)
-def encoder_layout(args: Namespace, model: Any) -> str | None:
-    """an encoder `tensor_model_parallel_size` that does not divide the decoder's; with full
-    separation it may be a multiple that makes up whole stages
-    """
-    decoder, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if decoder < 1 or stages < 1:
-        return None
-    for name in model.encoders:
-        encoder = model.encoder(name)
-        if encoder.rank_offset is not None:  # no tensor parallel group of the decoder is filled
-            continue
-        tp, mode = encoder_tp(args, encoder), mode_of(args, encoder)
-        everywhere = mode.on_every_stage
-        # Where the decoder's forward encodes, a replica's ranks have one part of each row.
-        cp = args.context_parallel_size if mode.around_schedule else 1
-        beside = Layout(tp=decoder, cp=cp, pp=stages)
-        sizes = encoder_sizes_of(beside, on_first_stage=not everywhere)
-        if tp not in sizes:
-            return (
-                f"model.{model.keys[name]}.tensor_model_parallel_size {tp} does not divide "
-                f"--tensor-model-parallel-size {decoder}"
-                + (", nor makes up whole stages" if everywhere else "")
-            )
-    return None
-
-
-@rule(reason="there are no other modes", cure="correct the encoder's mode, or leave it out")
-def encoder_mode(args: Namespace, model: Any) -> str | None:
-    """an encoder's `mode` that is none of `uniform`, `encoder_hetero_dp`, `full_hetero_dp`"""
-    wrong = [
-        f"model.{model.keys[name]}.mode {mode!r}"
-        for name in model.encoders
-        if (mode := model.encoder(name).mode) not in (None, *NAMED)
-    ]
-    return f"{', '.join(wrong)}: expected one of {', '.join(NAMED)}" if wrong else None
-
-
 def _modes(args: Namespace, model: Any) -> list[Mode]:
-    """Of all encoders."""
-    return [mode_of(args, model.encoder(name)) for name in model.encoders]
+    """The modes of all encoders."""
+    return [mode_of(args, encoder) for _, encoder in encoders_of(model)]
 
 
 def full_separation(args: Namespace, model: Any) -> bool:
@@ -92,45 +51,72 @@ def full_separation(args: Namespace, model: Any) -> bool:
 
 
 @rule(
+    reason="the encoder's replicas fill the decoder's tensor parallel group, or whole stages",
+    cure="set a divisor of the decoder's, or null for the decoder's own",
+)
+def encoder_layout(args: Namespace, model: Any) -> Problems:
+    """an encoder `tensor_model_parallel_size` that does not divide the decoder's; with full
+    separation it may be a multiple that makes up whole stages
+    """
+    decoder, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if decoder < 1 or stages < 1:
+        return
+    for key, encoder in encoders_of(model):
+        tp, mode = encoder_tp(args, encoder), mode_of(args, encoder)
+        # Where the decoder's forward encodes, a replica's ranks have one part of each row.
+        cp = args.context_parallel_size if mode.around_schedule else 1
+        beside, everywhere = Layout(tp=decoder, cp=cp, pp=stages), mode.on_every_stage
+        fits = tp in encoder_sizes_of(beside, on_first_stage=not everywhere)
+        # Ranks of an encoder's own fill no group of the decoder.
+        if encoder.rank_offset is None and not fits:
+            yield (
+                f"{key}.tensor_model_parallel_size {tp} does not divide "
+                f"--tensor-model-parallel-size {decoder}"
+                + (", nor makes up whole stages" if everywhere else "")
+            )
+
+
+@rule(reason="there are no other modes", cure="correct the encoder's mode, or leave it out")
+def encoder_mode(args: Namespace, model: Any) -> Problems:
+    """an encoder's `mode` that is none of `uniform`, `encoder_hetero_dp`, `full_hetero_dp`"""
+    for key, encoder in encoders_of(model):
+        if encoder.mode not in (None, *NAMED):
+            yield f"{key}.mode {encoder.mode!r}: expected one of {', '.join(NAMED)}"
+
+
+@rule(
     refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
     "heterogeneous DP, full separation, ranks of its own, context parallelism): "
-    + ", ".join(f"`{flag}`" for flag in _ONE_LAYOUT),
+    + ", ".join(f"`{name}`" for name in _ONE_LAYOUT),
     reason="these count parameters, or make groups, by one layout for all modules",
     cure="drop the flag",
 )
-def encoder_state(args: Namespace, model: Any) -> str | None:
-    sizes = {encoder_tp(args, model.encoder(name)) for name in model.encoders}
+def encoder_state(args: Namespace, model: Any) -> Problems:
+    sizes = {encoder_tp(args, encoder) for _, encoder in encoders_of(model)}
     as_decoder = sizes == {args.tensor_model_parallel_size} and args.context_parallel_size == 1
     if as_decoder and all(mode.encoder_tp is None for mode in _modes(args, model)):
-        return None
-    given = [flag for flag, usual in _ONE_LAYOUT.items() if value_of(args, flag) != usual]
-    return ", ".join(given) or None
+        return
+    for name, usual in _ONE_LAYOUT.items():
+        if value_of(args, name) != usual:
+            yield name
 
 
 @rule(
     reason="encoder and projector are split over the encoder's tensor parallel ranks",
     cure="choose another tensor_model_parallel_size for that encoder",
 )
-def encoder_sizes(args: Namespace, model: Any) -> str | None:
+def encoder_sizes(args: Namespace, model: Any) -> Problems:
     """encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does not divide"""
     if encoder_layout(args, model) is not None:
-        return None
-
-    def of(encoder: Any, who: str) -> str | None:
-        tp, merge = encoder_tp(args, encoder), getattr(encoder, "spatial_merge_size", 1)
+        return
+    for key, encoder in encoders_of(model):
         sizes = {
-            f"{who}'s num_attention_heads": encoder.num_attention_heads,
-            f"{who}'s ffn_hidden_size": encoder.ffn_hidden_size,
-            "the projector's width": encoder.hidden_size * merge**2,
+            f"{key}.num_attention_heads": encoder.num_attention_heads,
+            f"{key}.ffn_hidden_size": encoder.ffn_hidden_size,
+            "the projector's width": encoder.hidden_size
+            * getattr(encoder, "spatial_merge_size", 1) ** 2,
         }
-        problems = [
-            f"{what} {size} does not divide by {who}'s tp {tp}"
-            for what, size in sizes.items()
-            if size % tp
-        ]
-        return "; ".join(problems) or None
-
-    return first_of(model, of)
+        yield from indivisible(sizes, by="the encoder's tp", ranks=encoder_tp(args, encoder))
 
 
 one_mode = excludes(
@@ -146,39 +132,35 @@ one_mode = excludes(
     " nothing to choose",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
-def balance(args: Namespace, model: Any) -> str | None:
+def balance(args: Namespace, model: Any) -> Problems:
     """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
     modes = _modes(args, model)
-    if not args.use_vit_dp_balance or any(mode.on_every_stage or mode.apart for mode in modes):
-        return None
-    return f"--use-vit-dp-balance in the mode {modes[0].name}"
+    if args.use_vit_dp_balance and not any(mode.on_every_stage or mode.apart for mode in modes):
+        yield f"--use-vit-dp-balance in the mode {modes[0].name}"
 
 
 @rule(
     reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
     cure="give 0 or more together with --use-vit-dp-balance, or drop it",
 )
-def balance_threshold(args: Namespace, model: Any) -> str | None:
+def balance_threshold(args: Namespace, model: Any) -> Problems:
     """`--dp-balance-trigger-threshold-vit` below 0, or without `--use-vit-dp-balance`"""
     threshold = args.dp_balance_trigger_threshold_vit
-    if threshold is None or (args.use_vit_dp_balance and threshold >= 0):
-        return None
-    without = "" if args.use_vit_dp_balance else " without --use-vit-dp-balance"
-    return f"--dp-balance-trigger-threshold-vit {threshold}{without}"
+    if threshold is not None and (threshold < 0 or not args.use_vit_dp_balance):
+        without = "" if args.use_vit_dp_balance else " without --use-vit-dp-balance"
+        yield f"--dp-balance-trigger-threshold-vit {threshold}{without}"
 
 
 @rule(
-    refuses=f"{_OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
+    refuses=f"{OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
     reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
     "of it can be away",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
-def offload(args: Namespace, model: Any) -> str | None:
-    given = _OFFLOAD.said(args)
-    modes = _modes(args, model)
-    if not given or full_separation(args, model) or any(mode.apart for mode in modes):
-        return None
-    return f"{given} in the mode {modes[0].name}"
+def offload(args: Namespace, model: Any) -> Problems:
+    given, modes = OFFLOAD.said(args), _modes(args, model)
+    if given and not any(mode.on_every_stage or mode.apart for mode in modes):
+        yield f"{given} in the mode {modes[0].name}"
 
 
 offload_fusion = excludes(
@@ -188,16 +170,12 @@ offload_fusion = excludes(
     "find a weight's gradient buffer",
     cure="add --no-gradient-accumulation-fusion, or use recompute=true of the encoder instead",
 )
-
-
 offload_nccl = excludes(
     flag("--offload-encoder-state"),
     flag("--use-nccl-ub", argument="nccl_ub"),
     reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
     cure="drop one of them",
 )
-
-
 offload_optimizer = excludes(
     flag("--offload-encoder-state"),
     flag("--optimizer-cpu-offload"),

@@ -1,66 +1,159 @@
-"""The world, and the tensor parallel size of the decoder."""
+"""The world, and how the decoder is split: tensor parallel ranks, pipeline stages, virtual ones."""
 
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules import own_ranks
-from loongplug.training.rules.rule import indivisible, model_parallel_size, rule
+from loongplug.training.rules import hyperparameters, own_ranks
+from loongplug.training.rules.rule import (
+    Problems,
+    data_parallel_size,
+    encoders_of,
+    evaluates,
+    indivisible,
+    model_parallel_size,
+    rule,
+)
+from loongplug.training.step_sizes import eval_sizes
 
 
 @rule(
     reason="each model replica takes that many ranks",
     cure="change the number of processes, or the parallel sizes",
 )
-def world_size(args: Namespace, model: Any) -> str | None:
+def world_size(args: Namespace, model: Any) -> Problems:
     """the number of ranks is not a multiple of tp x pp x cp"""
     layout = model_parallel_size(args)
     if layout < 1 or args.world_size % layout == 0:
-        return None
-    if own_ranks.own_ranks_world(args, model) is not None:
-        return None
-    whose = "the decoder's " if own_ranks.lying_apart(model) else ""
-    return (
-        f"{whose}{args.world_size} ranks do not divide by tp {args.tensor_model_parallel_size} x "
-        f"pp {args.pipeline_model_parallel_size} x cp {args.context_parallel_size} = {layout}"
-    )
+        return
+    if own_ranks.own_ranks_world(args, model) is None:
+        apart = any(each.rank_offset is not None for _, each in encoders_of(model))
+        yield (
+            f"{"the decoder's " if apart else ''}{args.world_size} ranks do not divide by "
+            f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size} x "
+            f"cp {args.context_parallel_size} = {layout}"
+        )
 
 
 @rule(
     reason="each rank of the group holds an equal slice of the sequence",
     cure="give a multiple of tp",
 )
-def sequence_parallel(args: Namespace, model: Any) -> str | None:
+def sequence_parallel(args: Namespace, model: Any) -> Problems:
     """`--sequence-parallel` with a sequence length that tp does not divide"""
-    if not args.sequence_parallel or args.seq_length is None:
-        return None
-    return indivisible("--seq-length", args.seq_length, args=args)
+    split = args.sequence_parallel and args.seq_length is not None
+    lengths = {"--seq-length": args.seq_length} if split else {}
+    return indivisible(lengths, by="tp", ranks=args.tensor_model_parallel_size)
 
 
 @rule(
-    reason="each rank holds whole groups of heads",
-    cure="choose another --tensor-model-parallel-size",
-)
-def decoder_heads(args: Namespace, model: Any) -> str | None:
-    """decoder heads or query groups (key and value heads) that tp does not divide"""
-    problems = (
-        indivisible("the decoder's num_attention_heads", args.num_attention_heads, args=args),
-        indivisible("the decoder's num_query_groups", args.num_query_groups, args=args),
-    )
-    return "; ".join(problem for problem in problems if problem) or None
-
-
-@rule(reason="each rank holds an equal slice", cure="choose another --tensor-model-parallel-size")
-def decoder_ffn(args: Namespace, model: Any) -> str | None:
-    """a decoder `ffn_hidden_size` that tp does not divide"""
-    if args.num_experts:  # no layer has that width
-        return None
-    return indivisible("the decoder's ffn_hidden_size", args.ffn_hidden_size, args=args)
-
-
-@rule(
-    reason="the embedding is sharded, and padding it would change the checkpoint",
+    reason="each rank holds whole groups of heads and equal slices of layers and of the embedding, "
+    "and padding that would change the checkpoint",
     cure="choose another --tensor-model-parallel-size, or raise model.foundation.vocab_size",
 )
-def vocabulary(args: Namespace, model: Any) -> str | None:
-    """a `vocab_size` that tp does not divide"""
-    return indivisible("vocab_size", args.padded_vocab_size, args=args)
+def tensor_parallel_sizes(args: Namespace, model: Any) -> Problems:
+    """decoder heads, query groups (key and value heads), an `ffn_hidden_size`, a
+    `shared_expert_ffn_hidden_size` or a `vocab_size` that tp does not divide
+    """
+    sizes = {
+        "the decoder's num_attention_heads": args.num_attention_heads,
+        "the decoder's num_query_groups": args.num_query_groups,
+        "vocab_size": args.padded_vocab_size,
+    }
+    if not args.num_experts:
+        sizes["the decoder's ffn_hidden_size"] = args.ffn_hidden_size
+    elif args.moe_shared_expert_intermediate_size is not None:
+        sizes["shared_expert_ffn_hidden_size"] = args.moe_shared_expert_intermediate_size
+    return indivisible(sizes, by="tp", ranks=args.tensor_model_parallel_size)
+
+
+@rule(
+    reason="every stage holds the same number of layers, at least one",
+    cure="change --pipeline-model-parallel-size, or say how to split by "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+)
+def pipeline_layers(args: Namespace, model: Any) -> Problems:
+    """decoder layers that pp does not divide, or fewer than pp"""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    uneven = (
+        args.decoder_first_pipeline_num_layers
+        or args.decoder_last_pipeline_num_layers
+        or args.pipeline_model_parallel_layout
+    )
+    if pp > layers:
+        yield f"pp {pp} is more than the decoder's {layers} layers"
+    elif pp > 0 and not uneven and layers % pp:
+        yield f"the decoder's {layers} layers do not divide by pp {pp}"
+
+
+@rule(
+    reason="they interleave the stages of a pipeline",
+    cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
+)
+def virtual_needs_pipeline(args: Namespace, model: Any) -> Problems:
+    """virtual pipeline stages with pp 1"""
+    if args.pipeline_model_parallel_size < 2 and wants_virtual(args):
+        yield "virtual pipeline stages with pp 1"
+
+
+@rule(reason="every virtual stage holds the same number of layers", cure="choose a divisor")
+def virtual_layers(args: Namespace, model: Any) -> Problems:
+    """a stage's layers do not divide into its virtual stages"""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    if pp < 2 or layers % pp or args.decoder_first_pipeline_num_layers:
+        return
+    stage = f"a stage's {layers // pp} layers do not divide into"
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    each = args.num_layers_per_virtual_pipeline_stage
+    if virtual and layers // pp % virtual and not args.decoder_last_pipeline_num_layers:
+        yield f"{stage} {virtual} virtual stages"
+    elif each and layers // pp % each:
+        yield f"{stage} virtual stages of {each}"
+
+
+@rule(
+    reason="the schedule runs them in groups of pp",
+    cure="make the number of microbatches a multiple of pp",
+    training_only=True,
+)
+def virtual_microbatches(args: Namespace, model: Any) -> Problems:
+    """virtual stages with microbatches that do not fill the interleaved schedule"""
+    pp, each = args.pipeline_model_parallel_size, args.micro_batch_size
+    dp = data_parallel_size(args)
+    if pp < 2 or not wants_virtual(args) or not dp or not each:
+        return
+    batches = (hyperparameters.global_batch, hyperparameters.eval_batch)
+    if any(batch(args, model) for batch in batches):
+        return
+    sizes, steps = hyperparameters.known_sizes(args), [1]
+    if sizes is not None:
+        steps = [size // (each * dp) or 1 for _, size in sizes.sizes]
+        if evaluates(args):
+            batch, of_batch = eval_sizes(args, dp=dp)
+            assert batch is not None
+            assert of_batch is not None
+            steps.append(batch // of_batch)
+    group = args.microbatch_group_size_per_vp_stage or pp
+    for microbatches in steps:
+        left = microbatches % group
+        if not (pp <= group <= microbatches and (left == 0 or left >= pp)):
+            yield (
+                f"{microbatches} microbatches a step do not fill the interleaved schedule of pp "
+                f"{pp} in groups of {group}"
+            )
+            return
+
+
+def wants_virtual(args: Namespace) -> bool:
+    """Whether flags ask for more than one virtual stage on each rank."""
+    if args.pipeline_model_parallel_layout:
+        return stages_of_layout(args) > args.pipeline_model_parallel_size
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    return virtual > 1 or args.num_layers_per_virtual_pipeline_stage is not None
+
+
+def stages_of_layout(args: Namespace) -> int:
+    """The number of stages, virtual ones too, of the layout that the flags have."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = args.pipeline_model_parallel_layout
+    return len(PipelineParallelLayerLayout.parse_str_to_list(layout))

@@ -1,12 +1,13 @@
-"""What a rule is, and the sizes that several of them look at."""
+"""What a rule is, the forms that most rules have, and sizes that several of them look at."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-Check = Callable[[Namespace, Any], str | None]
+Problems = Iterable[str]
+Check = Callable[[Namespace, Any], Problems]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,8 @@ class Rule:
 
     ``name`` is that of the variable in its file, and stays the same from version to version; errors
     end with it. ``check`` gets Megatron's arguments, with the model's architecture and LoongPlug's
-    defaults in place, and the model's config. It answers what is wrong with the given values, or
-    None, also where its inputs are missing: another rule asks for them. It must not communicate:
+    defaults in place, and the model's config. It says what is wrong with the given values, and
+    nothing where its inputs are missing: another rule asks for them. It must not communicate:
     every rank evaluates every rule alike. Rules of ``training_only`` do not concern a conversion,
     those with ``verified`` false no run that is held against another one in fp32.
     """
@@ -31,7 +32,7 @@ class Rule:
 
     def __call__(self, args: Namespace, model: Any) -> str | None:
         """What is wrong, or None."""
-        return self.check(args, model)
+        return ", ".join(self.check(args, model)) or None
 
 
 def rule(
@@ -42,7 +43,7 @@ def rule(
     training_only: bool = False,
     verified: bool = True,
 ) -> Callable[[Check], Rule]:
-    """Make a check a rule: it is called as the check is, and its docstring says what it refuses."""
+    """Make a check a rule, of which the check's docstring says what it refuses."""
 
     def made(check: Check) -> Rule:
         return Rule(
@@ -57,18 +58,6 @@ def rule(
     return made
 
 
-def first_of(model: Any, check: Callable[[Any, str], str | None]) -> str | None:
-    """What ``check`` finds wrong with the first of a model's encoders that it minds.
-
-    It gets the encoder's config, and how an error calls the encoder.
-    """
-    for name in model.encoders:
-        who = "the encoder" if len(model.encoders) == 1 else model.keys[name]
-        if (wrong := check(model.encoder(name), who)) is not None:
-            return wrong
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What flags ask for, as an error says it ("" where they do not) and as the docs do."""
@@ -77,20 +66,56 @@ class Choice:
     in_docs: str
 
 
-FUSED_ACCUMULATION = Choice(
-    said=lambda args: (
-        "Megatron's fused gradient accumulation" if args.gradient_accumulation_fusion else ""
-    ),
-    in_docs="fused gradient accumulation (on with Apex)",
-)
-LOCAL_LAYERS = Choice(
-    said=lambda args: (
-        ""
-        if args.transformer_impl == "transformer_engine"
-        else f"--transformer-impl {args.transformer_impl}"
-    ),
-    in_docs="no TransformerEngine",
-)
+def excludes(
+    one: Choice, other: Choice, *, reason: str, cure: str, refuses: str | None = None
+) -> Rule:
+    """The rule that two choices do not go together."""
+
+    def check(args: Namespace, model: Any) -> Problems:
+        first, second = one.said(args), other.said(args)
+        if first and second:
+            yield f"{first} with {second}"
+
+    refuses = refuses or f"{one.in_docs} with {other.in_docs}"
+    return Rule(refuses=refuses, check=check, reason=reason, cure=cure)
+
+
+def needs(
+    one: Choice, other: Choice, *, reason: str, cure: str, training_only: bool = False
+) -> Rule:
+    """The rule that one choice needs another."""
+
+    def check(args: Namespace, model: Any) -> Problems:
+        first = one.said(args)
+        if first and not other.said(args):
+            yield f"{first} without {other.in_docs.replace('`', '')}"
+
+    return Rule(
+        refuses=f"{one.in_docs} without {other.in_docs}",
+        check=check,
+        reason=reason,
+        cure=cure,
+        training_only=training_only,
+    )
+
+
+def one_of(name: str, values: Sequence[str], *, reason: str, cure: str) -> Rule:
+    """The rule that a flag has one of ``values``, or is not given."""
+
+    def check(args: Namespace, model: Any) -> Problems:
+        given = value_of(args, name)
+        if given is not None and given not in values:
+            yield f"{name} {given}"
+
+    expected = " and ".join(f"`{value}`" for value in values)
+    return Rule(refuses=f"`{name}` other than {expected}", check=check, reason=reason, cure=cure)
+
+
+def indivisible(sizes: Mapping[str, int], *, by: str, ranks: int) -> Problems:
+    """Which of ``sizes`` cannot be split over ``ranks``, which are called ``by``."""
+    for what, size in sizes.items():
+        if ranks > 0 and size % ranks:
+            yield f"{what} {size} does not divide by {by} {ranks}"
 
 
 def flag(text: str, *, argument: str | None = None) -> Choice:
@@ -108,6 +133,16 @@ def flag(text: str, *, argument: str | None = None) -> Choice:
     return Choice(said=said, in_docs=f"`{text}`")
 
 
+def number(name: str, *, above: int) -> Choice:
+    """A flag whose number is above another."""
+
+    def said(args: Namespace) -> str:
+        given = value_of(args, name)
+        return f"{name} {given}" if given is not None and given > above else ""
+
+    return Choice(said=said, in_docs=f"`{name}` above {above}")
+
+
 def among(name: str, values: Sequence[str]) -> Choice:
     """Those of ``values`` that a flag of several has, such as ``--recompute-modules moe``."""
 
@@ -122,8 +157,27 @@ def any_of(*choices: Choice, joined: str = ", ", in_docs: str | None = None) -> 
     """One of several, or more."""
     return Choice(
         said=lambda args: joined.join(filter(None, (each.said(args) for each in choices))),
-        in_docs=in_docs or " or ".join(each.in_docs for each in choices),
+        in_docs=in_docs or ", ".join(each.in_docs for each in choices),
     )
+
+
+DENSE_MODEL = Choice(
+    said=lambda args: "" if args.num_experts else "a dense model", in_docs="a dense model"
+)
+FUSED_ACCUMULATION = Choice(
+    said=lambda args: (
+        "Megatron's fused gradient accumulation" if args.gradient_accumulation_fusion else ""
+    ),
+    in_docs="fused gradient accumulation (on with Apex)",
+)
+LOCAL_LAYERS = Choice(
+    said=lambda args: (
+        ""
+        if args.transformer_impl == "transformer_engine"
+        else f"--transformer-impl {args.transformer_impl}"
+    ),
+    in_docs="no TransformerEngine",
+)
 
 
 def value_of(args: Namespace, flag: str) -> Any:
@@ -131,27 +185,9 @@ def value_of(args: Namespace, flag: str) -> Any:
     return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 
-def evaluates(args: Namespace) -> bool:
-    """Whether a run has validation data."""
-    return bool(args.valid_data_path) or args.valid_share is not None
-
-
 def flag_of(name: str) -> str:
     """The flag that is ``name`` in the arguments."""
     return f"--{name.replace('_', '-')}"
-
-
-def excludes(
-    one: Choice, other: Choice, *, reason: str, cure: str, refuses: str | None = None
-) -> Rule:
-    """The rule that two choices do not go together."""
-
-    def check(args: Namespace, model: Any) -> str | None:
-        first, second = one.said(args), other.said(args)
-        return f"{first} with {second}" if first and second else None
-
-    refuses = refuses or f"{one.in_docs} with {other.in_docs}"
-    return Rule(refuses=refuses, check=check, reason=reason, cure=cure)
 
 
 def rules_of(module: ModuleType) -> tuple[Rule, ...]:
@@ -163,10 +199,21 @@ def rules_of(module: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-def indivisible(what: str, value: int, *, args: Namespace) -> str | None:
-    """``what`` with its ``value`` can be split over the tensor parallel ranks."""
-    tp = args.tensor_model_parallel_size
-    return f"{what} {value} does not divide by tp {tp}" if tp > 0 and value % tp else None
+def modules_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of each module, with the key that users write, such as ``model.foundation``."""
+    for name, settings in model.modules().items():
+        yield f"model.{model.keys[name]}", settings
+
+
+def encoders_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of each encoder, with the key that users write."""
+    for name in model.encoders:
+        yield f"model.{model.keys[name]}", model.encoder(name)
+
+
+def evaluates(args: Namespace) -> bool:
+    """Whether a run has validation data."""
+    return bool(args.valid_data_path) or args.valid_share is not None
 
 
 def model_parallel_size(args: Namespace) -> int:
@@ -181,12 +228,11 @@ def model_parallel_size(args: Namespace) -> int:
 
 def ranks_apart(model: Any) -> int:
     """The ranks of encoders that the decoder has not."""
-    encoders = [model.encoder(name) for name in model.encoders]
     return sum(
         (each.tensor_model_parallel_size or 1)
         * each.data_parallel_size
         * each.pipeline_model_parallel_size
-        for each in encoders
+        for _, each in encoders_of(model)
         if each.rank_offset is not None
     )
 

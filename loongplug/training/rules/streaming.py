@@ -10,8 +10,17 @@ from typing import Any
 from loongplug.hetero.modes import may_fill_bubbles, mode_of, modes_of
 from loongplug.training.rules import communicators
 from loongplug.training.rules.hetero import encoder_tp, full_separation
-from loongplug.training.rules.pipeline import wants_virtual
-from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule, value_of
+from loongplug.training.rules.layout import wants_virtual
+from loongplug.training.rules.rule import (
+    Choice,
+    Problems,
+    any_of,
+    encoders_of,
+    excludes,
+    flag,
+    rule,
+    value_of,
+)
 
 _STREAMED = flag("--full-hetero-dp-schedule streamed")
 _SEPARATED = "use --full-hetero-dp-schedule separated"
@@ -22,8 +31,9 @@ _SEPARATED = "use --full-hetero-dp-schedule separated"
     reason="elsewhere encoders work within the decoder's forward, or have ranks of their own",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
-def streamed_mode(args: Namespace, model: Any) -> str | None:
-    return None if full_separation(args, model) else _STREAMED.said(args) or None
+def streamed_mode(args: Namespace, model: Any) -> Problems:
+    if _STREAMED.said(args) and not full_separation(args, model):
+        yield _STREAMED.said(args)
 
 
 @rule(
@@ -31,25 +41,20 @@ def streamed_mode(args: Namespace, model: Any) -> str | None:
     cure="give more than 0 together with --enable-full-hetero-dp and without "
     "--full-hetero-dp-schedule separated, or drop it",
 )
-def streamed_speed(args: Namespace, model: Any) -> str | None:
+def streamed_speed(args: Namespace, model: Any) -> Problems:
     """`--full-hetero-dp-encoder-speed` of 0 or less, with `--full-hetero-dp-schedule separated`,
     or without full separation of an encoder
     """
     speed, schedule = args.full_hetero_dp_encoder_speed, "--full-hetero-dp-schedule"
     plans = may_fill_bubbles(args) and full_separation(args, model)
-    if speed is None or (speed > 0 and plans):
-        return None
-    with_schedule = f" with {schedule} {value_of(args, schedule)}" if speed > 0 else ""
-    return f"--full-hetero-dp-encoder-speed {speed}{with_schedule}"
+    if speed is not None and (speed <= 0 or not plans):
+        with_schedule = f" with {schedule} {value_of(args, schedule)}" if speed > 0 else ""
+        yield f"--full-hetero-dp-encoder-speed {speed}{with_schedule}"
 
 
 streamed_offload = excludes(
     _STREAMED,
-    any_of(
-        flag("--full-hetero-dp-cpu-offload"),
-        flag("--offload-encoder-state"),
-        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-state`",
-    ),
+    any_of(flag("--full-hetero-dp-cpu-offload"), flag("--offload-encoder-state")),
     reason="the encoder works all through the decoder's schedule, so that its state cannot be "
     "away, and features set out as soon as they are made: what is on its way cannot leave",
     cure=f"drop the flag, or {_SEPARATED}",
@@ -68,9 +73,9 @@ streamed_virtual = excludes(
     _STREAMED,
     Choice(
         said=lambda args: (
-            ""
-            if args.overlap_p2p_comm or not wants_virtual(args)
-            else "--no-overlap-p2p-communication with virtual stages"
+            "--no-overlap-p2p-communication with virtual stages"
+            if not args.overlap_p2p_comm and wants_virtual(args)
+            else ""
         ),
         in_docs="`--no-overlap-p2p-communication` and virtual stages",
     ),
@@ -85,24 +90,21 @@ streamed_virtual = excludes(
     "this plan does not know",
     cure=f"give every encoder full separation, or {_SEPARATED}",
 )
-def streamed_encoders(args: Namespace, model: Any) -> str | None:
+def streamed_encoders(args: Namespace, model: Any) -> Problems:
     """`--full-hetero-dp-schedule streamed` with an encoder in another mode beside one in full
     separation
     """
-    modes = {name: mode_of(args, model.encoder(name)) for name in model.encoders}
-    others = [
-        f"model.{model.keys[name]}: {x.name}" for name, x in modes.items() if not x.on_every_stage
-    ]
-    if not _STREAMED.said(args) or not others or len(others) == len(modes):
-        return None
-    return f"{_STREAMED.said(args)} with {', '.join(others)}"
+    modes = {key: mode_of(args, encoder) for key, encoder in encoders_of(model)}
+    others = [f"{key}: {mode.name}" for key, mode in modes.items() if not mode.on_every_stage]
+    if _STREAMED.said(args) and others and len(others) < len(modes):
+        yield f"{_STREAMED.said(args)} with {', '.join(others)}"
 
 
 @rule(
     reason="a replica over several stages would work only where all of these wait",
     cure=f"give it a tensor parallel size of at most the decoder's, or {_SEPARATED}",
 )
-def streamed_stages(args: Namespace, model: Any) -> str | None:
+def streamed_stages(args: Namespace, model: Any) -> Problems:
     """`--full-hetero-dp-schedule streamed` where the encoder that streams has a
     `tensor_model_parallel_size` above the decoder's
     """
@@ -111,8 +113,7 @@ def streamed_stages(args: Namespace, model: Any) -> str | None:
         size = encoder_tp(args, model.encoder(name))
         if mode.fills_bubbles and size > decoder:
             with_tp = f"with {model.keys[name]}'s tp {size} over stages of tp {decoder}"
-            return f"{_STREAMED.said(args)} {with_tp}"
-    return None
+            yield f"{_STREAMED.said(args)} {with_tp}"
 
 
 @rule(
@@ -121,17 +122,16 @@ def streamed_stages(args: Namespace, model: Any) -> str | None:
     cure="export CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
     f"parallelism on GPUs below Blackwell, or {_SEPARATED}",
 )
-def streamed_queues(args: Namespace, model: Any) -> str | None:
+def streamed_queues(args: Namespace, model: Any) -> Problems:
     """`--full-hetero-dp-schedule streamed` on CUDA with fewer `CUDA_DEVICE_MAX_CONNECTIONS` (1
     where it is not set) than a rank has streams for messages
     """
     most = communicators.most_of_a_rank(args, model)
     if not _STREAMED.said(args) or most is None or most.own > communicators.MOST:
-        return None
+        return
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a run sets it
-    if queues.isdigit() and int(queues) >= most.messages:
-        return None
-    return (
-        f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {most.messages} "
-        "streams for messages on a rank"
-    )
+    if not queues.isdigit() or int(queues) < most.messages:
+        yield (
+            f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS={queues} and {most.messages} "
+            "streams for messages on a rank"
+        )

@@ -7,6 +7,11 @@ _CP = {**LAYOUT, "context_parallel_size": 2}
 _PACKED = {**_CP, "packing": True, "micro_batch_size": 1}
 _CP_TP = {**TP, "context_parallel_size": 2}
 
+
+def _lora(module: str) -> str:
+    return f"{module}.lora={{'rank': 2, 'dropout': 0.1}}"
+
+
 CASES: Cases = {
     "context-parallel-parts": (
         [
@@ -48,7 +53,16 @@ CASES: Cases = {
         ],
     ),
     "context-parallel-dropout": (
-        [{**_CP, "attention_dropout": 0.1}, {**_CP, "hidden_dropout": 0.1}],
-        [_CP, {**LAYOUT, "attention_dropout": 0.1}],
+        [
+            {**_CP, "attention_dropout": 0.1},
+            {**_CP, "hidden_dropout": 0.1},
+            {**_CP, "model": [_lora("foundation")]},
+        ],
+        [
+            {**LAYOUT, "attention_dropout": 0.1},
+            {**LAYOUT, "model": [_lora("foundation")]},
+            # An encoder's may drop: its ranks have the same media.
+            {**_CP, "model": [_lora("image_encoder"), _lora("image_projector")]},
+        ],
     ),
 }

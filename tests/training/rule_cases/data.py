@@ -56,8 +56,29 @@ CASES: Cases = {
         [{"multi_turn": "split"}],
         [{"multi_turn": "split", "packing": True, "micro_batch_size": 1}, {"multi_turn": "last"}],
     ),
-    "data-loading": (
-        [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
+    "data-loading": ([{"dataloader_type": "cyclic"}], []),
+    "tokenizer-type": (
+        [{"tokenizer_type": "TikTokenizer"}],
         [{"tokenizer_type": "HuggingFaceTokenizer"}],
+    ),
+    "evaluation": (
+        [{"eval_iters": 3}, {"eval_iters": -1}],
+        [{"eval_iters": 3, "valid_data_path": [__file__]}, {"eval_iters": 3, "valid_share": 0.1}],
+    ),
+    "valid-share": (
+        [{"valid_share": 0.1, "valid_data_path": [__file__]}],
+        [{"valid_share": 0.1}, {"valid_data_path": [__file__]}],
+    ),
+    "eval-generate": (
+        [
+            {"eval_generate": 5},
+            {"eval_generate": 0, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": -1, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": 5, "valid_data_path": [__file__]},
+        ],
+        [
+            {"eval_generate": 5, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": 5, "eval_iters": None, "valid_data_path": [__file__]},
+        ],
     ),
 }

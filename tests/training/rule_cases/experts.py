@@ -5,6 +5,13 @@ from rule_cases.kinds import Cases
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PACKING = {"packing": True, "micro_batch_size": 1}
 EP = {"expert_model_parallel_size": 4}
+EP2 = {
+    "overlap_moe_expert_parallel_comm": True,
+    "bf16": True,
+    "expert_model_parallel_size": 2,
+}
+PP2 = {"pipeline_model_parallel_size": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
 
 CASES: Cases = {
     "expert-parallel": (
@@ -27,22 +34,15 @@ WITH_EXPERTS: Cases = {
             {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
         ],
     ),
-    "expert-count": ([{**EP, "num_experts": 6}], [{**EP, "num_experts": 12}]),
-    "expert-width": (
+    "expert-sizes": (
         [
+            {**EP, "num_experts": 6},
             {**SP, "moe_ffn_hidden_size": 97},
             {"expert_tensor_parallel_size": 8, "moe_ffn_hidden_size": 100},
         ],
         [
+            {**EP, "num_experts": 12},
             {**SP, "moe_ffn_hidden_size": 97, "expert_tensor_parallel_size": 1},
-            {**SP, "ffn_hidden_size": 97},  # no layer has it
-        ],
-    ),
-    "shared-expert-width": (
-        [{**SP, "moe_shared_expert_intermediate_size": 97}],
-        [
-            {**SP, "moe_shared_expert_intermediate_size": 98},
-            {**EP, "moe_shared_expert_intermediate_size": 97},
         ],
     ),
     "experts-per-token": (
@@ -84,5 +84,33 @@ WITH_EXPERTS: Cases = {
     "dispatcher": (
         [{"moe_token_dispatcher_type": "flex"}],
         [{"moe_token_dispatcher_type": "allgather"}],
+    ),
+    "moe-overlap-stages": (
+        [{**EP2, **PP2}],
+        [
+            {**EP2, **PP2, "num_virtual_stages_per_pipeline_rank": 2},
+            {**EP2, **PP2, "num_layers_per_virtual_pipeline_stage": 1},
+        ],
+    ),
+    "moe-overlap-precision": ([{**EP2, "bf16": False}], []),
+    "moe-overlap-recompute": (
+        [
+            {**EP2, "recompute_granularity": "full", "recompute_method": "uniform"},
+            {**EP2, "recompute_num_layers": 1},
+            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
+            {**EP2, "moe_layer_recompute": True},
+        ],
+        [
+            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn"]},
+            {"recompute_granularity": "full", "recompute_method": "uniform"},
+        ],
+    ),
+    "moe-overlap-details": (
+        [{"ep_overlap_early_attn_memory_release": True}],
+        [{**EP2, "ep_overlap_early_attn_memory_release": True}],
+    ),
+    "delayed-wgrad": (
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True}],
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": False}],
     ),
 }

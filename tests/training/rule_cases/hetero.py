@@ -1,11 +1,21 @@
 """Cases of the rules in rules/hetero.py."""
 
-from rule_cases.kinds import TP, Cases, OverrideCases
+from rule_cases.kinds import LAYOUT, Case, Cases, model
 
 BALANCE = {"use_vit_dp_balance": True, "enable_full_hetero_dp": True}
 
 FULL = {"enable_full_hetero_dp": True}
+_OWN_TP = "image_encoder.tensor_model_parallel_size=1"
 OFFLOAD = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
+
+
+def _stages(encoder_tp: int, *, tp: int, pp: int, **mode: bool) -> Case:
+    """An encoder whose sizes are divided by any tensor parallel size, in a run of 8 ranks."""
+    heads = "image_encoder.num_attention_heads=12"
+    sizes = (heads, "image_encoder.hidden_size=96", "image_encoder.ffn_hidden_size=192")
+    own = f"image_encoder.tensor_model_parallel_size={encoder_tp}"
+    return model(*sizes, own, tp=tp, **LAYOUT, pipeline_model_parallel_size=pp, **mode)
+
 
 CASES: Cases = {
     "offload": (
@@ -48,63 +58,60 @@ CASES: Cases = {
         ],
         [{**BALANCE, "dp_balance_trigger_threshold_vit": 0.0}],
     ),
-}
-
-OWN_LAYOUT: Cases = {
     "encoder-state": (
         [
-            {**TP, "log_params_norm": True},
-            {**TP, "log_num_zeros_in_grad": True},
-            {**TP, "num_distributed_optimizer_instances": 2},
+            model(_OWN_TP, tp=2, log_params_norm=True),
+            model(_OWN_TP, tp=2, log_num_zeros_in_grad=True),
+            model(_OWN_TP, tp=2, num_distributed_optimizer_instances=2),
         ],
-        [TP],
+        [model(_OWN_TP, tp=2), model(tp=2, log_params_norm=True)],
     ),
-}
-
-OVERRIDES: OverrideCases = {
     "encoder-layout": (
         [
-            (1, ["image_encoder.tensor_model_parallel_size=2"]),
-            (2, ["image_encoder.tensor_model_parallel_size=3"]),
+            model("image_encoder.tensor_model_parallel_size=2"),
+            _stages(2, tp=1, pp=2, enable_encoder_hetero_dp=True),
+            _stages(2, tp=1, pp=1, enable_full_hetero_dp=True),
+            _stages(3, tp=1, pp=4, enable_full_hetero_dp=True),
         ],
         [
-            (2, ["image_encoder.tensor_model_parallel_size=2"]),
-            (2, ["image_encoder.tensor_model_parallel_size=1"]),
+            model("image_encoder.tensor_model_parallel_size=2", tp=2),
+            model(_OWN_TP, tp=2),
+            _stages(4, tp=2, pp=2, enable_full_hetero_dp=True),
+            _stages(2, tp=1, pp=4, enable_full_hetero_dp=True),
         ],
     ),
     "encoder-mode": (
-        [(1, ["image_encoder.mode='separated'"])],
-        [(2, ["image_encoder.mode='uniform'"]), (2, ["image_encoder.mode='full_hetero_dp'"])],
+        [model("image_encoder.mode='separated'")],
+        [
+            model("image_encoder.mode='uniform'", tp=2),
+            model("image_encoder.mode='full_hetero_dp'", tp=2),
+        ],
     ),
     "encoder-sizes": (
         [
-            (2, ["image_encoder.num_attention_heads=1"]),
-            (2, ["image_encoder.ffn_hidden_size=127"]),
-            (
-                2,
-                [
-                    "image_encoder.hidden_size=20",
-                    "image_encoder.num_attention_heads=1",
-                    "image_encoder.spatial_merge_size=1",
-                ],
+            model("image_encoder.num_attention_heads=1", tp=2),
+            model("image_encoder.ffn_hidden_size=127", tp=2),
+            model(
+                "image_encoder.hidden_size=20",
+                "image_encoder.num_attention_heads=1",
+                "image_encoder.spatial_merge_size=1",
+                tp=2,
             ),
         ],
         [
-            (2, ["image_encoder.num_attention_heads=2"]),
-            (
-                2,
-                [
-                    "image_encoder.num_attention_heads=1",
-                    "image_encoder.tensor_model_parallel_size=1",
-                ],
+            model("image_encoder.num_attention_heads=2", tp=2),
+            model(
+                "image_encoder.num_attention_heads=1",
+                "image_encoder.tensor_model_parallel_size=1",
+                tp=2,
             ),
         ],
     ),
 }
 
-QWEN2_5_OVERRIDES: OverrideCases = {
+QWEN2_5: Cases = {
     "encoder-sizes": (
-        [(4, ["image_encoder.ffn_hidden_size=3422", "foundation.num_query_groups=4"])],
-        [(4, ["image_encoder.ffn_hidden_size=3420", "foundation.num_query_groups=4"])],
+        [model("image_encoder.ffn_hidden_size=3422", "foundation.num_query_groups=4", tp=4)],
+        [model("image_encoder.ffn_hidden_size=3420", "foundation.num_query_groups=4", tp=4)],
     ),
 }

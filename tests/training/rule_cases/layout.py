@@ -1,6 +1,9 @@
 """Cases of the rules in rules/layout.py."""
 
-from rule_cases.kinds import PP, TP, Cases, OverrideCases
+from rule_cases.kinds import PP, TP, Cases, model
+
+_EVALUATED = {"valid_data_path": [__file__], "eval_global_batch_size": 8}
+_SHARED = {**TP, "sequence_parallel": True}
 
 CASES: Cases = {
     "world-size": (
@@ -11,23 +14,78 @@ CASES: Cases = {
         [{**TP, "sequence_parallel": True, "seq_length": 63}],
         [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],
     ),
+    "pipeline-layers": (
+        [
+            {"world_size": 3, "pipeline_model_parallel_size": 3},
+            {"world_size": 8, "pipeline_model_parallel_size": 8},
+        ],
+        [
+            PP,
+            {
+                "world_size": 3,
+                "pipeline_model_parallel_size": 3,
+                "decoder_last_pipeline_num_layers": 2,
+            },
+        ],
+    ),
+    "virtual-needs-pipeline": (
+        [{"num_virtual_stages_per_pipeline_rank": 2}, {"num_layers_per_virtual_pipeline_stage": 1}],
+        [{"num_virtual_stages_per_pipeline_rank": 1}],
+    ),
+    "virtual-layers": (
+        [
+            {**PP, "num_virtual_stages_per_pipeline_rank": 3},
+            {**PP, "num_layers_per_virtual_pipeline_stage": 3},
+        ],
+        [
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2},
+            {**PP, "num_layers_per_virtual_pipeline_stage": 1},
+        ],
+    ),
+    "virtual-microbatches": (
+        [
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 8},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "rampup_batch_size": [8, 8, 9]},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, **_EVALUATED},
+        ],
+        [
+            {**PP, "global_batch_size": 24},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2},
+            {**PP, **_EVALUATED},
+            # 5 microbatches in groups of 3 and 2.
+            {
+                **PP,
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "global_batch_size": 40,
+                "microbatch_group_size_per_vp_stage": 3,
+            },
+        ],
+    ),
+    "tensor-parallel-sizes": (
+        [
+            model(tp=4),  # key and value heads
+            model("foundation.num_attention_heads=5", "foundation.num_query_groups=1", tp=2),
+            model("foundation.ffn_hidden_size=383", tp=2),
+            model("foundation.vocab_size=129", tp=2),
+        ],
+        [
+            model("foundation.num_query_groups=4", tp=4),
+            model("foundation.num_attention_heads=6", tp=2),
+            model("foundation.ffn_hidden_size=383"),
+            model("foundation.vocab_size=130", tp=2),
+        ],
+    ),
 }
 
-OVERRIDES: OverrideCases = {
-    "decoder-heads": (
+WITH_EXPERTS: Cases = {
+    "tensor-parallel-sizes": (
+        [{**_SHARED, "moe_shared_expert_intermediate_size": 97}],
         [
-            (4, []),
-            (2, ["foundation.num_attention_heads=5", "foundation.num_query_groups=1"]),
-            (2, ["foundation.num_query_groups=1"]),
-        ],
-        [
-            (4, ["foundation.num_query_groups=4"]),
-            (2, ["foundation.num_attention_heads=6"]),
+            {**_SHARED, "moe_shared_expert_intermediate_size": 98},
+            {**_SHARED, "ffn_hidden_size": 97},  # no layer has it
+            {"expert_model_parallel_size": 4, "moe_shared_expert_intermediate_size": 97},
         ],
     ),
-    "decoder-ffn": (
-        [(2, ["foundation.ffn_hidden_size=383"])],
-        [(1, ["foundation.ffn_hidden_size=383"])],
-    ),
-    "vocabulary": ([(2, ["foundation.vocab_size=129"])], [(2, ["foundation.vocab_size=130"])]),
 }

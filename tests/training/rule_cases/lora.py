@@ -1,52 +1,90 @@
 """Cases of the rules in rules/lora.py."""
 
-from typing import Any
+from rule_cases.kinds import TP, Case, Cases, model
 
-from loongplug.models.lora import LoraSettings
-from rule_cases.kinds import Cases, OverrideCases
+_ALONE = {"save_lora": "adapters", "freeze_parameters": ["*"]}
+
+
+def _with(module: str, **settings: object) -> Case:
+    """With adapters on a module."""
+    return model(f"{module}.lora={ {'rank': 2, **settings} }")
+
+
+_ADAPTED = "foundation.lora={'rank': 2}"
+_FROZEN = ("image_encoder.freeze=True", "image_projector.freeze=True")
+_SHARED = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 48}
 
 CASES: Cases = {
     "lora-folders": ([{"save_lora": "adapters"}], []),
-}
-
-
-def lora(**settings: Any) -> LoraSettings:
-    return LoraSettings(**{"rank": 2, **settings})
-
-
-# Settings of a module's adapters, by the module.
-ADAPTERS: dict[str, tuple[list[tuple[str, LoraSettings]], list[tuple[str, LoraSettings]]]] = {
     "lora-numbers": (
         [
-            ("foundation", lora(rank=0)),
-            ("image_encoder", lora(alpha=0.0)),
-            ("image_projector", lora(dropout=1.0)),
-            ("foundation", lora(dropout=-0.1)),
+            _with("foundation", rank=0),
+            _with("image_encoder", alpha=0.0),
+            _with("image_projector", dropout=1.0),
+            _with("foundation", dropout=-0.1),
         ],
-        [("foundation", lora(rank=1, alpha=0.5, dropout=0.0)), ("image_encoder", lora())],
+        [_with("foundation", rank=1, alpha=0.5, dropout=0.0), {**_with("image_encoder"), **_ALONE}],
     ),
     "lora-targets": (
         [
-            ("foundation", lora(target_modules=())),
-            ("foundation", lora(target_modules=("q_proj",))),
-            ("foundation", lora(target_modules=("linear_qkv", "mlp.linear_qkv"))),
-            ("foundation", lora(target_modules=("qkv",))),
-            ("image_projector", lora(target_modules=("linear_proj",))),
+            _with("foundation", target_modules=()),
+            _with("foundation", target_modules=("q_proj",)),
+            _with("foundation", target_modules=("linear_qkv", "mlp.linear_qkv")),
+            _with("image_projector", target_modules=("linear_proj",)),
         ],
         [
-            ("foundation", lora(target_modules=("self_attention.linear_proj", "linear_fc2"))),
-            ("image_projector", lora(target_modules=("merger.linear_fc1",))),
-            ("image_projector", lora()),
+            _with("foundation", target_modules=("self_attention.linear_proj", "linear_fc2")),
+            _with("image_projector", target_modules=("merger.linear_fc1",)),
         ],
     ),
-}
-OVERRIDES: OverrideCases = {
+    "lora-beside-weights": (
+        [
+            model(_ADAPTED, save_lora="a"),
+            model(_ADAPTED, _FROZEN[0], save_lora="a"),
+            model(_ADAPTED, *_FROZEN, save_lora="a", train_parameters=["text_decoder.*norm*"]),
+        ],
+        [
+            model(_ADAPTED, save_lora="a", save_hf="b"),
+            model(_ADAPTED, save_lora="a", freeze_parameters=["image_*"]),
+            model(_ADAPTED, *_FROZEN, save_lora="a"),
+        ],
+    ),
     "lr-mult": (
-        [(1, ["image_projector.lr_mult=0.0"]), (1, ["foundation.lr_mult=-1.0"])],
-        [(1, ["foundation.lr_mult=0.5"])],
+        [model("image_projector.lr_mult=0.0"), model("foundation.lr_mult=-1.0")],
+        [model("foundation.lr_mult=0.5")],
     ),
     "lr-mult-frozen": (
-        [(1, ["image_encoder.lr_mult=0.5", "image_encoder.freeze=True"])],
-        [(1, ["image_encoder.lr_mult=0.5", "image_projector.freeze=True"])],
+        [model("image_encoder.lr_mult=0.5", "image_encoder.freeze=True")],
+        [model("image_encoder.lr_mult=0.5", "image_projector.freeze=True")],
+    ),
+    "lr-mult-decoupled": (
+        [model("foundation.lr_mult=0.5", decoupled_lr=1e-4)],
+        [{"decoupled_lr": 1e-4}],
+    ),
+}
+
+WITH_EXPERTS: Cases = {
+    "lora-targets": (
+        [_with("foundation", target_modules=("mlp.linear_fc1",))],  # experts are no dense linears
+        [_with("foundation", target_modules=("linear_fc1",))],
+    ),
+    "lora-shared-experts": (
+        [
+            {
+                **_with("foundation", target_modules=("linear_fc2",)),
+                **TP,
+                **_SHARED,
+                "sequence_parallel": True,
+            },
+        ],
+        [
+            {**_with("foundation", target_modules=("linear_fc2",)), **_SHARED},
+            {
+                **_with("foundation", target_modules=("linear_qkv",)),
+                **TP,
+                **_SHARED,
+                "sequence_parallel": True,
+            },
+        ],
     ),
 }

@@ -1,8 +1,17 @@
-"""Cases of the rules in rules/machine.py."""
+"""Cases of the rules in rules/megatron.py."""
 
 from rule_cases.kinds import Cases
 
 CASES: Cases = {
+    "unsupported": (
+        [
+            {"mock_data": True},
+            {"use_checkpoint_args": True},
+            {"cuda_graph_impl": "local"},
+            {"rerun_mode": "validate_results"},
+        ],
+        [{"rerun_mode": "report_stats"}],
+    ),
     "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
     "wandb": ([], [{"wandb_project": "charts", "save": "/run"}]),
     "wandb-folder": (

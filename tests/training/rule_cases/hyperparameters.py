@@ -1,4 +1,6 @@
-"""Cases of the rules in rules/batch.py."""
+"""Cases of the rules in rules/hyperparameters.py."""
+
+import math
 
 from rule_cases.kinds import LAYOUT, TP, Cases
 
@@ -7,41 +9,57 @@ _SCHEDULE = {"global_batch_size": None, "step_batch_size_schedule": "0:4 1280:8"
 _FEWER = {"decrease_batch_size_if_needed": True}
 
 CASES: Cases = {
+    "required-flags": (
+        [
+            {name: None}
+            for name in ("training_phase", "seq_length", "micro_batch_size", "lr", "train_iters")
+        ],
+        [{"global_batch_size": None}, {"train_iters": None, "epochs": 2}],
+    ),
+    "run-length": ([{"epochs": 2}], [{"train_iters": None, "epochs": 2}]),
+    "positive-numbers": (
+        [
+            {"seq_length": 0},
+            {"train_iters": None, "epochs": 0},
+            {"tensor_model_parallel_size": -1},
+            {"pipeline_model_parallel_size": 0, "context_parallel_size": 0},
+        ],
+        [{"seq_length": 1}, {"ckpt_step": 1}],
+    ),
+    "finite-numbers": ([{"lr": math.inf}, {"video_fps": math.nan}], [{"loss_scale": 2.0}]),
+    "optimizer-numbers": (
+        [{"lr_warmup_iters": -1}, {"adam_beta1": -0.1}, {"adam_beta2": 1.0}],
+        [{"weight_decay": 0.0}, {"lr": 0.0}, {"adam_beta1": 0.0}, {"clip_grad": 0.0}],
+    ),
+    "seed": ([{"seed": -5}, {"seed": 0}, {"seed": 2**31}], [{"seed": 1}, {"seed": 2**31 - 1}]),
+    "warm-up": (
+        [
+            {"train_iters": 10, "lr_warmup_iters": 10},
+            {"train_iters": 99, "lr_decay_iters": 10, "lr_warmup_iters": 10},
+        ],
+        [{"train_iters": 10, "lr_warmup_iters": 9}],
+    ),
     "batch-ramp": (
         [
             {**_GROWS, "global_batch_size": None},
             {**_GROWS, "global_batch_size": 7},
-            {**_GROWS, "global_batch_size": 2},
-            {"rampup_batch_size": [4, 0, 20]},
-            {"rampup_batch_size": [0, 2, 20]},
-            {"rampup_batch_size": [4, 2, -1]},
             {"rampup_batch_size": ["4", "few", "20"]},
             {**_GROWS, **_SCHEDULE},
             {**_GROWS, **_FEWER},
             {**_SCHEDULE, **_FEWER},
             {**_SCHEDULE, "global_batch_size": 8},
-            {**_SCHEDULE, "step_batch_size_schedule": "4 1280:8"},
-            {**_SCHEDULE, "step_batch_size_schedule": "64:4 1280:8"},
             {**_SCHEDULE, "step_batch_size_schedule": "0:8 1280:4"},
-            {**_SCHEDULE, "step_batch_size_schedule": "0:4 1280:8 1281:10"},  # of one sample
         ],
-        [_GROWS, _SCHEDULE, {"rampup_batch_size": [8, 2, 20]}],
+        [_GROWS, _SCHEDULE],
     ),
     "global-batch": (
         [
             {"global_batch_size": 7},
             {**LAYOUT, "global_batch_size": 8},
-            {**TP, "micro_batch_size": 3},
             {"rampup_batch_size": [4, 1, 20]},
-            {**LAYOUT, **_GROWS, "global_batch_size": 16, "rampup_batch_size": [8, 8, 20]},
             {**_SCHEDULE, "step_batch_size_schedule": "0:4 1280:9"},
         ],
-        [
-            LAYOUT,
-            {**TP, "global_batch_size": 8},
-            {"global_batch_size": None},
-            {"global_batch_size": 7, **_FEWER},
-        ],
+        [{**TP, "global_batch_size": 8}, {"global_batch_size": 7, **_FEWER}],
     ),
     "eval-batch": (
         [

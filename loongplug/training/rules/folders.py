@@ -1,0 +1,153 @@
+"""What a run reads its weights and tokenizer from, and the folders that it writes to."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loongplug.checkpoint.export_folder import is_half_replaced
+from loongplug.models.registry import family_of
+from loongplug.training.rules.rule import Problems, rule
+from loongplug.training.special_tokens import read_tokenizer, token_problems
+
+# What a run writes before its export.
+WRITTEN = (
+    *("--save", "--trace", "--metrics-json", "--tensorboard-dir"),
+    *("--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir"),
+)
+# What a run reads; the values of data flags may be weights, too, which name no file of an export.
+READ = (
+    *("--load-hf", "--load-lora", "--load", "--tokenizer-model", "--config-file", "--media-root"),
+    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
+)
+
+
+@rule(reason="it names no place, and would be left aside", cure="give one, or drop the flag")
+def empty_places(args: Namespace, model: Any) -> Problems:
+    """a file or folder that is named by an empty text"""
+    for flag in (*WRITTEN, *READ, "--save-hf", "--save-lora"):
+        if value_if_any(args, flag) in ("", [""]):
+            yield flag
+
+
+@rule(reason="there are no checkpoints, or two flags say which stay", cure="give --save, and one")
+def kept_checkpoints(args: Namespace, model: Any) -> Problems:
+    """`--keep-checkpoints` without `--save`, or with `--save-retain-interval`"""
+    if not args.keep_checkpoints:
+        return
+    if not args.save:
+        yield "--keep-checkpoints without --save"
+    elif args.save_retain_interval is not None:
+        yield "--keep-checkpoints with --save-retain-interval"
+
+
+@rule(
+    reason="text and special tokens come from it",
+    cure="give the folder of a Hugging Face tokenizer",
+)
+def tokenizer_folder(args: Namespace, model: Any) -> Problems:
+    """`--tokenizer-model` is missing, or is not a folder with a `tokenizer.json`"""
+    if args.tokenizer_model is None:
+        yield "--tokenizer-model not given"
+        return
+    try:
+        read_tokenizer(Path(args.tokenizer_model))
+    except ValueError as error:
+        yield f"--tokenizer-model: {error}"
+
+
+@rule(
+    reason="images would not be found among the tokens, or tokens not in the embedding",
+    cure="use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
+    "model.foundation.vocab_size",
+)
+def tokenizer_fits(args: Namespace, model: Any) -> Problems:
+    """the tokenizer lacks the model's special tokens, gives them other ids, or has more ids than
+    `vocab_size`
+    """
+    if tokenizer_folder(args, model) is not None:
+        return
+    tokenizer, known = read_tokenizer(Path(args.tokenizer_model)), args.padded_vocab_size
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    yield from token_problems(model, tokenizer, special_tokens=family.special_tokens)
+    if tokenizer.size > known:
+        yield f"the tokenizer has {tokenizer.size} ids, but the model's vocabulary {known}"
+
+
+@rule(
+    reason="it is not a Hugging Face checkpoint",
+    cure="give a folder that transformers' from_pretrained takes",
+    verified=False,  # verify's own weights are of any model, also of one that transformers lacks
+)
+def hf_folder(args: Namespace, model: Any) -> Problems:
+    """`--load-hf` is not a folder with a `config.json`"""
+    if args.load_hf is None or (Path(args.load_hf) / "config.json").is_file():
+        return
+    cut_short = (
+        ": an export that was to take its place was cut short; the same export, started again, "
+        "puts it back"
+    )
+    why = cut_short if is_half_replaced(Path(args.load_hf)) else ""
+    yield f"--load-hf {args.load_hf} has no config.json{why}"
+
+
+@rule(
+    reason="the run would start from random weights without a word",
+    cure="correct the folder; to start a run that can resume, give --save the same folder",
+)
+def checkpoint_to_load(args: Namespace, model: Any) -> Problems:
+    """`--load` has no checkpoint, and is neither `--save` nor beside `--load-hf`"""
+    if args.load is None or args.load == args.save or args.load_hf:
+        return
+    if not (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
+        yield f"--load {args.load} has no checkpoint"
+
+
+@rule(
+    reason="an export replaces its own files there, and has to find them as it wrote them",
+    cure="give the export a folder of its own",
+)
+def hf_own_folder(args: Namespace, model: Any) -> Problems:
+    """`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, or weights,
+    adapters, a tokenizer, data, media or a config that it reads, as or in that of `--save-hf`;
+    the working directory in it
+    """
+    return within_export(args, flag="--save-hf", written=WRITTEN)
+
+
+@rule(
+    reason="an export replaces its own files there, and has to find them as it wrote them",
+    cure="give the adapters a folder beside the others",
+)
+def lora_own_folder(args: Namespace, model: Any) -> Problems:
+    """`--save-lora` as, in or around the folder of `--save-hf`, as or around that of anything else
+    that a run writes or reads, or the working directory
+    """
+    hf = value_if_any(args, "--save-hf")
+    if args.save_lora and hf and Path(args.save_lora).resolve().is_relative_to(Path(hf).resolve()):
+        return [f"--save-lora {args.save_lora} with --save-hf {hf}"]
+    return within_export(args, flag="--save-lora", written=("--save-hf", *WRITTEN))
+
+
+def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> Problems:
+    """The first that stands in the way of an export to ``flag``'s folder, as ``written`` do in it.
+
+    A checkpoint's folder may have others in it: its own files are all named by iterations.
+    """
+    folder = value_if_any(args, flag)
+    if not folder:
+        return
+    export = Path(folder).resolve()
+    for other in (*written, *READ):
+        given = value_if_any(args, other) or ()
+        for value in given if isinstance(given, list) else [given]:
+            if value and Path(value).resolve().is_relative_to(export):
+                yield f"{other} {value} with {flag} {folder}"
+                return
+    if Path.cwd().is_relative_to(export):
+        yield f"{flag} {folder} is the working directory or above it"
+
+
+def value_if_any(args: Namespace, flag: str) -> Any:
+    """What was given for a flag; None where these arguments do not have it."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)

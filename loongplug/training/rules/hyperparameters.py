@@ -1,0 +1,175 @@
+"""Lengths, rates and batch sizes of a run, and the numbers that no run can have."""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+from loongplug.data.sample_order import StepSizes
+from loongplug.training.rules.rule import (
+    Problems,
+    data_parallel_size,
+    excludes,
+    flag_of,
+    number,
+    rule,
+    value_of,
+)
+from loongplug.training.step_sizes import eval_sizes, step_sizes
+
+# Numbers below 1 of which make no run.
+_COUNTS = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--context-parallel-size", "--expert-model-parallel-size"),
+    *("--expert-tensor-parallel-size", "--seq-length", "--packing-look-ahead"),
+    *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
+    *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--epochs"),
+    *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
+    "--ckpt-step",
+)
+# Numbers that may be 0, and not less.
+_NOT_NEGATIVE = (
+    *("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--weight-decay", "--adam-eps"),
+    *("--clip-grad", "--lr-warmup-init", "--lr-warmup-iters", "--lr-warmup-fraction"),
+)
+_BETAS = ("--adam-beta1", "--adam-beta2")
+_LAST_SEED = 2**31 - 1
+_RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
+
+
+@rule(reason="a run is not defined without them", cure="add them")
+def required_flags(args: Namespace, model: Any) -> Problems:
+    """`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or both of `--train-iters`
+    and `--epochs` are missing
+    """
+    needed = ["--training-phase", "--seq-length", "--micro-batch-size", "--lr"]
+    needed += [] if args.epochs is not None else ["--train-iters"]
+    if missing := [flag for flag in needed if value_of(args, flag) is None]:
+        yield f"{', '.join(missing)} not given"
+
+
+run_length = excludes(
+    number("--epochs", above=0),
+    number("--train-iters", above=0),
+    refuses="`--epochs` with `--train-iters`",
+    reason="both say when the run ends",
+    cure="give one of the two",
+)
+
+
+@rule(reason="they count things", cure="give 1 or more")
+def positive_numbers(args: Namespace, model: Any) -> Problems:
+    """a parallel size, batch size, length or interval, or `--ckpt-step`, below 1"""
+    for flag in _COUNTS:
+        if (value := value_of(args, flag)) is not None and value < 1:
+            yield f"{flag} is {value}"
+
+
+@rule(reason="weights would be so after the first step", cure="give a finite number")
+def finite_numbers(args: Namespace, model: Any) -> Problems:
+    """a flag whose number is NaN or infinite"""
+    for name, value in sorted(vars(args).items()):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{flag_of(name)} is {value:g}"
+
+
+@rule(reason="no optimizer takes them", cure="correct the numbers; betas are below 1")
+def optimizer_numbers(args: Namespace, model: Any) -> Problems:
+    """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay`, `--adam-eps`,
+    `--clip-grad` or a warm-up below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
+    """
+    for flag in (*_NOT_NEGATIVE, *_BETAS):
+        value = value_of(args, flag)
+        if value is not None and (value < 0 or (flag in _BETAS and value >= 1)):
+            yield f"{flag} is {value:g}"
+
+
+@rule(
+    refuses=f"a `--seed` outside of 1 to {_LAST_SEED}",
+    reason="not all generators of random numbers take others",
+    cure="give one of these",
+)
+def seed(args: Namespace, model: Any) -> Problems:
+    if not 1 <= args.seed <= _LAST_SEED:
+        yield f"--seed {args.seed}"
+
+
+@rule(
+    reason="the learning rate would never decay",
+    cure="shorten the warm-up or lengthen the run",
+)
+def warm_up(args: Namespace, model: Any) -> Problems:
+    """`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)"""
+    end = args.lr_decay_iters or args.train_iters
+    if end is not None and 0 < end <= args.lr_warmup_iters:
+        yield f"--lr-warmup-iters {args.lr_warmup_iters} does not end before iteration {end}"
+
+
+@rule(
+    refuses=f"`{_RAMP}` without `--global-batch-size` or with increments that do not lead "
+    f"there, `{_SCHEDULE}` with `--global-batch-size` or with sizes that do not grow, either "
+    "with the other or with `--decrease-batch-size-if-needed`",
+    reason="each step's size follows from the samples before it, in every layout and after a "
+    "resume",
+    cure=f"give {_RAMP} START INCREMENT SAMPLES and the last size by --global-batch-size, or "
+    f"all sizes by {_SCHEDULE} 'TOKENS:SIZE TOKENS:SIZE'",
+)
+def batch_ramp(args: Namespace, model: Any) -> Problems:
+    ramp, schedule = args.rampup_batch_size, args.step_batch_size_schedule
+    if ramp is None and schedule is None:
+        return
+    flag, given = (_SCHEDULE, schedule) if ramp is None else (_RAMP, " ".join(map(str, ramp)))
+    if ramp is not None and schedule is not None:
+        yield f"{_RAMP} with {_SCHEDULE}"
+    elif args.decrease_batch_size_if_needed:
+        yield f"{flag} with --decrease-batch-size-if-needed"
+    elif ramp is None and args.global_batch_size is not None:
+        yield f"{_SCHEDULE} with --global-batch-size"
+    else:
+        try:
+            step_sizes(args)
+        except ValueError as error:
+            yield f"{flag} {given}: {error}"
+
+
+def known_sizes(args: Namespace) -> StepSizes | None:
+    """The sizes of training's steps; None without any, or where another rule refuses them."""
+    try:
+        return None if batch_ramp(args, None) else step_sizes(args)
+    except ValueError:
+        return None
+
+
+@rule(
+    reason="every data parallel rank runs the same number of microbatches", cure="give a multiple"
+)
+def global_batch(args: Namespace, model: Any) -> Problems:
+    """`--global-batch-size`, or a size before it, is not a multiple of micro-batch size x dp"""
+    sizes, each, dp = known_sizes(args), args.micro_batch_size, data_parallel_size(args)
+    if args.decrease_batch_size_if_needed or sizes is None or not each or not dp:
+        return
+    wrong = [size for _, size in sizes.sizes if size % (each * dp)]
+    if wrong:
+        what = "steps of" if sizes.vary else "--global-batch-size"
+        yield f"{what} {wrong[0]} does not divide by --micro-batch-size {each} x dp {dp}"
+
+
+@rule(
+    reason="every data parallel rank evaluates the same number of microbatches",
+    cure="give a multiple",
+)
+def eval_batch(args: Namespace, model: Any) -> Problems:
+    """`--eval-global-batch-size` is not a multiple of `--eval-micro-batch-size` (default: those
+    of training) x dp
+    """
+    if known_sizes(args) is None and args.eval_global_batch_size is None:
+        return
+    own = (args.eval_global_batch_size, args.eval_micro_batch_size) != (None, None)
+    if not own and not args.decrease_batch_size_if_needed:
+        return  # as training's
+    batch, each = eval_sizes(args, dp=data_parallel_size(args))
+    if batch is None or each is None:
+        return
+    if not batch:
+        yield "no sample to an evaluation step"
+    elif batch % each:
+        yield f"evaluation steps of {batch} samples do not divide by microbatches of {each}"
