@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from loongplug.consoles import table_console
@@ -22,11 +23,11 @@ from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.metrics import Metric, metric_named
 from loongplug.evaluate.questions import Question, read_questions
 from loongplug.evaluate.report import (
+    Answered,
     print_scores,
     print_wrong,
     progress,
-    tally,
-    tally_by_task,
+    scores_by_task,
     write_predictions,
 )
 from loongplug.output_files import write_figures
@@ -72,12 +73,11 @@ def evaluate(
             raise ValueError(f"{name} is {value}: it must be at least 1.")
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
-    said = hf_model.config.to_dict()
-    patch_sizes = PatchSizes.of_config(said)
+    patch_sizes = PatchSizes.of_config(hf_model.config.to_dict())
     processor = load_processor(
         model,
         patch_sizes=patch_sizes,
-        audio_sizes=AudioSizes.of_config(said),
+        audio_sizes=AudioSizes.of_config(hf_model.config.to_dict()),
         special_tokens_in_text=special_tokens_in_text,
         pixel_limits=pixel_limits,
         transparency=transparency,
@@ -86,13 +86,7 @@ def evaluate(
 
     started = time.monotonic()
     video_style = _video_style(hf_model.config)
-    questions = read_questions(
-        data,
-        processor,
-        access=access,
-        limit=limit,
-        video_style=video_style,
-    )
+    questions = read_questions(data, processor, access=access, limit=limit, video_style=video_style)
     # What cannot be scored is better known before the model's work: right answers try it.
     for question in questions:
         _score(scored, question.answer, question=question)
@@ -108,22 +102,23 @@ def evaluate(
         )
     seconds = time.monotonic() - started
 
-    pairs = zip(questions, answers, strict=True)
-    scores = [_score(scored, answer, question=question) for question, answer in pairs]
+    answered = [
+        Answered(question=question, answer=answer, score=_score(scored, answer, question=question))
+        for question, answer in zip(questions, answers, strict=True)
+    ]
     if predictions is not None:
-        write_predictions(predictions, questions, answers=answers, scores=scores)
-    overall = tally(scores)
-    by_task = tally_by_task(scores, [question.task for question in questions])
-    print_scores(console, overall, by_task=by_task, title=scored.title)
-    print_wrong(console, questions, answers=answers, scores=scores)
+        write_predictions(predictions, answered)
+    scores, by_task = [each.score for each in answered], scores_by_task(answered)
+    print_scores(console, scores, by_task=by_task, title=scored.title)
+    print_wrong(console, answered)
     metrics = {
-        scored.key: overall.share,
-        "scores_per_task": {name: each.share for name, each in by_task.items()},
-        "eval_samples": overall.total,
+        scored.key: fmean(scores),
+        "scores_per_task": {name: fmean(each) for name, each in by_task.items()},
+        "eval_samples": len(scores),
         "eval_seconds": round(seconds, 3),
     }
     write_figures(json_path, metrics, "metrics", beside=True)
-    return overall.share
+    return fmean(scores)
 
 
 def _score(metric: Metric, answer: str, *, question: Question) -> float:

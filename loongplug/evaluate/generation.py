@@ -89,11 +89,10 @@ def generate_answers(
         inputs = _batch(chosen_questions, processor, loader=loader)
         inputs |= _video_times(chosen_questions, processor, video_style)
         inputs = {
-            name: tensor
+            name: tensor.to(model.device)
             for name, tensor in inputs.items()
             if name in takes or name not in _IF_TAKEN
         }
-        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]

@@ -12,9 +12,9 @@ from loongplug.verify.tiny_processor import write_processor
 from loongplug.verify.tiny_sizes import kind_of
 
 
-def saved_model(folder: Path, name: str) -> Path:
+def saved_model(folder: Path, name: str, *overrides: str) -> Path:
     """With weights that are large enough for answers to depend on what is seen and heard."""
-    composed = compose_model(model_name=name)
+    composed = compose_model(model_name=name, overrides=overrides)
     write_processor(folder, kind_of(composed.config))
     special = composed.family.special_tokens
     described = composed.family.load_hugging_face(

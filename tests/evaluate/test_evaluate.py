@@ -8,16 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from digits.tasks import WORDS
 from PIL import Image
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from random_models import saved_model
 
 from loongplug.data.data_options import PixelLimits, RowAccess
 from loongplug.data.processor_folder import load_processor
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
-from loongplug.verify.tiny_processor import VOCAB_SIZE, write_processor
 
 MAX_NEW_TOKENS = 6
 SIZES = [(32, 32), (64, 32), (32, 96), (64, 64)]  # width, height: 1, 2, 3 and 4 tokens
@@ -25,45 +23,10 @@ SIZES = [(32, 32), (64, 32), (32, 96), (64, 64)]  # width, height: 1, 2, 3 and 4
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_processor(folder, words=WORDS)
-    processor = load_processor(folder)
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            text_config={
-                "vocab_size": VOCAB_SIZE,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [4, 2, 2],
-                    "mrope_interleaved": True,
-                },
-                "initializer_range": 0.5,  # answers that depend on the question
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_heads": 4,
-                "out_hidden_size": 32,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0],
-                "initializer_range": 0.2,
-            },
-            **processor.token_ids,
-        )
-    )
-    model.generation_config.eos_token_id = processor.end_token_id
-    model.generation_config.temperature = 0.7  # as published models have it; to be ignored
-    model.generation_config.do_sample = True
-    model.save_pretrained(folder)
+    folder = saved_model(tmp_path_factory.mktemp("model"), "qwen3_vl_tiny")
+    file = folder / "generation_config.json"
+    sampled = {"temperature": 0.7, "do_sample": True}  # as published models have it; to be ignored
+    file.write_text(json.dumps(json.loads(file.read_text()) | sampled))
     return folder
 
 
@@ -268,17 +231,10 @@ def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):
         run(model_folder, data, device="tpu")
 
 
-def copy_model(model_folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for file in model_folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
 def test_a_model_that_is_not_whole_gives_no_answers(model_folder, data, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = copy_model(model_folder, tmp_path / "broken")
+    folder = Path(shutil.copytree(model_folder, tmp_path / "broken"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.language_model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -290,7 +246,7 @@ def test_a_model_that_is_not_whole_gives_no_answers(model_folder, data, tmp_path
 
 
 def test_a_processor_of_another_model_is_refused(model_folder, data, tmp_path):
-    folder = copy_model(model_folder, tmp_path / "other")
+    folder = Path(shutil.copytree(model_folder, tmp_path / "other"))
     path = folder / "preprocessor_config.json"
     config = json.loads(path.read_text()) | {"patch_size": 14}
     path.write_text(json.dumps(config))

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from loongplug.evaluate.metrics import is_match, metric_named
-from loongplug.evaluate.report import Tally, tally, tally_by_task
 
 pytestmark = pytest.mark.quick
 
@@ -25,19 +24,6 @@ pytestmark = pytest.mark.quick
 )
 def test_only_white_space_around_an_answer_is_forgiven(given, expected, match):
     assert is_match(given, expected) is match
-
-
-def test_scores_per_task_add_up():
-    scores = [1.0, 0.0, 1.0, 0.5, 0.0]
-    tasks = ["read", "read", "count", None, None]
-    assert tally(scores) == Tally(points=2.5, total=5)
-    assert tally(scores).share == 0.5
-    assert tally_by_task(scores, tasks) == {
-        "count": Tally(points=1, total=1),
-        "read": Tally(points=1, total=2),
-    }
-    assert tally_by_task([1.0], [None]) == {}
-    assert tally([]).share == 0.0
 
 
 @pytest.mark.parametrize(
