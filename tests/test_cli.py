@@ -81,12 +81,6 @@ def test_eval_options(calls: _Calls) -> None:
     }
 
 
-def test_eval_needs_a_model_and_data() -> None:
-    code, printed = _run("eval", "--model", "hf")
-    assert code == 2
-    assert "--data" in printed
-
-
 def test_bench_step_hands_training_flags_on(calls: _Calls) -> None:
     given = ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
     assert _run("bench", "step", "--ranks", "2", "--steps", "5", *given)[0] == 0

@@ -4,10 +4,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from loongplug.checkpoint.common_errors import raise_together
+from loongplug.checkpoint.common_errors import of_all_ranks, raise_together
 from loongplug.checkpoint.parameter_holders import parameter_names
 from loongplug.models.freezing import FREEZE_FLAG, TRAIN_FLAG, Freezing, idle_pattern
 from loongplug.models.hf_mapping import Mapping, is_carried
@@ -54,9 +53,11 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
         parameter.requires_grad_(freezing.trains(name))
         trains = trains or parameter.requires_grad
     patterns_only = Freezing(freeze=freezing.patterns)
-    found = _everyone((trains, freezing.without_effect(names), patterns_only.without_effect(names)))
+    mine = trains, freezing.without_effect(names), patterns_only.without_effect(names)
+    trained, idle_there, unmatched_there = zip(*of_all_ranks(mine), strict=True)
+    idle = frozenset[str].intersection(*idle_there)
+    unmatched = frozenset[str].intersection(*unmatched_there)
     problems = []
-    idle, unmatched = (frozenset.intersection(*(each[which] for each in found)) for which in (1, 2))
     if idle:
         known = [each.name for each in mapping.entries() if not is_carried(each.name)]
         problems += [
@@ -68,17 +69,9 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
             for pattern in dict.fromkeys(patterns)
             if pattern in idle
         ]
-    elif not any(each[0] for each in found):
+    elif not any(trained):
         problems.append(
             "Every parameter of the model is frozen: there is nothing to train. Drop a freeze, or "
             f"name what is to train with {TRAIN_FLAG}."
         )
     raise_together(ValueError("\n".join(problems)) if problems else None)
-
-
-def _everyone(mine: Any) -> list[Any]:
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return everyone

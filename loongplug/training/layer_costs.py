@@ -34,7 +34,7 @@ class Cost:
 
     @classmethod
     def of(cls, work: LayerWork, extent: Amounts, *, share: int, parts: frozenset[str]) -> Self:
-        """Of what goes through in all microbatches; ``share``: these times the ranks of one.
+        """The cost of all microbatches in a layer; ``share``: their number times the ranks of one.
 
         ``parts`` of the layer are recomputed.
         """
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """The operations of forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -53,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryCosts:
-    """Of an entry's layers, and of what the ``first`` and the ``last`` of them have beside them.
+    """The costs of an entry's layers, and of what the ``first`` and ``last`` have beside them.
 
     Of each stage the foremost ``recomputed`` layers are recomputed; None stands for all of them.
     """
@@ -72,7 +72,7 @@ class EntryCosts:
         return cls(layers=tuple(layers), first=first, last=last)
 
     def stage(self, start: int, stop: int) -> Cost:
-        """Of a stage with the layers from ``start`` to before ``stop``."""
+        """The cost of a stage with the layers from ``start`` to before ``stop``."""
         layers = self.layers[start:stop]
         again = sum(each.again for each in layers[: self.recomputed])
         found = sum(layers, Cost(backward=again))
@@ -80,14 +80,14 @@ class EntryCosts:
         return found + (self.last if stop == len(self.layers) else Cost())
 
     def whole(self) -> Cost:
-        """Of all of it on one stage."""
+        """The cost of the whole entry on one stage."""
         return self.stage(0, len(self.layers))
 
 
 def decoder_costs(
     args: Namespace, decoder: EntryAmounts, rows: Sequence[Sequence[int]]
 ) -> EntryCosts:
-    """Of a decoder's microbatch, with its output, which its last layer has beside it.
+    """The costs of a decoder's microbatch, with its output, which its last layer has beside it.
 
     ``rows`` are, by microbatch, the tokens that see each other; the mean of all microbatches
     counts.
@@ -101,7 +101,7 @@ def decoder_costs(
 
 
 def recomputed_parts(args: Namespace) -> frozenset[str]:
-    """What of a decoder's layer is. Of selective recompute, the products and the MLP or experts."""
+    """The parts of a decoder's layer that are recomputed: products, the MLP or experts, or all."""
     if args.recompute_granularity == "full":
         return WHOLE
     if args.recompute_granularity is None:

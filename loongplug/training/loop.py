@@ -21,10 +21,10 @@ from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.log import LogTap
 from loongplug.training.progress import (
+    Display,
     StepReport,
     TrainingProgress,
     leave_metrics,
-    progress_sink,
     summarize,
 )
 from loongplug.training.provider import ModelProvider
@@ -68,7 +68,7 @@ def train(
             counter=forward_step,
             counts_tokens=engine.decodes and speaks_for_replica(),
             has_loss=engine.decodes and _speaks_for_loss(),
-            sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
+            sink=Display(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=noted,
             met=datasets.bad_samples.counts,
             news=datasets.bad_samples.remarks.news,

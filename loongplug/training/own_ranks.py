@@ -23,7 +23,7 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, decoder_layout, rest_in
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import store_of_attempt
-from loongplug.training.soundness import finalized
+from loongplug.training.step_check import finalized
 
 
 def decoder_layout_of(args: Namespace) -> Layout:

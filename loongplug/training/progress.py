@@ -1,5 +1,6 @@
 """What a person sees while training runs: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,7 @@ class StepReport:
 
     @property
     def step_seconds(self) -> float:
-        """Of one iteration."""
+        """The seconds of one iteration."""
         return self.seconds / self.iterations
 
     @property
@@ -67,7 +68,7 @@ class StepReport:
         return None if self.peak_tflops is None else self.tflops / self.peak_tflops
 
     def line(self, *, total: int) -> str:
-        """All of it for a person, of a run of ``total`` iterations."""
+        """A line of all figures for a person, in a run of ``total`` iterations."""
         figures = [f"iteration {self.iteration}/{total}", f"loss {_said(self.loss)}"]
         if self.learning_rate is not None:
             figures.append(f"lr {self.learning_rate:.3g}")
@@ -102,48 +103,17 @@ def _said(loss: float | None) -> str:
     return "none" if loss is None else f"{loss:.4f}"
 
 
-class PlainLines:
-    """A line for each report."""
-
-    def __init__(self, stream: TextIO, *, total: int) -> None:
-        self._stream = stream
-        self._total = total
-        self._start: tuple[int, float] | None = None
-
-    def stepped(self, iteration: int) -> None:
-        """Nothing: an iteration without a report has no line."""
-
-    def report(self, step: StepReport) -> None:
-        """Print it, with the time that is left."""
-        now = time.monotonic()
-        if self._start is None:
-            self._start = (step.iteration, now)
-        self.say(f"{step.line(total=self._total)}{self._eta(step.iteration, now)}")
-
-    def _eta(self, iteration: int, now: float) -> str:
-        assert self._start is not None
-        first, since = self._start
-        if iteration == first:
-            return ""
-        remaining = (self._total - iteration) * (now - since) / (iteration - first)
-        return f" | {remaining:.0f} s left"
-
-    def say(self, line: str) -> None:
-        """Print the line."""
-        print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class RichBar:
-    """A line for each report above a progress bar with the loss and the time that is left.
+class Display:
+    """A line for each report, on a terminal above a bar with the loss and the time that is left.
 
     What is printed to ``stream`` besides, and errors on a terminal, come above the bar. What goes
     elsewhere stays there: Megatron's log is in a file, by another stdout.
     """
 
     def __init__(self, stream: TextIO, *, total: int) -> None:
+        terminal = stream.isatty()
+        self._total = total
+        self._task: TaskID | None = None
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("training"),
@@ -151,12 +121,12 @@ class RichBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TimeRemainingColumn(),
-            console=Console(file=stream, force_terminal=True),
-            redirect_stdout=sys.stdout is stream,
-            redirect_stderr=sys.stderr.isatty(),
+            console=Console(file=stream, force_terminal=terminal),
+            redirect_stdout=terminal and sys.stdout is stream,
+            redirect_stderr=terminal and sys.stderr.isatty(),
+            speed_estimate_period=math.inf,  # a step may take minutes
+            disable=not terminal,
         )
-        self._total = total
-        self._task: TaskID | None = None
         self._bar.start()
 
     def stepped(self, iteration: int) -> None:
@@ -166,10 +136,11 @@ class RichBar:
         self._bar.update(self._task, completed=iteration)
 
     def report(self, step: StepReport) -> None:
-        """Print the line, and say the loss beside the bar."""
-        self.say(step.line(total=self._total))
+        """Print the line, and say the loss beside the bar or the time behind the line."""
         assert self._task is not None, "it follows its step"
         self._bar.update(self._task, loss=_said(step.loss))
+        left = self._bar.tasks[self._task].time_remaining if self._bar.disable else None
+        self.say(step.line(total=self._total) + ("" if left is None else f" | {left:.0f} s left"))
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
@@ -178,11 +149,6 @@ class RichBar:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.stop()
-
-
-def progress_sink(stream: TextIO, *, total: int) -> PlainLines | RichBar:
-    """The bar where ``stream`` is a terminal, plain lines elsewhere."""
-    return RichBar(stream, total=total) if stream.isatty() else PlainLines(stream, total=total)
 
 
 @dataclass(frozen=True)
@@ -221,7 +187,7 @@ class TrainingProgress:
     counter: ForwardStep
     counts_tokens: bool  # this rank speaks for its data parallel replica (tp 0, stage 0)
     has_loss: bool  # this rank speaks for the loss (the last stage's tp 0 of replica 0)
-    sink: PlainLines | RichBar | None
+    sink: Display | None
     on_report: Callable[[StepReport], None] | None = None  # called on every rank
     met: Mapping[str, int] = field(default_factory=dict)  # bad samples of this rank so far
     news: Callable[[], list[str]] = list  # remarks on rows that this rank met
@@ -236,10 +202,7 @@ class TrainingProgress:
         self.iteration = 0
         self._losses: list[torch.Tensor] = []
         self._empty_steps = 0  # that were said
-        self._reported_tokens = 0
-        self._reported_capacity = 0
-        self._reported_operations = 0
-        self._reported_iteration: int | None = None
+        self._counted = (0, 0, 0)  # tokens, capacity and operations of the reports so far
         self._last_time: float | None = None
 
     def step(
@@ -311,19 +274,14 @@ class TrainingProgress:
     def _report(
         self, iteration: int, *, learning_rate: float | None, grad_norm: float | None
     ) -> None:
-        counter = self.counter
-        tokens, capacity, operations = counter.tokens, counter.capacity, counter.operations
+        counts = self.counter.tokens, self.counter.capacity, self.counter.operations
+        speaks = self.counts_tokens
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        all_loss, losses, all_tokens, all_capacity, all_operations, *bad = self._sum(
+        all_loss, losses, tokens, capacity, operations, *bad = self._sum(
             loss.item() if self.has_loss else 0.0,
             len(self._losses) if self.has_loss else 0,
-            tokens - self._reported_tokens if self.counts_tokens else 0,
-            capacity - self._reported_capacity if self.counts_tokens else 0,
-            operations - self._reported_operations if self.counts_tokens else 0,
-            *(
-                self.met.get(kind, 0) if self.counts_tokens or kind == "pixels" else 0
-                for kind in BAD_KINDS
-            ),
+            *(now - then if speaks else 0 for now, then in zip(counts, self._counted, strict=True)),
+            *(self.met.get(kind, 0) if speaks or kind == "pixels" else 0 for kind in BAD_KINDS),
         )
         self.bad_samples = {
             kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
@@ -331,28 +289,23 @@ class TrainingProgress:
         learning_rate, grad_norm, memory = self._largest(learning_rate, grad_norm, self.memory())
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self.counter.started
-        if since is None:  # a rank without the decoder: its first step is not timed
-            since = now
         report = StepReport(
             iteration=iteration,
             loss=all_loss if losses else None,
-            tokens=int(all_tokens),
-            capacity=int(all_capacity),
-            seconds=now - since,
-            iterations=1
-            if self._reported_iteration is None
-            else iteration - self._reported_iteration,
+            tokens=int(tokens),
+            capacity=int(capacity),
+            # The first step of a rank without the decoder is not timed.
+            seconds=0.0 if since is None else now - since,
+            iterations=iteration - self.reports[-1].iteration if self.reports else 1,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            operations=int(all_operations),
+            operations=int(operations),
             ranks=torch.distributed.get_world_size(),
             peak_tflops=self.peak_tflops,
             memory_bytes=int(memory or 0),
         )
         self._losses.clear()
-        self._reported_tokens, self._reported_capacity = tokens, capacity
-        self._reported_operations, self._reported_iteration = operations, iteration
-        self._last_time = now
+        self._counted, self._last_time = counts, now
         self.reports.append(report)
         if self.sink is not None:
             for line in self.news():

@@ -54,9 +54,7 @@ from loongplug.training.log import WithoutSave, applied, log_folder, megatron_ou
 from loongplug.training.loop import train
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.own_ranks import finalized_together, make_own_groups
-from loongplug.training.progress import (
-    StepReport,
-)
+from loongplug.training.progress import StepReport
 from loongplug.training.provider import (
     ModelProvider,
     backend_of,
@@ -64,13 +62,13 @@ from loongplug.training.provider import (
     tensor_offload_of,
 )
 from loongplug.training.rank_data import row_lengths_of
-from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.special_tokens import folder_differences
 from loongplug.training.start_agreement import (
     require_same_data,
     require_same_start,
     require_same_weights,
 )
+from loongplug.training.step_check import StepCheck, finalized
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.summary import end_facts, print_facts, start_facts
 
@@ -179,7 +177,7 @@ def _run(
         work=work.of_samples,
         on_loss=None if watch is None else watch.loss,
     )
-    soundness = Soundness(
+    step_check = StepCheck(
         args, forward_step, finalize=finalized_together if engine.apart else finalized
     )
     answers = None
@@ -205,7 +203,7 @@ def _run(
             engine,
             watch,
             mapping=mapping,
-            soundness=soundness,
+            step_check=step_check,
             answers=answers,
         ),
         applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
@@ -294,14 +292,14 @@ def _told_what_was_built(
     watch: Watch | None,
     *,
     mapping: Mapping,
-    soundness: Soundness,
+    step_check: StepCheck,
     answers: Answers | None,
 ) -> AbstractContextManager[None]:
     """``engine``, and the others behind it, get chunks and optimizer before the first step."""
 
     def built(chunks: list[Any], optimizer: Any) -> None:
         engine.built(chunks, optimizer)
-        soundness.built(chunks, optimizer)
+        step_check.built(chunks, optimizer)
         if answers is not None:
             answers.built(chunks)
         if watch is not None:

@@ -32,7 +32,7 @@ OF_A_LAYER = {"cpu": 40_000_000, "cuda": 24_000_000_000}
 
 
 def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCosts:
-    """Of checked arguments, for the encoder that streams.
+    """The costs of a step of checked arguments, for the encoder that streams.
 
     A microbatch of the decoder counts with its padding, and a pack as one whole row.
     """

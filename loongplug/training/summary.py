@@ -49,7 +49,7 @@ def start_facts(
     datasets: DatasetProvider,
     logs: Path | None,
 ) -> Iterator[Fact]:
-    """Of a run that is about to begin; ``mapping`` has all parameters, adapters among them."""
+    """The facts of a run that is about to begin; ``mapping`` has adapters' parameters, too."""
     args, model = parsed.args, parsed.model
     yield from _modules(args, model, mapping=mapping, freezing=freezing)
     yield "layout", _layout(args, model)
@@ -72,7 +72,7 @@ def start_facts(
 
 
 def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
-    """Of a run that has written all; one that ``ended_early`` has exported nothing."""
+    """The facts of a run that has written all; one that ``ended_early`` has exported nothing."""
     saved = [] if ended_early else _exports(args)
     if args.save and (last := _tracked(args.save)):
         saved.insert(0, (f"iteration {last}", args.save))
@@ -141,7 +141,7 @@ def _layout(args: Namespace, model: Any) -> str:
 
 
 def _encoder_layout(args: Namespace, model: Any, name: str) -> str:
-    """Its mode, and what it has otherwise than the decoder."""
+    """An encoder's mode, and what it has otherwise than the decoder."""
     encoder = model.encoder(name)
     words, tp = [modes_of(args, model)[name].name], encoder_tp(args, encoder)
     words += [] if encoder.rank_offset is None else [f"from rank {encoder.rank_offset} on"]
@@ -155,7 +155,7 @@ def _above_one(sizes: dict[str, int]) -> list[str]:
 
 
 def _rows(args: Namespace, datasets: DatasetProvider) -> str:
-    """How many there are, and what becomes of them."""
+    """How many rows there are, and what becomes of them."""
     paths = parse_blend(training_files(args), flag=TRAINING).paths
     each = args.micro_batch_size * data_parallel_size(args)
     sizes = step_sizes(args) or StepSizes.constant(each)

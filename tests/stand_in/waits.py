@@ -29,7 +29,7 @@ SHAPES = "p2p_communication.py:_communicate_shapes"
 # which figures all ranks have.
 OF_A_STEP = (
     *("platform/finite_values.py:is_finite", "platform/finite_values.py:take_broken"),
-    *("training/soundness.py:_look", "optimizer_per_module.py:_told_to_all"),
+    *("training/step_check.py:_look", "optimizer_per_module.py:_told_to_all"),
     *("clip_grads.py:get_grad_norm_fp32", "optimizer/optimizer.py:has_grad_norm_group"),
     "common_utils.py:logical_and_across_model_parallel_group",
     "common_utils.py:reduce_max_stat_across_model_parallel_group",

@@ -197,6 +197,7 @@ def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) ->
         (["model.foundation.nope=1"], "model.foundation.nope is not a key of Qwen3DecoderConfig"),
         # Megatron's own assertions, with a text and without one.
         (["--overlap-param-gather"], "refuses the arguments: --overlap-param-gather only"),
+        (["--seq-length", "4097"], "max_position_embeddings (4096) must be greater"),
         (["--log-memory-interval", "7"], "refuses the arguments: assert args.log_memory_interval"),
         (["--checkpoint-activations"], "--checkpoint-activations is no longer valid"),
         (["--recompute-granularity", "full"], "recompute_method must be"),
@@ -235,7 +236,7 @@ def test_flags_that_contradict_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_contradictions_and_rules_are_reported_together(tmp_path: Path) -> None:
-    message = refusal(command_line(tmp_path, "--num-layers", "3", "--fp16", "--min-lr", "1"))
+    message = refusal(command_line(tmp_path, "--num-layers", "3", "--fp16", "--seed", "0"))
     assert len(message.splitlines()) == 3
 
 

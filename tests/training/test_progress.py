@@ -9,12 +9,10 @@ import torch
 from ranks import run_ranks
 
 from loongplug.training.progress import (
-    PlainLines,
-    RichBar,
+    Display,
     StepReport,
     TrainingProgress,
     leave_metrics,
-    progress_sink,
     summarize,
 )
 
@@ -29,10 +27,11 @@ def report(iteration: int, *, loss=1.0, tokens=100, capacity=400, seconds=2.0) -
 
 def test_a_stream_that_is_no_terminal_gets_plain_lines():
     stream = io.StringIO()
-    assert isinstance(progress_sink(stream, total=3), PlainLines)
-    sink = PlainLines(stream, total=3)
+    display = Display(stream, total=3)
     for iteration in (1, 2, 3):
-        sink.report(report(iteration))
+        display.stepped(iteration)
+        display.report(report(iteration))
+    display.close()
     lines = stream.getvalue().splitlines()
     figures = "loss 1.0000 | 2 s/step | 50 tokens/s | 0 TFLOP/s per rank | 75 % padding"
     assert lines[0] == f"iteration 1/3 | {figures}"
@@ -65,12 +64,11 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
             return True
 
     stream = Terminal()
-    sink = progress_sink(stream, total=3)
-    assert isinstance(sink, RichBar)
-    sink.stepped(1)
-    sink.report(report(1, loss=0.25))
-    sink.stepped(2)
-    sink.close()
+    display = Display(stream, total=3)
+    display.stepped(1)
+    display.report(report(1, loss=0.25))
+    display.stepped(2)
+    display.close()
     assert "2/3" in stream.getvalue()  # it moves without a report
     assert stream.getvalue().count("iteration") == 1
     assert "0.2500" in stream.getvalue()
@@ -135,7 +133,7 @@ def collect(rank: int) -> list[StepReport]:
         counter=counter,
         counts_tokens=rank in (0, 1),
         has_loss=rank == 2,
-        sink=PlainLines(stream, total=5) if rank == 0 else None,
+        sink=Display(stream, total=5) if rank == 0 else None,
         on_report=told.append,
         memory=lambda: 100 * rank,
     )
@@ -198,7 +196,7 @@ def met(rank: int) -> tuple[dict[str, int], str]:
         counter=Counter(),
         counts_tokens=rank in (0, 1),
         has_loss=rank == 2,
-        sink=PlainLines(stream, total=1),
+        sink=Display(stream, total=1),
         met=counts,
     )
     counts |= {"length": 3, "pixels": rank}

@@ -24,7 +24,7 @@ from loongplug.platform import current_platform
 from loongplug.platform.finite_values import is_finite, norms_before_sums
 from loongplug.training import forward_step, own_ranks
 from loongplug.training.run import run
-from loongplug.training.soundness import MOST_EMPTY_STEPS, Soundness
+from loongplug.training.step_check import MOST_EMPTY_STEPS, StepCheck
 
 NAN = float("nan")
 AT_WORK = "Largest learning rate: 0.001; loss scale: 1."
@@ -133,15 +133,26 @@ class Built(nn.Module):
         weight.main_grad.zero_()  # the sum is another's
         self.expert_parallel_bucket_groups = [group]
 
-    def finalize(self) -> None:
-        with patch("megatron.training.training.finalize_model_grads"):
-            self.config.finalize_model_grads_func([self], torch.tensor(7))
+    def finalize(self, *, tokens: int = 7) -> None:
+        with patch("megatron.training.training.finalize_model_grads") as finalize:
+            self.config.finalize_model_grads_func(
+                [self], torch.tensor(tokens), force_all_reduce=True
+            )
+        finalize.assert_called_once()
 
     def largest_rate(self) -> float:
         return 1e-3
 
     def get_loss_scale(self) -> Tensor:
         return torch.ones(1)
+
+
+def looked_at(args: Namespace, step: forward_step.ForwardStep | None = None) -> Built:
+    """What steps are checked with these arguments."""
+    built = Built()
+    check = StepCheck(args, step or forward_step.ForwardStep(current_platform()))
+    check.built([built], built)  # type: ignore[arg-type]
+    return built
 
 
 def run_args(*, policy: str = "fatal", switch: bool = True) -> Namespace:
@@ -154,12 +165,9 @@ def checked(*losses: float, norm: float = 1.0, tokens: int = 7, switch: bool = T
     """What a step with these figures ends with; nothing where it goes on."""
     args = run_args(switch=switch)
     step = forward_step.ForwardStep(current_platform())
-    built, soundness = Built(), Soundness(args, step)
-    soundness.built([built], built)  # type: ignore[arg-type]
+    built = looked_at(args, step)
     step.losses += [torch.tensor(loss) for loss in losses]
-    with patch("megatron.training.training.finalize_model_grads") as finalize:
-        built.config.finalize_model_grads_func([built], torch.tensor(tokens), force_all_reduce=True)
-    finalize.assert_called_once()
+    built.finalize(tokens=tokens)
     assert step.losses == []  # also where Megatron passes over the step
     try:
         assert built.before_update(norm)
@@ -188,15 +196,12 @@ def test_steps_without_tokens_are_passed_over_until_there_are_too_many_in_a_row(
     policy: str,
 ) -> None:
     """Also where bad samples end a run: rows may leave themselves out."""
-    step, built = forward_step.ForwardStep(current_platform()), Built()
-    args = run_args(policy=policy, switch=False)
-    soundness = Soundness(args, step)
-    soundness.built([built], built)  # type: ignore[arg-type]
+    step, args = forward_step.ForwardStep(current_platform()), run_args(policy=policy, switch=False)
+    built = looked_at(args, step)
 
     def updates(tokens: int) -> bool:
         args.curr_iteration += 1
-        with patch("megatron.training.training.finalize_model_grads"):
-            built.config.finalize_model_grads_func([built], torch.tensor(tokens))
+        built.finalize(tokens=tokens)
         return built.before_update(0.0)
 
     for _ in range(2):
@@ -213,8 +218,7 @@ def test_of_ranks_that_meet_the_same_step_one_is_printed() -> None:
     """The first one is; a rank whose loss is broken knows most, and comes first."""
     args = run_args()
     step = forward_step.ForwardStep(current_platform())
-    built, soundness = Built(), Soundness(args, step)
-    soundness.built([built], built)  # type: ignore[arg-type]
+    built = looked_at(args, step)
     for rank, losses, turn in ((0, [], 2), (1, [1.0], 2), (2, [1.0, NAN], 0)):
         args.rank = rank
         step.losses = [torch.tensor(loss) for loss in losses]
@@ -234,9 +238,7 @@ def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_gradients_are_told_by_module_and_with_their_weights() -> None:
-    args = run_args()
-    built, soundness = Built(), Soundness(args, forward_step.ForwardStep(current_platform()))
-    soundness.built([built], built)  # type: ignore[arg-type]
+    built = looked_at(run_args())
     weight = built.module.image_encoder.weight
 
     def told(gradient: float) -> str:

@@ -1,4 +1,4 @@
-"""Every step has a finite loss, finite gradients and tokens to train on, or changes nothing."""
+"""The check of each step: losses and gradients are finite, and tokens train, or nothing changes."""
 
 import math
 import sys
@@ -32,8 +32,8 @@ def finalized(model: Any, num_tokens: Tensor | None, **options: Any) -> None:
     training.finalize_model_grads(model, num_tokens, **options)
 
 
-class Soundness:
-    """Looks at each step of a run before it changes a weight.
+class StepCheck:
+    """A look at each step of a run before it changes a weight.
 
     The norms of gradients are taken before replicas sum them, so that the rank that made them is
     known, and looked at behind the last backward. Losses and the number of trained tokens are
