@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from loongplug.data.loader import Heard
 from loongplug.data.media_loader import CodedMedia
 from loongplug.data.microbatch import MediaToCome
-from loongplug.data.planned_media import MediaBatch, PlannedShare, PlannedUnit
+from loongplug.data.planned_media import LoadedUnit, MediaBatch, PlannedShare, PlannedUnit
 from loongplug.data.sample import Sample
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.failure import SharedFaultError
@@ -71,6 +71,11 @@ class News:
         return f"{self.encoder}/{replica}/{index}/{loader}"
 
 
+def _recorded(recorder: Recorder, load: Callable[[], LoadedUnit]) -> LoadedUnit:
+    with recorder.span("data", "media"):
+        return load()
+
+
 class LoadedShare:
     """A share on the rank that loads it, from the first question on until all media are taken."""
 
@@ -83,9 +88,10 @@ class LoadedShare:
         recorder: Recorder = NOTHING,
     ) -> None:
         """``tell`` is told of bad samples; with ``keeps`` media are taken again and again."""
-        self._recorder = recorder
         assert planned.load is not None, "another rank loads it"
         self._load = planned.load
+        if recorder is not NOTHING:
+            self._load = partial(_recorded, recorder, planned.load)
         self._media = planned.media
         self._tell = tell
         self._left = inf if keeps else len(planned.media.media)
@@ -95,8 +101,7 @@ class LoadedShare:
     def bad(self) -> set[int]:
         """Which samples have bad media. There are some media."""
         if self._bad is None:
-            with self._recorder.span("data", "media"):
-                loaded = self._load()
+            loaded = self._load()
             self._rows, self._bad = loaded.rows, set(loaded.bad)
             if self._tell is not None:
                 self._tell(self._bad)
