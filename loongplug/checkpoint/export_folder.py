@@ -4,6 +4,8 @@ An export takes the place of nothing, of an empty folder, or of a folder that is
 export. A list in each export tells: it names every file, with its size and when it was written.
 """
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +17,6 @@ from typing import Any
 
 from loongplug.checkpoint.common_errors import together, write_error
 from loongplug.checkpoint.parameter_holders import own_rank
-from loongplug.checkpoint.save_lock import save_lock
 from loongplug.output_files import flush
 
 EXPORT_LIST = "loongplug_export.json"
@@ -41,6 +42,8 @@ def check_export_folder(folder: Path, *, kind: str) -> None:
             with _alone(folder):
                 pass
         _refuse_others(folder, folder, kind=kind)
+        if folder.exists() and not os.access(folder, os.W_OK):  # it could not be moved away
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise write_error(folder, error) from error
 
@@ -81,33 +84,55 @@ def _beside(folder: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """The hidden folder beside an export's, for one run at a time; it goes with the context."""
+    """The hidden folder beside an export's, for one run at a time; it goes with the context.
+
+    The kernel's lock ends with its process, on whatever host the next export is.
+    """
     beside = _beside(folder)
+    beside.mkdir(parents=True, exist_ok=True)
+    held = os.open(beside, os.O_RDONLY)
     try:
-        with save_lock(beside, rank=0):
-            _clear(folder)
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # the next export does it
-                    _clear(folder)
+        if not _locked(held, beside):
+            raise ValueError(
+                f"{folder} is in use by another run, which exports to it: wait until it has ended,"
+                " or give another folder."
+            )
+        _clear(folder)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the next export does it
+                _clear(folder)
+                beside.rmdir()
     finally:
-        with suppress(OSError):  # another run has it
-            beside.rmdir()
+        os.close(held)
+
+
+def _locked(held: int, beside: Path) -> bool:
+    """Whether this process alone has the folder, which no other has removed meanwhile."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return os.path.samestat(os.fstat(held), beside.stat())
 
 
 def _clear(folder: Path) -> None:
     """Remove what exports left beside ``folder``; an earlier export without a successor returns."""
     beside = _beside(folder)
-    new, old = beside / "new", beside / "old"
-    for path in (beside, new, old):
+    new, old, gone = beside / "new", beside / "old", beside / "gone"
+    for path in (beside, new, old, gone):
         if path.is_symlink():  # what is behind it is no export's to move or remove
             raise OSError(f"{path} is a link")
     if old.exists():
         if not folder.exists() or not any(folder.iterdir()):
             old.rename(folder)
         elif (folder / EXPORT_LIST).is_file():
-            shutil.rmtree(old)
+            shutil.rmtree(gone, ignore_errors=True)
+            old.rename(gone)  # nobody puts back what is half removed
+    shutil.rmtree(gone, ignore_errors=True)  # somebody may still read it
     if new.exists():
         shutil.rmtree(new)
 

@@ -172,23 +172,27 @@ def write_files(
     for bundle in tensors.bundles:
         ranks.setdefault(file_with(bundle).name, rank_of(bundle))
     collected = tensors.collect(lambda bundle: ranks[file_with(bundle).name], on_bytes=on_bytes)
-    adders: dict[str, Callable[[str, Tensor], None]] = {}
+    at_work: PlannedFile | None = None
     error: Exception | None = None
-    with together(target), ExitStack() as opened:
+    with ExitStack() as opened:
+        # An error of what is collected is this rank's alone, and ends all by the board of failures.
         for bundle, source, tensor in collected:
             if error is not None:  # the other ranks still send, so go on receiving
                 continue
             try:
-                file = file_with(bundle)
-                if file.name not in adders:
-                    adders[file.name] = opened.enter_context(new_tensor_file(folder, file))
+                if at_work is not (file := file_with(bundle)):
+                    opened.close()  # the disk has a whole file before the next begins
+                    add = opened.enter_context(new_tensor_file(folder, file))
+                    at_work = file
                 values = changed(source, tensor)
                 for name in names(bundle, source):
-                    adders[file.name](name, values)
+                    add(name, values)
             except Exception as caught:  # whatever it is, the other ranks are waiting
                 error = caught
-        if error is not None:
-            raise error
+        with together(target):
+            opened.close()
+            if error is not None:
+                raise error
 
 
 def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:

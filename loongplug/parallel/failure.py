@@ -267,8 +267,9 @@ def _exit(first: FirstError) -> NoReturn:
     _tell_torchrun(first)
     exit_notes.failed(first.code)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(Exception):  # of a closed pipe
+        sys.stdout.flush()
+        sys.stderr.flush()
     time.sleep(PARTING_SECONDS)
     os._exit(first.code)
 

@@ -50,16 +50,16 @@ def unwritable(args: Namespace) -> list[str]:
     first, last = args.rank == 0, args.rank == args.ranks - 1
     metrics = Path(args.metrics_json) if args.metrics_json and first else None
     problems = [
-        _problem(flag, Path(folder), rank=args.rank, kept=kept)
-        for flag, folder, mine, kept in (
+        _problem(flag, Path(place), rank=args.rank, kept=kept)
+        for flag, place, mine, kept in (
             ("--save", args.save, True, True),
             ("--trace", args.trace, True, True),
             ("--tensorboard-dir", args.tensorboard_dir, last, True),
-            ("--save-hf", _around(args.save_hf), first, False),
-            ("--save-lora", _around(args.save_lora), first, False),
-            ("--metrics-json", _around(metrics), metrics and not is_stream(metrics), False),
+            ("--save-hf", args.save_hf, first, False),
+            ("--save-lora", args.save_lora, first, False),
+            ("--metrics-json", metrics, metrics and not is_stream(metrics), False),
         )
-        if folder and mine
+        if place and mine
     ]
     if found := [problem for problem in problems if problem is not None]:
         return found
@@ -75,19 +75,15 @@ def unwritable(args: Namespace) -> list[str]:
     return []
 
 
-def _around(place: str | Path | None) -> str:
-    """The folder in which an output is made that appears by a rename; empty where there is none."""
-    return os.path.dirname(os.path.realpath(place)) if place else ""
-
-
-def _problem(flag: str, folder: Path, *, rank: int, kept: bool) -> str | None:
-    """Why files cannot be made in ``folder``, which stays if it is ``kept``."""
+def _problem(flag: str, place: Path, *, rank: int, kept: bool) -> str | None:
+    """Why files cannot be made in a folder that is ``kept``, or around what appears by a rename."""
+    folder = place if kept else Path(os.path.realpath(place)).parent
     try:
         if folder.exists() and not folder.is_dir():
             return f"{flag} {folder} is a file: give a folder."
         _try(folder, rank=rank, kept=kept)
     except OSError as error:
-        return str(write_error(f"{flag} {folder}", error))
+        return str(write_error(f"{flag} {place}", error))
     return None
 
 

@@ -272,6 +272,23 @@ def test_an_earlier_export_stays_when_others_have_filled_its_place(folder):
 
 
 @pytest.mark.quick
+def test_an_export_that_is_half_removed_never_returns(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **how: None)  # killed, or read by a server
+        export(folder, NEW)
+    shutil.move(folder, folder.parent / "mine")
+    check(folder)
+    assert contents(folder.parent) == {f"mine/{name}": text for name, text in NEW.items()}
+
+
+@pytest.mark.quick
+def test_a_folder_that_cannot_be_moved_away_is_refused_at_the_start(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)  # root may do all
+    with pytest.raises(ValueError, match=r"hf cannot be written .*Permission denied"):
+        check(folder)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_rename_that_fails_leaves_the_older_export(folder, monkeypatch, failing):
     rename, done = os.rename, 0

@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,3 +188,20 @@ def test_what_stands_beside_the_weights_and_is_no_code_is_carried(tmp_path):
     copy_carried_files(tmp_path / "target", given, own)
     assert (tmp_path / "target" / "card.md").read_text() == "12ab"
     assert not (tmp_path / "target" / "card.md").is_symlink()
+
+
+@pytest.mark.quick
+def test_an_error_of_what_is_collected_waits_for_no_other_rank(tmp_path, monkeypatch):
+    """The others may wait for a message of this rank: the board of failures ends them."""
+
+    def collect(*_, **__):
+        raise RuntimeError("out of memory")
+        yield
+
+    def entered(target):
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(hf_export, "together", entered)
+    tensors = SimpleNamespace(bundles=(), collect=collect)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        hf_export.write_files(tmp_path, (), tensors, target=tmp_path, names=None, rank_of=None)

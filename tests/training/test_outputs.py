@@ -49,7 +49,7 @@ def test_a_file_and_a_parent_that_is_a_file(tmp_path, name):
     (problem,) = unwritable(args(**{name: str(place)}))
     assert problem == f"{flag(name)} {tmp_path / 'file'} is a file: give a folder."
     (problem,) = unwritable(args(**{name: str(place / "more")}))
-    assert problem.startswith(f"{flag(name)} {tmp_path}/file/more cannot be written ([Errno 20]")
+    assert problem.startswith(f"{flag(name)} {place / 'more'} cannot be written ([Errno 20]")
 
 
 @pytest.mark.parametrize("name", [*FILLED, "metrics_json"])
