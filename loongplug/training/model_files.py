@@ -97,7 +97,7 @@ class Composition:
 
     def origin(self, key: str) -> str:
         """The override or the last file that sets ``key``, else the file mounted nearest above."""
-        path = re.sub(r"\[\d+\]$", "", key)
+        path = key.partition("[")[0]  # files set whole lists
         if path in self._settings:
             return f"override {path}={self._settings[path]}"
         for file, package in reversed(self._layers):

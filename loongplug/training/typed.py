@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -39,34 +39,62 @@ class Filler:
 
     def fill(self, annotation: Any, value: object, *, key: str) -> Any:
         """``value`` as ``annotation`` asks for it; what comes back counts only without problems."""
-        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        arms = typing.get_args(annotation) if is_union else ()
-        classes = filter(dataclasses.is_dataclass, (annotation, *arms))
-        config_class: Any = next(classes, None)
-        if config_class is None or (value is None and arms):
-            return self._fill_plain(annotation, value, key=key)
-        if isinstance(value, Mapping):
-            return self._fill_dataclass(config_class, value, key=key)
-        self._note(key, f"is {_said(value)}, but should be a mapping for {config_class.__name__}")
-        return None
+        arms: tuple[Any, ...] = (annotation,)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            arms = typing.get_args(annotation) if value is not None else ()
+        for arm in arms:
+            origin = typing.get_origin(arm)
+            if dataclasses.is_dataclass(arm):
+                return self._fill_dataclass(arm, value, key=key)
+            if origin is tuple and isinstance(value, list | tuple):
+                return self._fill_tuple(arm, value, key=key)
+            if origin is Mapping and isinstance(value, Mapping):
+                return self._fill_plain_data(value, key=key)
+        return self._fill_scalar(annotation, value, key=key)
 
-    def _fill_plain(self, annotation: Any, value: object, *, key: str) -> Any:
-        """Scalars, lists as tuples, and mappings, whose config itself knows keys and values."""
-        if typing.get_origin(annotation) is Mapping:
-            annotation = dict[str, JsonValue]
-        given = tuple(value) if isinstance(value, list) else value
+    def _fill_scalar(self, annotation: Any, value: object, *, key: str) -> Any:
         try:
-            return TypeAdapter(annotation, config=_STRICT).validate_python(given)
+            return TypeAdapter(annotation, config=_STRICT).validate_python(value)
         except ValidationError as error:
-            for each in error.errors(include_url=False):
-                place = "".join(f"[{part}]" for part in each["loc"])
-                wrong = each["msg"].removeprefix("Input ").replace("tuple", "list")
-                said = f"is {_said(each['input'])}, but {wrong}"
-                missing = each["type"] == "missing"
-                self._note(f"{key}{place}", "is missing" if missing else said)
+            wrong = error.errors(include_url=False)[0]["msg"].removeprefix("Input ")
+            wrong = wrong.replace("input was not", "should be").replace("tuple", "list")
+            self._note(key, f"is {_said(value)}, but {wrong}")
             return None
 
-    def _fill_dataclass(self, annotation: Any, value: Mapping[Any, object], *, key: str) -> Any:
+    def _fill_tuple(self, annotation: Any, value: Sequence[object], *, key: str) -> Any:
+        items = typing.get_args(annotation)
+        if items[-1] is Ellipsis:
+            items = (items[0],) * len(value)
+        if len(items) != len(value):
+            self._note(key, f"has {len(value)} values, but should have {len(items)}")
+            return None
+        return tuple(
+            self.fill(item, each, key=f"{key}[{index}]")
+            for index, (item, each) in enumerate(zip(items, value, strict=True))
+        )
+
+    def _fill_plain_data(self, value: object, *, key: str) -> Any:
+        """A copy of mappings, lists and scalars, whose config itself knows their keys."""
+        if isinstance(value, Mapping):
+            for name in value:
+                if not isinstance(name, str):
+                    self._note(key, f"has the key {name!r}, but keys should be text")
+            return {
+                name: self._fill_plain_data(each, key=f"{key}.{name}")
+                for name, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [
+                self._fill_plain_data(each, key=f"{key}[{index}]")
+                for index, each in enumerate(value)
+            ]
+        return self._fill_scalar(JsonValue, value, key=key)
+
+    def _fill_dataclass(self, annotation: Any, value: object, *, key: str) -> Any:
+        if not isinstance(value, Mapping):
+            wanted = f"a mapping for {annotation.__name__}"
+            self._note(key, f"is {_said(value)}, but should be {wanted}")
+            return None
         config_class = self._target(annotation, value, key=key)
         if config_class is None:
             return None

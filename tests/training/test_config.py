@@ -88,7 +88,7 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
         ("model.foundation.num_layers=null", "is null, but should be a valid integer"),
         ("model.foundation.rotary_base='1e4'", "is '1e4', but should be a valid number"),
         ("model.foundation.tie_word_embeddings=1", "is 1, but should be a valid boolean"),
-        ("model.foundation.mrope_section=[16,6]", "mrope_section[2] is missing"),
+        ("model.foundation.mrope_section=[16,6]", "has 2 values, but should have 3"),
         (
             "model.foundation.mrope_section=[6,5,x]",
             "mrope_section[2] is 'x', but should be a valid integer",
@@ -210,6 +210,31 @@ def test_numbers_in_files_are_finite(tmp_path: Path) -> None:
     file = write(tmp_path, f"{text}foundation:\n  rotary_base: .inf\n")
     expected = f"{file}: model.foundation.rotary_base is inf, but should be a finite number"
     assert problem(config_file=file) == expected
+
+
+@pytest.mark.quick
+def test_settings_of_transformers_are_named_by_key(tmp_path: Path) -> None:
+    """With the file that has them, mounted or not, however deep."""
+    (tmp_path / "towers").mkdir()
+    tower = write(
+        tmp_path / "towers",
+        "_target_: loongplug.models.hugging_face_encoder.HuggingFaceEncoderConfig\n"
+        "model_type: vit\nsettings:\n  hidden_size: .nan\n",
+        "vit.yaml",
+    )
+    file = write(
+        tmp_path,
+        "# @package model\ndefaults:\n  - towers@image_encoder: vit\n"
+        "  - /image_projector@image_projector: mlp\n  - /llama@foundation: llama_tiny\n  - _self_\n"
+        "_target_: loongplug.models.llava.LlavaConfig\nimage_token_id: null\n"
+        "image_encoder:\n  settings:\n    sides:\n      - 2\n      - 3: 4\n        side: .inf\n",
+    )
+    key = "model.image_encoder.settings"
+    assert problem(config_file=file).splitlines() == [
+        f"{tower}: {key}.hidden_size is nan, but should be a finite number",
+        f"{file}: {key}.sides[1] has the key 3, but keys should be text",
+        f"{file}: {key}.sides[1].side is inf, but should be a finite number",
+    ]
 
 
 @pytest.mark.quick
