@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_lines import TOKENS, command_line, write_tokenizer
+from layout_flags import VIRTUAL
 
 from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families
@@ -205,6 +206,33 @@ def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) ->
 )
 def test_bad_values_are_one_sentence(tmp_path: Path, more: list[str], expected: str) -> None:
     message = refusal(command_line(tmp_path, *more))
+    assert expected in message
+    assert "\n" not in message
+
+
+_OVERLAP = ("--overlap-moe-expert-parallel-comm", "--bf16")
+_EP2 = ("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2", *_OVERLAP)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (_OVERLAP, "is only supported with expert model parallelism"),
+        (("--model-name", "qwen3_vl_moe_tiny", *_OVERLAP), "only supported with expert model par"),
+        ((*_EP2, "--moe-token-dispatcher-type", "allgather"), "with alltoall/flex token dispatch"),
+        ((*_EP2, "--moe-shared-expert-overlap"), "disable moe_shared_expert_overlap"),
+        (
+            (*_EP2, "--overlap-dispatch-backward-with-experts-wgrad"),
+            "overlap_moe_expert_parallel_comm must be disabled",
+        ),
+        ((*VIRTUAL, "--no-overlap-p2p-communication"), "p2p communication overlap is disabled"),
+    ],
+)
+def test_overlap_that_a_layout_cannot_have_is_one_sentence(tmp_path, monkeypatch, more, expected):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    message = refusal(command_line(tmp_path, *more))
+    assert message.startswith("Megatron-Core refuses the arguments: ")
     assert expected in message
     assert "\n" not in message
 

@@ -228,6 +228,19 @@ def test_windows_are_not_shorter_than_the_row(
     )
 
 
+def test_texts_with_dynamic_rope_are_not_longer_than_its_plain_part(prepared: Run) -> None:
+    length = prepared[0].seq_length
+    for longest, factor in ((length, 2.0), (length - 1, None), (length - 1, 2.0)):
+        model = with_plain_rope(prepared, dynamic_rope_factor=factor)
+        text = dataclasses.replace(model.foundation, max_position_embeddings=longest)
+        found = violated_rules(prepared[0], dataclasses.replace(model, foundation=text))
+        refused = longest < length and factor is not None
+        assert names(found) == (["dynamic-rope"] if refused else [])
+    said = f"max_position_embeddings {length - 1} is shorter than --seq-length {length}, with"
+    assert found[0].startswith(said)
+    assert "choose a --seq-length up to model.foundation.max_position_embeddings" in found[0]
+
+
 def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> None:
     (found,) = violated_rules(prepared[0], changed(prepared[1], ["image_encoder.joined_rows=0"]))
     assert found == (
@@ -366,7 +379,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     with_bad_case = {rule for _, rule, bad, _ in rule_cases.CASES if bad}
     with_bad_case |= {"lora-own-folder", "own-ranks-whole", "wandb"}
-    with_bad_case |= {"rope-scaling", "sliding-window", "streamed-queues"}
+    with_bad_case |= {"dynamic-rope", "rope-scaling", "sliding-window", "streamed-queues"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

@@ -93,6 +93,13 @@ def seed(args: Namespace, model: Any) -> Problems:
         yield f"--seed {args.seed}"
 
 
+@rule(reason="the rate decays from the one to the other", cure="lower --min-lr")
+def learning_rates(args: Namespace, model: Any) -> Problems:
+    """`--min-lr` above `--lr`"""
+    if args.lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
+
+
 @rule(
     reason="the learning rate would never decay",
     cure="shorten the warm-up or lengthen the run",

@@ -164,6 +164,21 @@ def rope_scaling(args: Namespace, model: Any) -> Problems:
 
 
 @rule(
+    reason="transformers turns queries and keys of longer texts more slowly, by their length",
+    cure="choose a --seq-length up to model.foundation.max_position_embeddings",
+)
+def dynamic_rope(args: Namespace, model: Any) -> Problems:
+    """a decoder with a `dynamic_rope_factor` and rows longer than its `max_position_embeddings`"""
+    text, longest = model.foundation, model.foundation.max_position_embeddings
+    dynamic = getattr(text, "dynamic_rope_factor", None) is not None
+    if dynamic and args.seq_length is not None and longest < args.seq_length:
+        yield (
+            f"max_position_embeddings {longest} is shorter than --seq-length {args.seq_length}, "
+            "with dynamic_rope_factor"
+        )
+
+
+@rule(
     reason="every token of a row attends to all before it",
     cure="choose a --seq-length up to model.foundation.sliding_window",
 )

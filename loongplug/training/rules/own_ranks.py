@@ -48,10 +48,10 @@ def own_ranks_sizes(args: Namespace, model: Any) -> Problems:
         sizes = {
             "data_parallel_size": encoder.data_parallel_size,
             "pipeline_model_parallel_size": encoder.pipeline_model_parallel_size,
-            "stage_layers": [*(encoder.stage_layers or ())],
+            "stage_layers": None if encoder.stage_layers is None else [*encoder.stage_layers],
         }
         for name, size in sizes.items():
-            if encoder.rank_offset is None and size not in (1, []):
+            if encoder.rank_offset is None and size not in (1, None):
                 yield f"{key}.{name} {size} without a rank_offset"
 
 

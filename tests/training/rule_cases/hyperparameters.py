@@ -28,10 +28,21 @@ CASES: Cases = {
     ),
     "finite-numbers": ([{"lr": math.inf}, {"video_fps": math.nan}], [{"loss_scale": 2.0}]),
     "optimizer-numbers": (
-        [{"lr_warmup_iters": -1}, {"adam_beta1": -0.1}, {"adam_beta2": 1.0}],
+        [
+            {"min_lr": -1e-3},
+            {"decoupled_lr": -1e-3},
+            {"weight_decay": -0.1},
+            {"adam_beta1": -0.1},
+            {"adam_beta2": 1.0},
+            {"clip_grad": -1.0},
+            {"lr_warmup_iters": -1},
+            {"lr_warmup_fraction": -0.5},
+            {"lr_warmup_init": -1e-4},
+        ],
         [{"weight_decay": 0.0}, {"lr": 0.0}, {"adam_beta1": 0.0}, {"clip_grad": 0.0}],
     ),
     "seed": ([{"seed": -5}, {"seed": 0}, {"seed": 2**31}], [{"seed": 1}, {"seed": 2**31 - 1}]),
+    "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
     "warm-up": (
         [
             {"train_iters": 10, "lr_warmup_iters": 10},
@@ -43,6 +54,9 @@ CASES: Cases = {
         [
             {**_GROWS, "global_batch_size": None},
             {**_GROWS, "global_batch_size": 7},
+            {"rampup_batch_size": [4, 0, 20]},
+            {"rampup_batch_size": [0, 2, 20]},
+            {"rampup_batch_size": [4, 2, -1]},
             {"rampup_batch_size": ["4", "few", "20"]},
             {**_GROWS, **_SCHEDULE},
             {**_GROWS, **_FEWER},

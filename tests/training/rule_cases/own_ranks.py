@@ -51,6 +51,7 @@ CASES: Cases = {
             placed("image_encoder.data_parallel_size=2", ranks=8),
             placed("image_encoder.pipeline_model_parallel_size=2", ranks=8),
             placed("image_encoder.stage_layers=[2]", ranks=8),
+            placed("image_encoder.stage_layers=[]", ranks=8),
         ],
         [placed(*STAGES), placed(*STAGES, "image_encoder.stage_layers=[1,2]")],
     ),
