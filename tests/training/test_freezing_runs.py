@@ -94,3 +94,10 @@ def test_a_pattern_without_effect_is_the_same_error_on_every_rank(flags):
         assert "layers.*.self_attention.linear_qkv.weight" in error
         assert "--train-parameters '*word_embeddings*' matches only parameters that train" in error
         assert "final_layernorm" not in error.rpartition("ValueError: ")[2]
+
+
+def test_a_run_in_which_nothing_trains_is_the_same_error_on_every_rank(flags):
+    said = "Every parameter of the model is frozen: there is nothing to train. Drop a freeze, or"
+    with pytest.raises(RankError, match=said) as raised:
+        train(flags, ENCODER, PROJECTOR, DECODER, *PP, ranks=2)
+    assert len(raised.value.errors) == 2

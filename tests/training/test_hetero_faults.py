@@ -23,6 +23,7 @@ MESSAGE = "this rank is unwell"
 
 # Where an error or a signal comes from.
 PHASES: dict[str, tuple[tuple[str, ...], type, str]] = {
+    "full-1-encoder-forward": (FULL, EncoderOfStep, "payload"),
     "full-2-decoder": (FULL, TextDecoder, "forward"),
     "full-3-gradients-on-their-way": (FULL, AllToAll, "scatter_variable_shape_embeddings"),
     "dp-encoder-backward": (DP, EncoderOfStep, "backward"),

@@ -82,8 +82,11 @@ def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_goes_on_in_another_layout(flags, single, tmp_path):
-    weights, expected = single
+@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
+def test_a_checkpoint_goes_on_in_another_layout(flags, tmp_path, model):
+    flags = [*flags, "--model-name", model]
+    weights = first_weights(flags, tmp_path / "hf")
+    expected = train(flags, "--load-hf", weights)
     save = ("--save", str(tmp_path / "run"), "--use-distributed-optimizer")
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
     stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", weights, "--exit-interval", "2"]

@@ -1,10 +1,11 @@
-"""Whole training runs of a model with experts: a layout, bf16, resume in another layout."""
+"""Whole training runs of a model with experts: layouts, bf16, resume in another layout."""
 
 from unittest.mock import patch
 
 import pytest
 import torch
 from compared_runs import exit_code, first_weights, losses
+from layout_flags import PP2
 from ranks import run_ranks
 
 from loongplug.models.layers import mlp
@@ -30,6 +31,7 @@ def single(flags, tmp_path_factory):
     ("layout", "ranks"),
     [
         ((*EP2, "--moe-token-dispatcher-type", "allgather", "--overlap-grad-reduce"), 2),
+        ((*EP2, *PP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"), 4),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

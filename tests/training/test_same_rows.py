@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from layout_flags import TP2
+from PIL import Image
 from ranks import RankError, run_ranks
 
 from loongplug.data.packing import PackingState
@@ -140,8 +142,15 @@ def trained(rank: int, *, flags: list[str], roots: list[Path], port: int) -> Non
 
 
 @pytest.mark.slow
-def test_a_file_that_one_rank_has_not_ends_a_run(
-    flags: list[str], demo: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("layout", "smaller"),
+    [
+        pytest.param(("model.image_encoder.rank_offset=1",), False, id="apart-missing"),
+        pytest.param(TP2, True, id="tensor-smaller"),
+    ],
+)
+def test_a_file_that_one_rank_has_otherwise_ends_a_run(
+    flags: list[str], demo: Path, tmp_path: Path, layout: tuple[str, ...], smaller: bool
 ) -> None:
     rows = [row for row in (demo / "train.jsonl").read_text().splitlines() if '"image"' in row][:8]
     data = tmp_path / "rows.jsonl"
@@ -153,13 +162,16 @@ def test_a_file_that_one_rank_has_not_ends_a_run(
     for file in (demo / image.parent).iterdir():
         if file.name != image.name:
             (other / file.name).symlink_to(file)
+    if smaller:
+        found = Image.open(demo / image)
+        found.resize((found.width, found.height // 2)).save(other / image.name)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RankError, match=r"rows.jsonl:6: .*on rank [01], .*on rank [01]\. Ranks"):
         run_ranks(
             trained,
             2,
             flags=[
-                *(*flags, "model.image_encoder.rank_offset=1", "--train-data-path", str(data)),
+                *(*flags, *layout, "--train-data-path", str(data)),
                 *("--train-iters", "1", "--bad-sample", "skip"),
             ],
             roots=[demo, tmp_path],
