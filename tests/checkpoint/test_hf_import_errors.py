@@ -79,6 +79,22 @@ def test_all_differences_are_named_at_once_on_every_rank(folder):
     assert f"{GATE} has shape (76, 64), expected (80, 64)" in message
 
 
+def test_one_ranks_error_is_everyones(folder, tmp_path):
+    folders = [folder, folder, tmp_path / "nowhere", folder]
+    results = run_ranks(load, 4, folder=folders, layout=TP2_PP2)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith("rank 2: No Hugging Face model at")
+
+
+def test_a_reading_rank_that_fails_still_takes_part_in_broadcasts(folder):
+    """Rank 1 has the norm by a broadcast, and more parameters behind it."""
+    first = "model.language_model.layers.0.input_layernorm.weight"
+    change_tensors(folder, lambda tensors: tensors[first][3:4].fill_(torch.nan))
+    results = run_ranks(load, 2, folder=folder, layout=Layout(tp=2), timeout=60.0)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith(f"rank 0: {first} in {folder}")
+
+
 def test_numbers_of_heads_are_compared_though_shapes_agree(folder):
     def change(config):
         config["text_config"].update(num_attention_heads=16, num_key_value_heads=8, head_dim=8)

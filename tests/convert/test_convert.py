@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from micro.convert_worker import _PeakMemory
 from micro.random_folder import write_random_folder
 from ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
+from small_checkpoints import write_checkpoint
 from tensor_files import assert_same_weights
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
+from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.settings_notes import CARRIED_FOLDER
 from loongplug.cli import app
 from loongplug.convert.mapped_weights import MappingReader
-from loongplug.convert.rank import convert
+from loongplug.convert.rank import _iteration_folder, convert
 from loongplug.training.run import run
 from loongplug.verify.tiny_processor import write_processor
 
@@ -162,6 +165,16 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(checkpoint, tmp_path, dama
         convert_on(2, *MODEL, *PP2, "--load", str(damaged), "--save-hf", str(tmp_path / "out"))
     assert len(raised.value.errors) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_that_is_converted_is_chosen_by_step(tmp_path):
+    for name in ("iter_0000002", "iter_0000004"):
+        write_checkpoint(tmp_path, name)
+    (tmp_path / TRACKER).write_text("4")
+    assert _iteration_folder(Namespace(load=str(tmp_path), ckpt_step=None)).name == "iter_0000004"
+    assert _iteration_folder(Namespace(load=str(tmp_path), ckpt_step=2)).name == "iter_0000002"
+    with pytest.raises(ValueError, match="has no checkpoint; give the folder that --save named"):
+        _iteration_folder(Namespace(load=str(tmp_path / "iter_0000002"), ckpt_step=None))
 
 
 def with_tensors(folder: Path, changed: Path, tensors: dict[str, torch.Tensor]) -> Path:

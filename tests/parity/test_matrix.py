@@ -5,12 +5,20 @@ from dataclasses import replace
 
 import pytest
 from eventually import eventually
+from image_units import ENCODER, media_batch
+from ranks import run_ranks
 from rich.console import Console
 
+from loongplug.data.planned_media import Assignment
+from loongplug.data.sample_order import SampleOrder
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.datasets import DatasetProvider
+from loongplug.training.provider import engine_of
+from loongplug.training.rank_data import assignment_of
 from loongplug.verify.ranks import RankError
 from parity.bits import RankBits, first_difference
 from parity.cells import EXPERTS, MODES, Cell
-from parity.matrix import Matrix, code_files, main, run_cells
+from parity.matrix import STEPS, Matrix, code_files, main, run_cells
 from parity.option_flags import FULL
 from parity.page import Result, page
 from parity.parts import PARTS, cells_of, sample
@@ -44,6 +52,36 @@ def test_sampled_cells_agree(tmp_path):
     assert {name: result.agrees for name, result in known.items()} == {
         cell.name: True for cell in cells
     }
+
+
+def owners(rank, *, cell, flags):
+    """The owners of the units of each step, as its data give them."""
+    os.environ["WORLD_SIZE"] = str(cell.ranks)
+    parsed = parse_arguments(flags)
+    args, encoder = parsed.args, parsed.model.encoder(ENCODER)
+    data = DatasetProvider(args, parsed.model, engine=engine_of(args, parsed.model)).train
+    order, step = SampleOrder(len(data), seed=args.seed), cell.microbatches
+    assignment = assignment_of(args, encoder, replicas=cell.encoder_replicas)
+    planned = []
+    for first in range(0, STEPS * step, step):
+        rows = [[each] for each in order.indices(range(first, first + step))]
+        grids = [media_batch(each, data.text_parts(each)).grids for each in rows]
+        planned.append([*assignment.of_step(grids)])
+    return planned
+
+
+def test_owners_of_a_balanced_cell_are_not_in_turn(tmp_path):
+    """In a step at least, by the matrix's data."""
+    cell = next(
+        cell
+        for cell in cells_of("layouts")
+        if cell.balance and (cell.model, cell.dp, cell.encoder_replicas) == (CELL.model, 1, 2)
+    )
+    flags = [*Matrix(tmp_path).base(cell), *cell.flags()]
+    (planned,) = run_ranks(owners, 1, cell=cell, flags=flags)
+    in_turn = Assignment(replicas=2).of_step([()] * cell.microbatches)
+    assert len(planned) == STEPS
+    assert any(each != in_turn for each in planned)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def agrees(folder, frozen, layouts):
 
 
 def test_every_mode_trains_what_the_single_rank_trains(tmp_path):
-    """More of what can be frozen are cells of the parity matrix (tests/parity/saving_cells.py)."""
+    """More of what can be frozen are cells of the parity matrix (tests/parity/parts.py)."""
     agrees(tmp_path, ("model.image_encoder.freeze=true",), LAYOUTS)
 
 

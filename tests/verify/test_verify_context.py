@@ -10,6 +10,7 @@ from engine_stand_in import engine_attention
 from parity.encoder_faults import average_the_parts
 from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
+from PIL import Image
 from verify_cases import (
     CP2,
     FULL,
@@ -52,9 +53,8 @@ TENSORS_AWAY = (
     *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1024"),
     *("--offload-tensors", "layer_input", "qkv", "fc1_output", "fc2_input"),
 )
-# Ranks in all, and flags. Many more are cells of the parity matrix (tests/parity/context_cells.py).
+# Ranks in all, and flags. Many more are cells of the parity matrix (tests/parity/parts.py).
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "cp3-mbs2": (3, (*CP3, "--micro-batch-size", "2")),
     "cp2-tp2-encoder-tp1": (4, (*CP2, *TP2, f"{ENCODER}.tensor_model_parallel_size=1")),
     "cp2-pp2-packed-p2p": (4, (*CP2, *PP2, "--packing", "--cp-comm-type", "p2p")),
     "cp2-dp2-overlapped-a2a": (4, (*CP2, *OVERLAPPED, "--cp-comm-type", "a2a", *SELECTIVE)),
@@ -119,6 +119,45 @@ def test_padded_rows_by_the_engine_agree(tmp_path: Path) -> None:
     comparison = pair.compared(partial(in_another_order, folder=tmp_path))
     assert "text_decoder layers" in failing(comparison, "gradients")
     assert any(each.fails for each in comparison.losses)
+
+
+def write_images_over(folder: Path) -> None:
+    """Rows of one turn: with a large image, with two small ones, and with none."""
+
+    def change(number: int, sample: dict[str, Any]) -> None:
+        keep_parts(sample, "text")
+        sample["messages"] = sample["messages"][:2]
+        for name in (["large"], ["small", "small"], [])[number % 3]:
+            image = {"type": "image", "image": f"{name}.png"}
+            sample["messages"][0]["content"].insert(0, image)
+
+    write_changed_rows(folder, change)
+    for side, size in {"large": (128, 160), "small": (32, 32)}.items():  # of 20 tokens, and of one
+        Image.effect_noise(size, 80).convert("RGB").save(folder / f"data/{side}.png")
+
+
+def note_features(rank: int, *, folder: Path) -> None:
+    """How many features each rank places in each of a microbatch's two rows."""
+
+    def noted(original: Any, *given: Any, **options: Any) -> Any:
+        places = original(*given, **options)
+        with (folder / f"features-{rank}").open("a", encoding="utf-8") as file:
+            print(*places.sample.bincount(minlength=2).tolist(), file=file)
+        return places
+
+    around("loongplug.models.decoder:token_places", noted)
+
+
+def test_images_over_all_parts_of_a_row_and_ranks_without_any(tmp_path: Path) -> None:
+    write_images_over(tmp_path)
+    pair = Pair(made_plan(tmp_path, *CP3, *MBS2, ranks=3, steps=1), tmp_path)
+    pair.agreeing(partial(note_features, folder=tmp_path))
+    files = [tmp_path / f"features-{rank}" for rank in range(3)]
+    counts = [[*map(int, file.read_text(encoding="utf-8").split())] for file in files]
+    rows = [*zip(*counts, strict=True)]
+    assert any(all(row) for row in rows), "an image lies on all ranks"
+    assert any(any(row) and not all(row) for row in rows), "some ranks have none of a row's"
+    assert (0, 0, 0) in rows
 
 
 @pytest.fixture(scope="module")

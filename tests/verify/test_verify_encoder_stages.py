@@ -23,7 +23,7 @@ MBS3 = ("--micro-batch-size", "3")
 FROZEN = ("model.image_encoder.freeze=true",)
 
 # Model, ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP. Many more are
-# cells of the parity matrix (tests/parity/placement_cells.py).
+# cells of the parity matrix (tests/parity/placed.py).
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "figure-4a": (OMNI, 6, (*PP3, *lies(3), *lies(5, of="audio", pp=1))),
     "1/1/1|1/2/1-frozen-encoder": (LLAVA, 3, (*lies(1), *FROZEN)),

@@ -12,6 +12,7 @@ from free_passes import free_passes
 from parity.built_in import around
 from parity.mutations import give_a_gradient_to_the_wrong_owner, swap_two_microbatches_gradients
 from verify_cases import (
+    CP2,
     OMNI,
     OVERLAPPED,
     PP2,
@@ -30,10 +31,11 @@ from loongplug.data.sample_order import epoch_permutation
 from loongplug.verify.plan import SAMPLES
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
-# Ranks in all, and flags. Many more are cells of the matrix (tests/parity/streamed_cells.py).
+# Ranks in all, and flags. Many more are cells of the parity matrix (tests/parity/parts.py).
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-tp2-sp-overlapped": (4, (*PP2, *SP, *OVERLAPPED)),
     "pp2-vpp2": (2, (*VPP2, "--global-batch-size", "8")),
+    "pp2-cp2": (4, (*PP2, *CP2)),
     "pp2-activations-away": (
         2,
         (*PP2, "--offload-encoder-activations", "--global-batch-size", "16"),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from parity.built_in import around
 from parity.encoder_faults import lose_the_gradient_of_sounds, turn_the_rows_of_sounds
+from ranks import run_ranks
 from sweeps import sweep
 from torch import Tensor
 from verify_cases import HEARS, OMNI, PP2, SEES, TP2, VPP2, Mutation, Pair, failing, lies, made_plan
 
+from loongplug.training.run import run
 from loongplug.verify.plan import Plan
 
 OF_STEP = "loongplug.hetero.encoder_of_step:EncoderOfStep"
@@ -110,3 +112,27 @@ def test_features_in_another_order(pair: Pair) -> None:
     assert failing(pair.compared(turn_the_rows_of_sounds), "gradients") >= {
         *("audio_encoder", "text_decoder layers")
     }
+
+
+def losses_of(rank: int, *, flags: list[str]) -> list[float]:
+    return [step.loss for step in run(flags, verified=True)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_both_lie_with_the_decoder_and_back(tmp_path: Path) -> None:
+    """With samples that may be left out: both encoders tell of theirs."""
+    plan, kept = planned(APART, tmp_path), str(tmp_path / "run")
+    more = ["--lr-decay-style", "constant", "--bad-sample", "skip", "--eval-iters", "0"]
+    layout, alone = [*plan.layout, *more], [*plan.reference, *more]
+
+    def losses(flags: list[str], *own: str, ranks: int) -> list[float]:
+        found: list[float] = run_ranks(losses_of, ranks, flags=[*flags, *own], timeout=120.0)[0]
+        return found
+
+    expected = losses(alone, "--train-iters", "4", ranks=1)
+    saves = ("--save", kept, "--save-interval", "1")
+    goes_on = ("--load", kept, *saves, "--train-iters")
+    found = losses(layout, *saves, "--train-iters", "2", ranks=plan.ranks)
+    found += losses(alone, *goes_on, "3", ranks=1)
+    found += losses(layout, *goes_on, "4", ranks=plan.ranks)
+    assert found == pytest.approx(expected, rel=2e-5)
