@@ -52,10 +52,10 @@ FIRST_PHASE=(
     --valid-data-path "$DATA/test.jsonl"
     --pipeline-model-parallel-size 2
     --enable-full-hetero-dp
-    --train-iters 420
+    --train-iters 480
     --lr 2e-3
     --lr-warmup-iters 30
-    --eval-interval 420
+    --eval-interval 480
     --save "$RUN/checkpoints"
 )
 
@@ -68,9 +68,9 @@ SECOND_PHASE=(
     --enable-encoder-hetero-dp
     --load "$RUN/checkpoints"
     --finetune
-    --train-iters 150
-    --lr 1.2e-3
-    --eval-interval 150
+    --train-iters 220
+    --lr 1e-3
+    --eval-interval 220
     --save "$RUN/sft"
     --save-hf "$RUN/hf"
     --metrics-name second_phase

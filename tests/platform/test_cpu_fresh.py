@@ -36,7 +36,6 @@ with torch.device("meta"):
 
 FEW_KERNELS = """
 import ctypes, torch
-from loongplug.models.layers import linear
 from loongplug.platform import activate
 
 class Used(ctypes.Structure):
@@ -45,6 +44,7 @@ class Used(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Used
 activate("cpu")
+from loongplug.models.layers import linear
 used = []
 for start in (1000, 1200, 1400):
     for rows in range(start, start + 200):
