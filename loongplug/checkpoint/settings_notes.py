@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.models.registry import present_name
 from loongplug.output_files import write_whole
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
@@ -58,7 +59,7 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     if noted is not None:
         found, expected = (
             {
-                key: value
+                key: present_name(str(value)) if key.endswith("_target_") else value
                 for key, value in _flat(_plain(settings), ".")
                 if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
                 and value is not None  # as if it were not there: older notes lack newer settings

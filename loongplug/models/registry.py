@@ -193,7 +193,7 @@ def trusted_object(name: str, *, packages: Sequence[str], cure: str) -> object:
     Raises:
         ValueError: the name is in none of them, with ``cure``, or there is no such thing.
     """
-    name = _FORMERLY.sub(r"\1", name)
+    name = present_name(name)
     if _DOTTED_NAME.fullmatch(name) is None or not within(name, packages):
         where = f"is not in {' or '.join(packages)}" if packages else "is in no trusted package"
         raise ValueError(f"{name} {where}; {cure}")
@@ -202,6 +202,11 @@ def trusted_object(name: str, *, packages: Sequence[str], cure: str) -> object:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} does not exist ({error})") from error
+
+
+def present_name(name: str) -> str:
+    """The dotted name that a config class has today."""
+    return _FORMERLY.sub(r"\1", name)
 
 
 def within(name: str, packages: Sequence[str]) -> bool:

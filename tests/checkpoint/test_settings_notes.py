@@ -14,6 +14,7 @@ from loongplug.checkpoint.settings_notes import (
     write_note,
 )
 from loongplug.training.arguments import settle_transparency
+from loongplug.training.config import compose_model, to_yaml_data
 
 pytestmark = pytest.mark.quick
 
@@ -85,6 +86,22 @@ def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message)
         check_architecture(tmp_path, changed(key, value))
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_former_names_of_config_classes_make_no_other_model(tmp_path):
+    config = to_yaml_data(compose_model(model_name="qwen3_vl_tiny").config)
+    noted = copy.deepcopy(config)
+    place = "loongplug.models.qwen3_vl.config"  # of all four, in notes up to version 0.2
+    noted["model"]["_target_"] = f"{place}.Qwen3VLConfig"
+    noted["model"]["image_encoder"]["_target_"] = f"{place}.Qwen3VisionConfig"
+    noted["model"]["image_projector"]["_target_"] = f"{place}.Qwen3ProjectorConfig"
+    noted["model"]["foundation"]["_target_"] = f"{place}.Qwen3DecoderConfig"
+    write_note(tmp_path / ARCHITECTURE_FILE, noted)
+    check_architecture(tmp_path, config)
+    noted["model"]["foundation"]["_target_"] = "loongplug.models.qwen3_vl_moe.config.Other"
+    write_note(tmp_path / ARCHITECTURE_FILE, noted)
+    with pytest.raises(ValueError, match=r"foundation._target_ is loongplug.models.qwen3_vl_moe.O"):
+        check_architecture(tmp_path, config)
 
 
 def test_a_setting_that_is_newer_than_the_checkpoint_and_not_used_is_none(tmp_path):
