@@ -53,7 +53,7 @@ def attend(
 
     Returns:
         The output [b, heads, s_q, dim] in q's dtype, and the logsumexp of the scaled scores
-        [b, heads, s_q] in float32, of float64 in float64.
+        [b, heads, s_q] in float32, of float64, which CPUs alone take, in float64.
     """
     assert min(q.size(2), k.size(2)) > 0, "an empty tile"
     if is_computed_on_host(q):
@@ -61,6 +61,7 @@ def attend(
             q, k, v, 0.0, causal, scale=scale
         )
     else:
+        assert q.dtype != torch.float64, "no flag asks for it, and no kernel here takes it"
         padded = _scale_if_padded(q, scale)
         tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
         if q.dtype == torch.float32:
