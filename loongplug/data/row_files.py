@@ -12,9 +12,11 @@ from contextlib import suppress
 from itertools import chain
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from loongplug.data.cache_folder import LOG, places
@@ -268,12 +270,18 @@ def _no_array(path: Path, line: int, what: str) -> ValueError:
 
 def _mapped(place: Path, made_of: tuple[int, int]) -> NDArray[np.int64]:
     """The index in this file; ValueError with what is wrong with it."""
+    damaged = "is cut off, damaged or of another version of LoongPlug"
     try:
-        rows = np.load(place, mmap_mode="r")
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError("is cut off, damaged or of another version of LoongPlug") from error
-    if rows.dtype != np.int64 or rows.ndim != 2 or tuple(rows[0]) != made_of:
+        rows = open_memmap(place, mode="r")
+    except (OSError, ValueError, SyntaxError, TokenError) as error:  # the last two of its header
+        raise ValueError(damaged) from error
+    if rows.dtype != np.int64 or rows.shape[1:] != (2,) or not len(rows):
+        raise ValueError(damaged)
+    if tuple(rows[0]) != made_of:
         raise ValueError("is of what the file was before it changed")
+    ascends = np.diff(rows[1:, 0], prepend=-1, append=made_of[0]) > 0  # up to the file's size
+    if not ascends.all() or rows.offset + rows.nbytes != place.stat().st_size:
+        raise ValueError(damaged)
     return rows[1:]
 
 

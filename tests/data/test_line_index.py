@@ -1,5 +1,6 @@
 """Where lines start, and the index files that large files have beside them."""
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -85,6 +86,13 @@ def with_word(content: bytes, place: int, word: int) -> bytes:
     return content[: 8 * place] + word.to_bytes(8, "little") + content[8 * (place + 1) :]
 
 
+def with_arrays(content: bytes) -> bytes:
+    """The content as an archive of arrays, which numpy reads, too."""
+    file = io.BytesIO()
+    np.savez(file, np.load(io.BytesIO(content)))
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -92,6 +100,15 @@ def with_word(content: bytes, place: int, word: int) -> bytes:
         (lambda content: b"x" * 8, DAMAGED),
         (lambda content: content[:-8], DAMAGED),
         (lambda content: content[:16], DAMAGED),
+        (lambda content: content.replace(b"(3, 2)", b"(0, 2)"), DAMAGED),
+        (lambda content: content.replace(b"(3, 2)", b"(2, 2)"), DAMAGED),  # lacks the last row
+        (lambda content: content.replace(b"(3, 2)", b"(3, 2\x1a"), DAMAGED),
+        (lambda content: content.replace(b"(3, 2)", b"(3,02)"), DAMAGED),
+        (with_arrays, DAMAGED),
+        # Behind numpy's header and two words, the offset of the first row, then of the second.
+        (lambda content: with_word(content, 18, 10), DAMAGED),
+        (lambda content: with_word(content, 20, 10 + 2**40), DAMAGED),
+        (lambda content: with_word(content, 20, 10 + 2**63), DAMAGED),
         # Behind numpy's header, the file's time of change.
         (lambda content: with_word(content, 17, 1), "is of what the file was before it changed"),
     ],
