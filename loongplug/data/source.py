@@ -303,7 +303,11 @@ class LocalSource:
         return loaded
 
     def _work_ahead(self) -> None:
-        """Begin to load what is needed next, and to plan behind it; waits for nothing."""
+        """Begin to load what is needed next, and to plan behind it.
+
+        It waits for nothing by an index; without one, it waits for rows where a pack, or a step
+        that is assigned as a whole, takes more of them than are read ahead.
+        """
         settings = self._pool.settings
         most = settings.processes * settings.depth
         try:
