@@ -129,7 +129,7 @@ class DatasetProvider:
         self._settings = survey_settings(args, model)
         self._same_rows = SameRows(args, store=start_store(args, purpose="rows"))
         for data in filter(None, (train, self._valid)):
-            # Without packing, nothing needs an index: one of other rows ends no run.
+            # Without packing, nothing needs an index: a run goes on without one of other rows.
             try:
                 data.extents = IndexedExtents.of(data.rows, self._settings)
             except ValueError as error:
@@ -150,11 +150,15 @@ class DatasetProvider:
 
     @property
     def planned(self) -> dict[str, str]:
-        """Digests of what ranks plan by and alike: of indexes, of an evaluation."""
-        indexes = [x.extents for x in (self.train, self._valid) if x is not None and x.extents]
-        tables = [f"{table.digest:08x}" for index in indexes for table in index.tables]
-        evaluation = zlib.crc32(repr(self.evaluation).encode())
-        return {"indexes": " ".join(tables), "evaluation": f"{evaluation:08x}"}
+        """Digests of what ranks plan by and alike: of each file's index, of an evaluation."""
+        found = {"evaluation": f"{zlib.crc32(repr(self.evaluation).encode()):08x}"}
+        for purpose, data in (("training", self.train), ("validation", self._valid)):
+            if data is not None and data.extents is not None:
+                indexes = zip(data.sources, data.extents.tables, strict=True)
+                for number, (source, table) in enumerate(indexes, start=1):
+                    name = f"index of {purpose} file {number}, {path_of(source).name}"
+                    found[name] = f"{table.digest:08x}"
+        return found
 
     @property
     def _unindexed(self) -> list[Source]:

@@ -14,6 +14,8 @@ from surveyed import settings_of
 from loongplug.data.check import index
 from loongplug.data.data_options import RowAccess
 from loongplug.training import datasets
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.provider import engine_of
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -71,6 +73,17 @@ def test_a_run_makes_an_index_and_the_next_one_finds_it(
     assert SAID not in said
     assert found == expected
     assert place.stat().st_mtime_ns == before
+
+
+def test_ranks_compare_the_index_of_each_file_by_its_name(
+    short: list[str], data: Path, demo: Path
+) -> None:
+    settings = settings_of(demo / "processor", access=RowAccess(media_root=demo))
+    index([str(data)], settings, processes=1)
+    parsed = parse_arguments(short)
+    engine = engine_of(parsed.args, parsed.model)
+    planned = datasets.DatasetProvider(parsed.args, parsed.model, engine=engine).planned
+    assert [*planned] == ["evaluation", "index of training file 1, rows.jsonl"]
 
 
 @pytest.mark.parametrize("wrong", ["settings", "files"])
