@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, islice, repeat
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from loongplug.data.microbatch import MediaToCome, Share
 from loongplug.data.sample import BadSample, Grid, MediumExtent, OddVideos, RowExtent, Sample
 from loongplug.data.sample_order import ResumePoint, SampleOrder
 from loongplug.data.workers import Pool
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHUNK = 16  # samples that are measured at a time
 

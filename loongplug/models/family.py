@@ -139,8 +139,8 @@ class Family:
 
     ``config_class`` is the frozen dataclass that the family's YAML files fill; ``parts`` has, by
     the names of the built model's modules, those of registered parts, or :data:`ANY`; what may
-    stand there, :func:`families` puts into ``joined``. ``configs`` is the folder of the YAML files;
-    None stands for ``configs/models/<name>`` of LoongPlug.
+    stand there, :func:`loongplug.models.registry.families` puts into ``joined``. ``configs`` is the
+    folder of the YAML files; None stands for ``configs/models/<name>`` of LoongPlug.
     """
 
     name: str

@@ -170,7 +170,7 @@ IN_BLOCKS = TOWERS["clip"].config(side=6, spatial_merge_size=2)
         (MlpConfig(), IN_BLOCKS, "makes a token of each patch"),
         (LinearConfig(), IN_BLOCKS, "token of each patch"),
         (
-            PixelShuffleConfig(),
+            AveragePoolConfig(),
             Qwen3VisionConfig(
                 num_layers=2,
                 hidden_size=24,

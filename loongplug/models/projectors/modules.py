@@ -277,7 +277,6 @@ def build_pixel_shuffle(
     A block's patches follow each other row by row, which is the order in which transformers'
     shuffle puts them side by side.
     """
-    _check_taps(vision)
     width = config.hidden_size * vision.spatial_merge_size**2
     return _mlp(
         architecture,
