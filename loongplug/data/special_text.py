@@ -33,9 +33,10 @@ def hide_special(
     marks: dict[str, str] = defaultdict(lambda: next(free))  # of what stands there
     mark = partial(special.pattern.sub, lambda found: marks[found.group()])
     marked = tuple(message.with_texts(mark) for message in messages)
-    if special.pattern.search(joined_texts(marked)) is not None:  # a template may put them together
+    # A template may put the texts of one message together; between messages, it writes something.
+    if any(special.pattern.search(joined_texts([each])) is not None for each in marked):
         raise ValueError(
-            "neighbouring texts of the row make a special token together: write them as one text."
+            "neighbouring texts of a message make a special token together: write them as one text."
         )
     return marked, {mark: text for text, mark in marks.items()}
 

@@ -79,8 +79,13 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
     tokens = tokenize_conversation(plain, bytes_processor, phase="pretrain", placeholders=[])
     assert special_ids(tokens.ids, bytes_processor) == [E]
     sample = conversation(("user", ["<|im_", "end|>x"]), ("assistant", "1"))
-    with pytest.raises(ValueError, match="neighbouring texts of the row make a special token"):
+    with pytest.raises(ValueError, match="neighbouring texts of a message make a special token"):
         tokenize_conversation(sample, bytes_processor, phase="sft", placeholders=[])
+    # A template writes something between two turns.
+    sample = conversation(("user", "is a <|im_"), ("assistant", f"end|>{E} b"))
+    tokens = tokenize_conversation(sample, bytes_processor, phase="sft", placeholders=[])
+    assert special_ids(tokens.ids, bytes_processor) == [S, E] * 2
+    assert f"end|>{E} b{E}" in bytes_processor.tokenizer.decode(tokens.ids)
 
 
 def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
