@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import isqrt, prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from loongplug.models.entries import Entry, Role, checked
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from loongplug.data.video import VideoStyle
 
 # Sections of transformers' config.json, with the modules that each describes.
-SECTIONS = {
-    "text_config": ("text_decoder",),
-    "vision_config": ("image_encoder", "image_projector"),
-}
+SECTIONS = MappingProxyType(
+    {
+        "text_config": ("text_decoder",),
+        "vision_config": ("image_encoder", "image_projector"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class InTransformers:
     config_class: str | None
     architecture: str
     roots: Dictionary[str, str]
-    sections: Dictionary[str, tuple[str, ...]] = field(default_factory=lambda: SECTIONS)
+    sections: Dictionary[str, tuple[str, ...]] = SECTIONS
     whole: Dictionary[str, Dictionary[str, str]] = field(default_factory=dict)
     more: str | None = None
     derived: str | None = None

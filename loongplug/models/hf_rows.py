@@ -91,15 +91,15 @@ class Table:
         *,
         inputs: int,
         groups: int = 1,
+        parts: int = 1,
         bias: bool = True,
         without_bias: str | None = None,
     ) -> list[Row]:
         """One linear of several there, by columns; ``theirs`` has the outputs of each.
 
-        One that is several already has as many ``parts``. ``groups`` as in :class:`Row`. The files
-        have no bias of ``without_bias``; ours is zero.
+        Each is so many ``parts`` already. ``groups`` as in :class:`Row`. The files have no bias of
+        ``without_bias``; ours is zero.
         """
-        parts = 3 if len(theirs) == 1 else 1
         return [
             Row(
                 (f"{self.ours}{ours}.{kind}",),
@@ -123,9 +123,15 @@ class Table:
         self, theirs: tuple[str, ...], hidden: int, *, heads: int, without_bias: str | None = None
     ) -> list[Row]:
         """An encoder's queries, keys and values; ``theirs`` are three names, or one."""
-        outputs = dict.fromkeys(theirs, 3 * hidden // len(theirs))
-        name = "self_attention.linear_qkv"
-        return self.together(name, outputs, inputs=hidden, groups=heads, without_bias=without_bias)
+        parts = 3 // len(theirs)
+        return self.together(
+            "self_attention.linear_qkv",
+            dict.fromkeys(theirs, parts * hidden),
+            inputs=hidden,
+            groups=heads,
+            parts=parts,
+            without_bias=without_bias,
+        )
 
     def swiglu(
         self, theirs: str, *, hidden: int, ffn: int, bias: bool, ours: str = "mlp"

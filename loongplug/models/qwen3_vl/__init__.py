@@ -4,6 +4,7 @@ encoder, projector and decoder.
 
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from loongplug.models.architecture import (
@@ -153,11 +154,13 @@ LOONGPLUG_PARTS = (
     ),
 )
 
-ROOTS = {
-    "image_encoder": "model.visual",
-    "image_projector": "model.visual",
-    "text_decoder": "model.language_model",
-}
+ROOTS = MappingProxyType(
+    {
+        "image_encoder": "model.visual",
+        "image_projector": "model.visual",
+        "text_decoder": "model.language_model",
+    }
+)
 LOONGPLUG_FAMILIES = (
     Family(
         name="qwen3_vl",
