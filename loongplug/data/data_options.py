@@ -28,15 +28,15 @@ class PixelLimits:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Those of a command line's options."""
+        """The limits that a command line's options give."""
         return cls(**{each.name: given[each.name] for each in fields(cls)})
 
     def given(self) -> dict[str, int]:
-        """Those that there are, by name."""
+        """The limits that are given, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
-        """Give a processor of transformers those of images or, with ``video_``, of videos.
+        """Give a processor of transformers the limits of images or, with ``video_``, of videos.
 
         ``patch`` is the pixels that become one visual token. ValueError for limits that leave no
         size, or less than one such token.
@@ -80,7 +80,7 @@ class RowAccess:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """That of a command line's options."""
+        """The access that a command line's options give."""
         return cls(**{each.name: given[each.name] for each in fields(cls)})
 
     @property

@@ -86,7 +86,7 @@ class Surveyor:
 
     @classmethod
     def of(cls, settings: SurveySettings, *, seq_length: float = inf) -> Self:
-        """By the folder's processor, for a model whose tokens are the folder's."""
+        """The surveyor by the folder's processor, for a model whose tokens are the folder's."""
         processor = settings.processor()
         style = VideoStyle(timestamps=settings.timestamps)
         videos = VideoProcessor(processor, style, fps=settings.video_fps)
@@ -96,7 +96,7 @@ class Surveyor:
     def __call__(
         self, rows: Rows, index: int, *, known: RowExtent | None = None, decodes: bool = False
     ) -> Survey:
-        """Of a row; ``findings`` are all that is wrong with its media, else the first fault.
+        """The survey of a row, with all that is wrong with its media, else with the first fault.
 
         Opens the media's headers, unless the row's extent is ``known``. With ``decodes``, decodes
         them too, each file once while it is remembered; a fault that shows only then, and one of
@@ -171,7 +171,7 @@ class Surveyor:
     def known_media(
         self, conversation: Conversation, rows: Rows, index: int, known: Mapping[int, MediumExtent]
     ) -> dict[int, Medium]:
-        """Those of a row's media whose extents are ``known``, by their numbers; opens no header.
+        """The media of a row whose extents are ``known``, by their numbers; opens no header.
 
         Raises:
             ChangedFileError: the row has fewer.
@@ -292,7 +292,7 @@ class ChatDataset:
         self._cache = ByteBoundedCache(self._cache_bytes // processes)
 
     def media(self, index: int, known: Mapping[int, MediumExtent]) -> dict[int, Medium]:
-        """Those of a row's media whose extents are ``known``, by their numbers; opens no header."""
+        """The media of a row whose extents are ``known``, by their numbers; opens no header."""
         conversation = self.surveyor.conversation(self.rows, index)
         return self.surveyor.known_media(conversation, self.rows, index, known)
 
@@ -325,7 +325,7 @@ class ChatDataset:
     def positions(
         self, ids: NDArray[np.int64], media: Sequence[tuple[Medium, MediumExtent]]
     ) -> NDArray[np.int64]:
-        """Of tokens [n] with these media: time, height, width, [3, n] int64."""
+        """The positions of tokens [n] with these media: time, height, width, [3, n] int64."""
         if self._plain_positions or self.processor.images is None:
             return plain_position_ids(len(ids))
         vision, style, tokens = self.processor.vision, self.videos.style, self.processor.token_ids

@@ -52,7 +52,7 @@ class ExtentTable:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[RowExtent, Sequence[Remark]]]) -> Self:
-        """Of each row's extent and the remarks on it, taken one after the other."""
+        """The table of each row's extent and the remarks on it, taken one after the other."""
         remarks = Remarks()
         values: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _ARRAYS.items()}
         for number, (row, said) in enumerate(rows):
@@ -101,7 +101,7 @@ class ExtentTable:
 
     @property
     def digest(self) -> int:
-        """Of all arrays."""
+        """A checksum of all arrays."""
         found = 0
         for name in _ARRAYS:
             found = zlib.crc32(np.ascontiguousarray(getattr(self, name)).data, found)
@@ -174,13 +174,13 @@ class IndexedExtents:
 
     @classmethod
     def of(cls, rows: Rows, settings: SurveySettings) -> Self | None:
-        """None, unless each file has an index; ValueError as of :func:`kept_table`."""
+        """The index of each file, None where one has none; ValueError as of :func:`kept_table`."""
         found = [kept_table(source, settings) for source in sources_of(rows)]
         tables = tuple(table for table in found if table is not None)
         return cls(rows, tables) if len(tables) == len(found) else None
 
     def row(self, index: int) -> RowExtent:
-        """That of one row."""
+        """The extent of one row."""
         if not isinstance(self.rows, Blend):
             return self.tables[0].row(index)
         source, row = self.rows.find(index)
@@ -290,7 +290,7 @@ def keep_table(
 
 
 def _digest(known: Mapping[str, Any]) -> str:
-    """Of what an index is bound to but for rows and the rule on turns, as a part of a name."""
+    """A digest of what an index is bound to but for rows and the rule on turns, for its name."""
     bound = known["processor"], {**known["settings"], "multi_turn": None}
     return f".{hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()[:8]}"
 

@@ -70,39 +70,39 @@ class MediaBatch:
         )
 
     def part(self, numbers: Sequence[int] | None) -> Self:
-        """These of the media alone, by their numbers; None for all."""
+        """The batch with the media of these numbers alone; None for all."""
         if numbers is None:
             return self
         return replace(self, media=tuple(self.media[number] for number in numbers))
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """Of each medium."""
+        """The grid of each medium."""
         return tuple(each.extent.grid for each in self.media)
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Of each medium: which of the microbatch's samples has it."""
+        """The number of the sample in the microbatch that has each medium."""
         return tuple(each.sample for each in self.media)
 
     @property
     def extents(self) -> tuple[MediumExtent, ...]:
-        """Of each medium."""
+        """The extent of each medium."""
         return tuple(each.extent for each in self.media)
 
     @property
     def rows(self) -> int:
-        """Of the encoder's input."""
+        """The rows of the encoder's input."""
         return sum(map(prod, self.grids))
 
     @property
     def loaded_rows(self) -> int:
-        """Of what is loaded: of bytes, where it is :attr:`coded`."""
+        """The rows of what is loaded: of bytes, where the media are :attr:`coded`."""
         return sum(KINDS[each.kind].loaded_rows(each) for each in self.extents)
 
     @property
     def coded(self) -> bool:
-        """Whether its rows come as bytes."""
+        """Whether the rows of the media come as bytes."""
         return bool(self.media) and KINDS[self.media[0].extent.kind].coded
 
     def to_come(self, rows: Callable[[range], Tensor]) -> MediaToCome:
@@ -138,10 +138,10 @@ class StepPlans(Protocol):
     """Plans of steps: who encodes what of each microbatch's media, which are given by grids."""
 
     def plan(self, media: Sequence[Sequence[Grid]]) -> Any:
-        """That of a step, in whatever process."""
+        """The plan of a step, in whatever process."""
 
     def keep(self, media: Sequence[Sequence[Grid]], plan: Any) -> None:
-        """Here is the plan that another process made of a step."""
+        """Take the plan that another process made of a step."""
 
     def shares(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]] | None:
         """Who encodes what; None where the step is as without a plan."""
@@ -149,13 +149,13 @@ class StepPlans(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
+    """The replica of the encoder that encodes each microbatch's media; the same on all ranks.
 
-    Each replica in turn, from a step's first microbatch on. ``by_cost`` assigns by what media cost:
-    it is given their grids and the number of ``replicas``, and may let several replicas share a
-    microbatch's media. It does so with those that are left at a step's end, fewer than there are
-    replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked for
-    together.
+    It is pure. Replicas take turns, from a step's first microbatch on. ``by_cost`` assigns by what
+    media cost: it is given their grids and the number of ``replicas``, and may let several replicas
+    share a microbatch's media. It does so with those that are left at a step's end, fewer than
+    there are replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked
+    for together.
 
     ``by_plan`` goes before that, for a whole step; it says None where that is as without it.
     """
@@ -166,7 +166,7 @@ class Assignment:
     by_plan: StepPlans | None = None
 
     def together(self, step: int) -> range:
-        """Which ones of a step of so many microbatches are assigned together."""
+        """The microbatches of a step of so many that are assigned together."""
         return range(step) if self.by_plan is not None else self._compared(step)
 
     def of(
@@ -188,11 +188,11 @@ class Assignment:
         return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
 
     def of_step(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]]:
-        """The same of all microbatches of a step."""
+        """The shares of all microbatches of a step."""
         return self.of(range(len(media)), media, step=len(media))
 
     def _compared(self, step: int) -> range:
-        """Those whose costs are compared."""
+        """The microbatches of a step of so many whose costs are compared."""
         if self.by_cost is None:
             return range(step, step)
         return range(0 if self.whole_steps else step - step % self.replicas, step)
@@ -222,7 +222,7 @@ def planned_units(
     encoders: Mapping[str, EncoderUnits],
     load: Callable[[MediaBatch], Callable[[], LoadedUnit]],
 ) -> list[dict[str, PlannedUnit]]:
-    """Of each of these microbatches of a step of so many, by encoder.
+    """The units of each of these microbatches of a step of so many, by encoder.
 
     They are of these ``replicas`` of the decoder. ``load`` makes the future of what is to be loaded
     here.
@@ -264,7 +264,7 @@ class LoadedUnit:
     odd: OddVideos = field(default_factory=list)  # among these
 
     def pin_memory(self) -> LoadedUnit:
-        """The same with rows in page-locked memory; a pool asks for it."""
+        """The unit with rows in page-locked memory; a pool asks for it."""
         return replace(self, rows=self.rows.pin_memory())
 
 
@@ -287,7 +287,7 @@ class PlannedMicrobatch:
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """Those that are taken; waits for them. To be asked for in the microbatches' order.
+        """The samples that are taken; waits for them. Ask for them in the microbatches' order.
 
         Raises:
             ValueError: one cannot be used; with file and line.
@@ -330,7 +330,7 @@ class MeasuredSamples:
         self.own: deque[list[Sample]] = deque()  # of packs that were taken
 
     def length(self, position: int) -> int:
-        """As :class:`~loongplug.data.sample_order.PackStream` asks for it."""
+        """The length that :class:`~loongplug.data.sample_order.PackStream` asks for."""
         sample = self._held[position] = next(self._samples)
         return len(sample)
 

@@ -113,12 +113,12 @@ class RowExtent:
 
     @property
     def tokens(self) -> int:
-        """Of all renderings."""
+        """The tokens of all renderings."""
         return sum(self.lengths)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Which of the row's media the sample has, in the order of their tokens."""
+        """The numbers of the row's media that the sample has, in the order of their tokens."""
         return tuple(chain.from_iterable(map(range, self.shown)))
 
 

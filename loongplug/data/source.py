@@ -261,7 +261,7 @@ class LocalSource:
         return made((*fitting, *(UNUSABLE,) * blank), slot.begins, None)
 
     def _samples_of(self, rows: Sequence[int]) -> tuple[Sample, ...]:
-        """Of the next slot, whose rows these are."""
+        """The samples of the next slot, whose rows these are."""
         assert self._samples is not None, "there is no index, or a text is asked for"
         return (*self._samples(), *(Sample.blank(),) * rows.count(-1))
 
