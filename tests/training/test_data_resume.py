@@ -122,8 +122,11 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     """
     processor = shutil.copytree(demo / "processor", tmp_path / "processor")
     template = processor / "chat_template.jinja"
-    dropped = "message.content.split('</think>')[-1] if not loop.last else message.content"
-    template.write_text(template.read_text().replace("{{- message.content -", f"{{{{- {dropped} -"))
+    drops = "not loop.last and message.content is string"
+    said = f"(message.content.split('</think>')[-1] if {drops} else message.content)"
+    text = template.read_text()
+    assert "'text': message.content" in text
+    template.write_text(text.replace("'text': message.content", f"'text': {said}"))
     flags = [*flags, "--tokenizer-model", str(processor)]
     data = tmp_path / "rows.jsonl"
     rows = (demo / "train.jsonl").read_text().splitlines()
