@@ -1,13 +1,24 @@
-"""The JSON files of a model's folder that say how images and videos are processed."""
+"""The JSON files of a model's folder that say how media are processed, and Qwen's marks of them."""
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 MODEL_FILE = "config.json"
+
+# The special tokens of Qwen's vision-language models, by the config's fields for their ids.
+QWEN_VISION_TOKENS = MappingProxyType(
+    {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from loongplug.data.folder_files import (
     COMBINED_FILE,
     IMAGE_FILE,
     MODEL_FILE,
+    QWEN_VISION_TOKENS,
     read_json,
     separate_template,
 )
@@ -41,13 +42,6 @@ IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
 _CLASS = "processor_class"
 
 _LEAST, _LARGEST = sys.float_info.min, sys.float_info.max  # of numbers above 0
-
-QWEN_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
 
 _HEARING = "WhisperFeatureExtractor"
 _FIXED: Mapping[str, Any] = {
@@ -227,7 +221,7 @@ def _folders_tokens(
         }
     assert images is not None
     if isinstance(images, QwenPatches):
-        return QWEN_TOKENS
+        return QWEN_VISION_TOKENS
     said = [
         getattr(tokenizer, "context_image_token", None),  # InternVL's
         getattr(tokenizer, "image_token", None),

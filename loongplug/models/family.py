@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from loongplug.data.folder_files import QWEN_VISION_TOKENS as QWEN_VISION_TOKENS
 from loongplug.models.architecture import (
     SECTIONS,
     EncoderArchitecture,
@@ -18,17 +18,6 @@ from loongplug.models.architecture import (
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import HEAD, Mapping, Row
 from loongplug.models.parts import ANY_TYPE, ArchitectureArgument, DecoderPart, Part, dotted, load
-
-# The special tokens of Qwen's vision-language models, by the config's fields for their ids.
-QWEN_VISION_TOKENS = MappingProxyType(
-    {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-)
-
 
 # In a family's parts: any registered part that fits and that config.json can name.
 ANY = "any"

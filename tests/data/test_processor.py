@@ -13,9 +13,10 @@ from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
 from loongplug.data.conversation import Conversation, MediaPart, Message
+from loongplug.data.folder_files import QWEN_VISION_TOKENS
 from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor, require_fit
-from loongplug.data.processor_folder import QWEN_TOKENS, load_processor
+from loongplug.data.processor_folder import load_processor
 from loongplug.data.tokens import tokenize_prompt
 from loongplug.verify.tiny_processor import VOCAB_SIZE, build_tokenizer
 
@@ -117,7 +118,11 @@ def test_tokens_of_another_family(folder: Path) -> None:
         path = folder / name
         text = path.read_text().replace("<|image_pad|>", "<image>")
         path.write_text(text.replace("<|vision_end|>", "</picture>"))
-    tokens = {**QWEN_TOKENS, "image_token_id": "<image>", "vision_end_token_id": "</picture>"}
+    tokens = {
+        **QWEN_VISION_TOKENS,
+        "image_token_id": "<image>",
+        "vision_end_token_id": "</picture>",
+    }
     processor = load_processor(folder, tokens=tokens)
     ids = processor.token_ids
     assert (ids["image_token_id"], ids["vision_end_token_id"]) == (5, 4)

@@ -7,9 +7,9 @@ import pytest
 from conversations import conversation, marked
 
 from loongplug.data.conversation import Conversation, MediaPart
+from loongplug.data.folder_files import QWEN_VISION_TOKENS
 from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor
-from loongplug.data.processor_folder import QWEN_TOKENS
 from loongplug.data.tokens import (
     Tokens,
     TrainingPhase,
@@ -22,20 +22,22 @@ pytestmark = pytest.mark.quick
 
 
 def images(runs: list[int]) -> list[Placeholder]:
-    token = QWEN_TOKENS["image_token_id"]
+    token = QWEN_VISION_TOKENS["image_token_id"]
     return [Placeholder(token=token, text=token, run=run) for run in runs]
 
 
 PICTURE = MediaPart("image", "a.png")
 VIDEO = MediaPart("video", ("1.png", "2.png"), fps=2.0)
 TIMED = Placeholder(  # two pictures of two tokens, each behind its time
-    token=QWEN_TOKENS["video_token_id"],
+    token=QWEN_VISION_TOKENS["video_token_id"],
     text="".join(
         f"<{seconds} seconds><|vision_start|><|video_pad|><|vision_end|>" for seconds in (0.5, 1.5)
     ),
     run=2,
 )
-BLOCK = Placeholder(token=QWEN_TOKENS["video_token_id"], text=QWEN_TOKENS["video_token_id"], run=4)
+BLOCK = Placeholder(
+    token=QWEN_VISION_TOKENS["video_token_id"], text=QWEN_VISION_TOKENS["video_token_id"], run=4
+)
 ONE_TURN = conversation(("user", [PICTURE, PICTURE, "Read the digits."]), ("assistant", "31"))
 TWO_TURNS = conversation(
     ("system", "How are: 2"),
