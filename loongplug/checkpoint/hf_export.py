@@ -59,7 +59,6 @@ def check_hf_export(
     *,
     model: HuggingFaceModel,
     processor_folder: Path,
-    weights_folder: Path | None = None,
 ) -> None:
     """Refuse an export that cannot work; for the start of a run that exports at its end.
 
@@ -108,12 +107,7 @@ def save_hf_folder(
     """
     with together():
         if own_rank() == 0:
-            check_hf_export(
-                folder,
-                model=model,
-                processor_folder=processor_folder,
-                weights_folder=weights_folder,
-            )
+            check_hf_export(folder, model=model, processor_folder=processor_folder)
     tensors = WholeTensors(model_chunks, model.mapping, weight_of=weight_of)
     files = plan_files(
         (

@@ -251,12 +251,10 @@ class UnitLoader:
             loaded, found = self._media.rows(media, where=where)
             grids = [list(grid) for grid in found]
             if grids != expected:
-                indexed = self._dataset.extents is not None
+                cure = "" if self._dataset.extents is None else f" {MAKE_AGAIN}"
                 raise ValueError(
                     f"{where}: the media have grids {grids}, but the text was written for"
-                    f" {expected}: do not change media files while they are in use."
-                    + f" {MAKE_AGAIN}"
-                    * indexed
+                    f" {expected}: do not change media files while they are in use.{cure}"
                 )
         return loaded
 

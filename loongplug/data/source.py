@@ -108,7 +108,7 @@ class LocalSource:
         order = SampleOrder(len(dataset), seed=seed)
         own: dict[str, Any] = {"dp_ranks": tuple(parts), "dp_size": dp_size}
         samples: Callable[[], Sequence[Sample]] | None = None
-        self._read: Ordered[Any, Any] | None = None  # where samples are measured
+        self._measured: Ordered[Any, Any] | None = None  # what extents come from, without an index
         if evaluation is not None:
             slots = evaluation.slots(micro_batch_size=micro_batch_size, **own)
         elif look_ahead is None:
@@ -120,7 +120,7 @@ class LocalSource:
             packing = Packing(seq_length=dataset.seq_length, look_ahead=look_ahead)
             if self._extents is None:
                 measured = MeasuredSamples(self._pool, order, place)
-                self._read = measured.chunks
+                self._measured = measured.chunks
                 packs = PackStream(measured.length, packing=packing, place=place)
                 slots = packs.slots(order, consumed=consumed_samples, taken=measured.taken, **own)
                 samples = measured.own.popleft
@@ -135,7 +135,7 @@ class LocalSource:
             texts = self._pool.ordered(slot.rows for slot in same_slots)
             samples = texts.__next__
             if self._extents is None:
-                self._read = texts
+                self._measured = texts
         self._slots = slots
         self._samples = samples  # of the next slot; None: they are of no use here
 
@@ -335,7 +335,7 @@ class LocalSource:
 
     def _known(self) -> bool:
         """Whether extents of the next microbatches that are planned need not be waited for."""
-        return self._read is None or self._read.made(len(self._together()))
+        return self._measured is None or self._measured.made(len(self._together()))
 
 
 @dataclass(eq=False)

@@ -38,7 +38,8 @@ class Exports:
         args = self.args
         with together():
             if args.save_hf and args.rank == 0:
-                check_hf_export(Path(args.save_hf), model=self.model, **self._sources())
+                processor = Path(args.tokenizer_model)
+                check_hf_export(Path(args.save_hf), model=self.model, processor_folder=processor)
             if args.save_lora and args.rank == 0:
                 check_adapter_export(Path(args.save_lora), model=self.model)
 
