@@ -17,6 +17,7 @@ from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.policies import Policy
+from loongplug.models.encoder import embedded
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
 from loongplug.platform.devices import to_device
@@ -112,9 +113,12 @@ class Model(nn.Module):
         return any(each.requires_grad for each in self.parts[entry.name].module.parameters())
 
     def encode(self, entry: Entry, media: MediaInput | None) -> Features:
-        rows = torch.zeros(0, PIXELS) if media is None else media.rows
+        if media is None:
+            media = MediaInput(loaded=torch.zeros(0, PIXELS), grids=torch.zeros(0, 3).long())
         self.passes += 1
-        return Features(embeddings=self.get_submodule(entry.name)(rows), deepstack=())
+        embed, *layers = self.get_submodule(entry.name)
+        states = embedded(media, embed, dtype=torch.float32)
+        return Features(embeddings=nn.Sequential(*layers)(states), deepstack=())
 
     def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
         return self.encode(entry, media).packed()
@@ -143,11 +147,12 @@ def microbatches(
     chance = torch.Generator().manual_seed(1)
 
     def unit(count: int, *, behind: int = 0) -> Unit:
-        rows = torch.randn(count, PIXELS, generator=chance)
+        rows = torch.randint(256, (count, PIXELS), dtype=torch.uint8, generator=chance)
         media = MediaToCome(
             grids=torch.tensor([[1, 1, count]]),
             numbers=range(1),
-            rows=lambda numbers: to_device(rows.clone(), device),
+            load=lambda numbers: to_device(rows.clone(), device),
+            decode=lambda numbers, loaded: loaded.float() / 64 - 2,
         )
         return Unit(grids=((1, 1, count),), places=(np.arange(count) + behind,), media=media)
 

@@ -64,12 +64,12 @@ def encode_units(
     ]
     units = [
         MediaInput(
-            rows=torch.randn(int(grid.prod()), vision.row_values, device=device),
+            loaded=torch.randn(int(grid.prod()), vision.row_values, device=device),
             grids=grid,
         )
         for grid in grids
     ]
-    whole = MediaInput(rows=torch.cat([unit.rows for unit in units]), grids=torch.cat(grids))
+    whole = MediaInput(loaded=torch.cat([unit.loaded for unit in units]), grids=torch.cat(grids))
 
     def encoder_of(several: Sequence[MediaInput]) -> Callable[[], None]:
         def encode() -> None:

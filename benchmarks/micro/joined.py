@@ -98,7 +98,7 @@ def _measured(flags: Sequence[str], *, units: int, side: int, rounds: int) -> Jo
         Unit(
             grids=(grid,),
             places=(np.arange(side * side // 4),),
-            media=MediaInput(rows=torch.randn(side * side, values), grids=torch.tensor([grid])),
+            media=MediaInput(loaded=torch.randn(side * side, values), grids=torch.tensor([grid])),
         )
         for _ in range(units)
     ]

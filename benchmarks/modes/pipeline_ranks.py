@@ -255,7 +255,7 @@ def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:
         places=tuple(np.arange(TOKENS) for _ in range(samples)),
         grids=grids,
         shares=shares,
-        media=MediaToCome(grids=torch.tensor(grids), numbers=range(len(grids)), rows=rows),
+        media=MediaToCome(grids=torch.tensor(grids), numbers=range(len(grids)), load=rows),
     )
 
 

@@ -161,7 +161,7 @@ class MediaLoader:
         if kind_of(media[0]).coded:
             assert self.coded is not None, "opening refuses images and videos"
             rows = self.coded.decoded(rows, list(map(extent_of, media, grids)))
-        return MediaInput(rows=rows, grids=torch.tensor(grids))
+        return MediaInput(loaded=rows, grids=torch.tensor(grids))
 
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
         """Of one or more media of one encoder: rows of images and videos are bytes.

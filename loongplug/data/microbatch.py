@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,20 +22,28 @@ if TYPE_CHECKING:
 class MediaInput:
     """A microbatch's media of one encoder (a *unit*), in the order of their tokens in the text.
 
-    ``rows`` are what the encoder takes one by one, [rows, values of a row] float32: an image's or
-    a video's patches (channels * temporal * patch * patch values), or a sound's frames (mel
-    bands). ``grids`` are the rows of each medium as time, height, width, [media, 3] int64 on the
-    host, in patches or, for a sound, (1, 1, frames); an image's time is 1, or the number of its
-    tiles. A microbatch without media has zero rows in both: it takes part in everything as a
-    zero-length unit.
+    ``loaded`` is what lies in memory, on the encoder's device: :attr:`rows`, or what ``decode``
+    makes them of, as the bytes of pixels. ``grids`` are the rows of each medium as time, height,
+    width, [media, 3] int64 on the host, in patches or, for a sound, (1, 1, frames); an image's time
+    is 1, or the number of its tiles. A microbatch without media has zero rows in both: it takes
+    part in everything as a zero-length unit.
     """
 
-    rows: Tensor
+    loaded: Tensor
     grids: Tensor
+    decode: Callable[[Tensor], Tensor] | None = None
 
-    def __post_init__(self) -> None:
+    @property
+    def rows(self) -> Tensor:
+        """What the encoder takes one by one, [rows, values of a row] float32, made at each call.
+
+        An image's or a video's patches (channels * temporal * patch * patch values), or a sound's
+        frames (mel bands).
+        """
+        rows = self.loaded if self.decode is None else self.decode(self.loaded)
         expected = int(self.grids.prod(dim=-1).sum())
-        assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
+        assert rows.shape[0] == expected, (rows.shape, self.grids.tolist())
+        return rows
 
     def taken(self) -> MediaInput:
         """They are here."""
@@ -45,13 +54,15 @@ class MediaInput:
 class MediaToCome:
     """Media that come when a pass takes them, and that nothing else holds then.
 
-    They have ``numbers`` among those that ``rows`` knows, which makes their rows, and ``grids`` as
-    :attr:`MediaInput.grids`.
+    They have ``numbers`` among those that ``load`` knows, which gives :attr:`MediaInput.loaded` of
+    them, and ``grids`` as :attr:`MediaInput.grids`. ``decode`` is as :attr:`MediaInput.decode`,
+    given the numbers first; None: what is loaded are the rows.
     """
 
     grids: Tensor
     numbers: range
-    rows: Callable[[range], Tensor]
+    load: Callable[[range], Tensor]
+    decode: Callable[[range, Tensor], Tensor] | None = None
 
     def part(self, numbers: range) -> MediaToCome:
         """These of the media alone, which are neighbours."""
@@ -60,7 +71,8 @@ class MediaToCome:
 
     def taken(self) -> MediaInput:
         """On the encoder's device. Collective: the ranks that encode them together."""
-        return MediaInput(rows=self.rows(self.numbers), grids=self.grids)
+        decode = None if self.decode is None else partial(self.decode, self.numbers)
+        return MediaInput(loaded=self.load(self.numbers), grids=self.grids, decode=decode)
 
 
 Media = MediaInput | MediaToCome

@@ -105,10 +105,14 @@ class MediaBatch:
         """Whether the rows of the media come as bytes."""
         return bool(self.media) and KINDS[self.media[0].extent.kind].coded
 
-    def to_come(self, rows: Callable[[range], Tensor]) -> MediaToCome:
-        """What the encoder is given, by what makes the ``rows`` of these of the media."""
+    def to_come(
+        self,
+        load: Callable[[range], Tensor],
+        decode: Callable[[range, Tensor], Tensor] | None = None,
+    ) -> MediaToCome:
+        """What the encoder is given; see :class:`MediaToCome`."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
-        return MediaToCome(grids=grids, numbers=range(len(self.grids)), rows=rows)
+        return MediaToCome(grids=grids, numbers=range(len(self.grids)), load=load, decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from loongplug.estimate.traced_encoder import EncoderStandIn, PassBytes, media_o
 from loongplug.estimate.traced_stage import TracedStage, TurnBytes
 from loongplug.hetero.operations import BEGIN, END, Event, When
 from loongplug.hetero.recorded_schedule import Pipeline, Turn, events, first_stage, shortened, turns
+from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
@@ -325,16 +326,16 @@ class EstimatedStep:
         elif engine.here and not self._rank.stage:
             replica = 0  # all of a unit is its share
         return [
-            replace(each, units={name: _loaded(unit, replica, encoder.row_values, tape)})
+            replace(each, units={name: _loaded(unit, replica, encoder, tape)})
             for each, unit in zip(self._microbatches, units, strict=True)
         ]
 
 
-def _loaded(unit: Unit, replica: int | None, row_values: int, tape: Tape) -> Unit:
+def _loaded(unit: Unit, replica: int | None, architecture: EncoderArchitecture, tape: Tape) -> Unit:
     """The unit with the media of a replica's share, where it has one."""
     for share in unit.shares:
         if share.encoder_replica == replica:
             numbers = range(len(unit.grids)) if share.media is None else share.media
             grids = [unit.grids[each] for each in numbers]
-            return replace(unit, media=media_of(grids, row_values=row_values, tape=tape))
+            return replace(unit, media=media_of(grids, architecture, tape=tape))
     return unit

@@ -129,20 +129,26 @@ class _Pass(torch.autograd.Function):
         return None, came, None, None, None, None
 
 
-def media_of(grids: Sequence[Grid], *, row_values: int, tape: Tape | None = None) -> MediaToCome:
-    """Media without values, of so many numbers to a row; they are on a ``tape`` once taken."""
+def media_of(
+    grids: Sequence[Grid], architecture: EncoderArchitecture, *, tape: Tape | None = None
+) -> MediaToCome:
+    """Media without values, as an encoder takes them; they are on a ``tape`` once taken."""
 
-    def rows(numbers: range) -> Tensor:
-        count = sum(prod(grids[number]) for number in numbers)
+    def load(numbers: range) -> Tensor:
+        size = sum(architecture.loaded_bytes(grids[number]) for number in numbers)
         with nullcontext() if tape is None else tape.region(INPUT):
-            made = torch.empty(count, row_values, device=_META)
+            made = torch.empty(size, dtype=torch.uint8, device=_META)
         if tape is not None:  # between passes there are those alone that backwards need
             tape.highest[INPUT] = max(tape.highest[INPUT], tape.live[INPUT])
         return made
 
+    def decode(numbers: range, loaded: Tensor) -> Tensor:
+        count = sum(prod(grids[number]) for number in numbers)
+        return loaded.new_empty(count, architecture.row_values, dtype=torch.float32)
+
     # The grids are on the host: no tape looks.
     given = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
-    return MediaToCome(grids=given, numbers=range(len(grids)), rows=rows)
+    return MediaToCome(grids=given, numbers=range(len(grids)), load=load, decode=decode)
 
 
 def trace_encoder(
@@ -162,8 +168,8 @@ def trace_encoder(
     encoder, states = EncoderOfStep(chunk, chunk, entry=entry, training=True), None
     encoder.trains_before = trains_before
     encoder.trains |= trains_before
-    media = media_of(grids, row_values=architecture.row_values).taken()
-    unit, given = Unit(grids=grids, media=media), media.rows.untyped_storage()
+    media = media_of(grids, architecture).taken()
+    unit, given = Unit(grids=grids, media=media), media.loaded.untyped_storage()
     if stage:
         size = encoder.states(unit), payload_widths(architecture)[stage - 1]
         states = torch.empty(size, dtype=chunk.config.params_dtype, device=_META)

@@ -101,9 +101,17 @@ def _media(unit: Unit) -> Media:
 
 def put_together(media: Sequence[MediaInput]) -> MediaInput:
     """Media of several units for one pass."""
+    media = [each for each in media if len(each.grids)] or media[:1]  # of none, nothing is coded
+    sizes, decoders = [len(each.loaded) for each in media], [each.decode for each in media]
+
+    def decode(loaded: Tensor) -> Tensor:
+        parts = zip(decoders, loaded.split(sizes), strict=True)
+        return torch.cat([part if own is None else own(part) for own, part in parts])
+
     return MediaInput(
-        rows=torch.cat([each.rows for each in media]),
+        loaded=torch.cat([each.loaded for each in media]),
         grids=torch.cat([each.grids for each in media]),
+        decode=decode,
     )
 
 

@@ -2,7 +2,7 @@
 unit, and parameters that do not train.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import EncoderArchitecture
@@ -81,9 +82,24 @@ def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> Me
     """The smallest medium there is, all zero."""
     grid = architecture.blank_grid()
     return MediaInput(
-        rows=torch.zeros(prod(grid), architecture.row_values, device=device),
+        loaded=torch.zeros(prod(grid), architecture.row_values, device=device),
         grids=torch.tensor([grid]),
     )
+
+
+def embedded(media: MediaInput, embed: Callable[[Tensor], Tensor], *, dtype: torch.dtype) -> Tensor:
+    """``embed`` of the media's rows as ``dtype``, whose backward makes these again.
+
+    So nothing holds them between the two, only what is loaded of them. What ``embed`` computes of
+    them before it saves something is computed again, but nothing behind that.
+    """
+    return made_again(lambda: embed(media.rows.to(dtype)))
+
+
+def made_again(compute: Callable[[], Tensor]) -> Tensor:
+    """``compute()``, of which backward makes again what it needs. No dropout is in it."""
+    found: Tensor = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

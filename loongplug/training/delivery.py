@@ -153,30 +153,37 @@ class ReplicaDelivery:
                 loaded = LoadedShare(each, tell=tell, keeps=self.keeps, recorder=self.recorder)
             if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
-                mine = media.to_come(partial(self._rows, media, loaded))
+                decode = None if self._coded(media) is None else partial(self._decoded, media)
+                mine = media.to_come(partial(self._loaded, media, loaded), decode)
             if media.media and loaded is not None:
                 heard.append(loaded.bad)
             elif media.media and self.news is not None:
                 heard.append(partial(self.news.heard, *named, ranks[0]))
         return mine, heard
 
-    def _rows(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
-        """The rows of these of a share's media. Collective: the replica."""
+    def _coded(self, media: MediaBatch) -> CodedMedia | None:
+        return self.coded if media.coded else None
+
+    def _decoded(self, share: MediaBatch, numbers: range, rows: Tensor) -> Tensor:
+        assert self.coded is not None, "it is asked for where media are coded"
+        return self.coded.decoded(rows, share.part(numbers).extents)
+
+    def _loaded(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
+        """What is loaded of these of a share's media. Collective: the replica."""
         media = share.part(numbers)
-        coded = self.coded if media.coded else None
         if loaded is not None and numbers:
             # Pinned by the background processes' thread; where there are none, only here.
             rows = to_device(loaded.rows(numbers), self.device)
         else:
             width, kind = self.row_values, torch.float32
-            if coded is not None:
+            if (coded := self._coded(share)) is not None:
                 width, kind = coded.width(self.row_values), torch.uint8
             rows = torch.empty(media.loaded_rows, width, dtype=kind, device=self.device)
         several = self.group is not None and dist.get_world_size(self.group) > 1
         assert several or loaded is not None or not numbers, "another rank loads it"
         if numbers and several:
             dist.broadcast(rows, group=self.group, group_src=0)
-        return rows if coded is None else coded.decoded(rows, media.extents)
+        return rows
 
 
 def loaded_elsewhere(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -156,8 +156,8 @@ class _Watch:
             # Those of a forward of the decoder's are the encoder's own.
             with tape.region(INPUT if tape._region == ENCODER else ENCODER):
                 found = taken(media)
-                if found.rows.untyped_storage()._cdata not in tape._known:  # as on the host
-                    found = MediaInput(rows=found.rows.clone(), grids=found.grids)
+                if found.loaded.untyped_storage()._cdata not in tape._known:  # as on the host
+                    found = replace(found, loaded=found.loaded.clone())
             self._note(INPUT)
             return found
 

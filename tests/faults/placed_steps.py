@@ -274,7 +274,7 @@ class _World:
         )
         grid = (1, 1, len(rows))
         media = MediaInput(
-            rows=rows.unsqueeze(1).expand(-1, WIDTH).contiguous(), grids=torch.tensor([grid])
+            loaded=rows.unsqueeze(1).expand(-1, WIDTH).contiguous(), grids=torch.tensor([grid])
         )
         unit = Unit(
             places=tuple(lie[sample] for sample in piece.samples),

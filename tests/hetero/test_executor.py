@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
-from loongplug.data.microbatch import MediaToCome
+from loongplug.data.microbatch import MediaInput, MediaToCome
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Encode, Kept
@@ -162,24 +162,36 @@ class Noted:
         self.counts.append(self.alive())
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
-def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, most):
-    """The first pass begins before those of the last one are loaded."""
-    model, pixels, alive, passes, taken = Model(trains=False), Noted(), [], [], MediaToCome.taken
+def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, most, trains):
+    """The first pass begins before those of the last one are loaded. Values are never kept."""
+    model, passes, taken, rows = Model(trains=trains), [], MediaToCome.taken, MediaInput.rows
+    loaded, values, alive = Noted(), Noted(), []
 
     def noted(media):
         passes.append(model.passes)
         found = taken(media)
-        pixels.note(found.rows)
-        pixels.count()
+        loaded.note(found.loaded)
+        loaded.count()
+        return found
+
+    def noted_values(media):
+        found = rows.fget(media)
+        values.note(found)
+        values.count()
         return found
 
     monkeypatch.setattr(MediaToCome, "taken", noted)
+    monkeypatch.setattr(MediaInput, "rows", property(noted_values))
     executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
-    run_step(executor, model, ROWS, seen=lambda: alive.append(pixels.alive()))
+    run_step(executor, model, ROWS, seen=lambda: alive.append((loaded.alive(), values.alive())))
     assert passes == {0: [0, 1, 2, 3, 4], 7: [0, 1, 1, 2, 3], 100: [0] * 5}[joined_rows]
-    assert max(pixels.counts) == most * PIXELS * 4
-    assert not any(alive)
+    assert max(values.counts) == most * PIXELS * 4
+    assert {each for _, each in alive} == {0}
+    if not trains:
+        assert max(loaded.counts) == most * PIXELS
+        assert {each for each, _ in alive} == {0}
 
 
 def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():

@@ -220,7 +220,7 @@ def _unit(*, rows: torch.Tensor, grids: torch.Tensor, places: tuple[np.ndarray, 
     return Unit(
         grids=tuple((time, height, width) for time, height, width in grids.tolist()),
         places=places,
-        media=MediaInput(rows=rows, grids=grids),
+        media=MediaInput(loaded=rows, grids=grids),
     )
 
 

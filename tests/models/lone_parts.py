@@ -120,7 +120,7 @@ def refusal(rank: int, *, config: Any, name: str, grids: Sequence[Grid] = ()) ->
         try:
             encoder = lone_encoder(config, name=name, tp=1)[name]
             rows = torch.zeros(sum(map(prod, grids)), config.row_values)
-            encoder(MediaInput(rows=rows, grids=torch.tensor(grids)))
+            encoder(MediaInput(loaded=rows, grids=torch.tensor(grids)))
         except ValueError as error:
             return str(error)
     return "nothing"

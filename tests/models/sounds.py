@@ -159,7 +159,7 @@ def unit(
         filled = torch.cat([filled, torch.zeros(sizes.behind, config.mel_bins)])
         rows.append(filled[: sounds[number] + sizes.behind])
     grids = [sizes.grid(sounds[number]) for number in numbers]
-    return MediaInput(rows=torch.cat(rows), grids=torch.tensor(grids))
+    return MediaInput(loaded=torch.cat(rows), grids=torch.tensor(grids))
 
 
 def their_features(config: AudioTransformerConfig, model: Any, sounds: Sequence[int]) -> Any:

@@ -1,5 +1,6 @@
 """What encoders make of media's sizes goes to the device once, and is the same when it is kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def media_of(architecture: Any) -> MediaInput:
     rows = sum(torch.Size(grid).numel() for grid in grids)
     generator = torch.Generator().manual_seed(4)
     return MediaInput(
-        rows=torch.randn(rows, architecture.row_values, generator=generator),
+        loaded=torch.randn(rows, architecture.row_values, generator=generator),
         grids=torch.tensor(grids),
     )
 
@@ -82,7 +83,7 @@ def copies(_: int, *, case: str) -> list[int]:
     with model_parallel():
         encoder = built(model, entry).to(META)
     media = media_of(architecture)
-    media = MediaInput(rows=media.rows.to(META), grids=media.grids)
+    media = replace(media, loaded=media.loaded.to(META))
     counts = []
     for evaluates in (True, False, False):
         with Copied() as copied, torch.inference_mode(evaluates):

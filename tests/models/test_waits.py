@@ -86,7 +86,7 @@ def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbat
         media = media_of(found)
         unit = replace(
             unit_of(found),
-            media=replace(media, rows=to_device(media.rows, META)),
+            media=replace(media, loaded=to_device(media.loaded, META)),
             shares=(Share(encoder_replica=number % replicas),),
         )
         made.append(replace(found, units={ENCODER: unit}, number=number))

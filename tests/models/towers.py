@@ -113,7 +113,7 @@ def unit(config: PatchTransformerConfig, pixels: torch.Tensor) -> MediaInput:
     patches = F.unfold(pixels, config.patch_size, stride=config.patch_size)
     rows = patches.transpose(1, 2)[:, order_of(config)]  # [images, patches, values]
     grid = torch.tensor([[1, config.side, config.side]] * len(pixels))
-    return MediaInput(rows=rows.flatten(0, 1), grids=grid)
+    return MediaInput(loaded=rows.flatten(0, 1), grids=grid)
 
 
 def their_features(config: PatchTransformerConfig, model: Any, pixels: torch.Tensor) -> Any:

@@ -39,7 +39,7 @@ def end_sounds_in_zeros(original: Any, self: Any, unit: Any, plan: Any) -> Tenso
     behind, rows = self.architecture.sizes.behind, unit.rows.clone()
     for end in unit.grids[:, 2].cumsum(0).tolist():
         rows[end - behind : end] = 0.0
-    embedded: Tensor = original(self, replace(unit, rows=rows), plan)
+    embedded: Tensor = original(self, replace(unit, loaded=rows), plan)
     return embedded
 
 

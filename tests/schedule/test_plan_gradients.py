@@ -91,7 +91,7 @@ def microbatch(seed: int, *, images: int) -> Inputs:
     mask = (torch.rand(2, LENGTH, generator=generator) < 0.5).float()
     mask[1, LENGTH - 6 :] = 0
     media = MediaInput(
-        rows=torch.randn(16 * images, 1536, generator=generator),
+        loaded=torch.randn(16 * images, 1536, generator=generator),
         grids=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
     )
     return {

@@ -8,10 +8,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder import encoder_config, made_again
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.hugging_face_encoder.towers import make_tower, states_of
 from loongplug.models.layers.specs import Backend
@@ -58,7 +58,7 @@ class HuggingFaceEncoder(MegatronModule):
         side = self.architecture.side
         device = next(self.tower.parameters()).device
         return MediaInput(
-            rows=torch.zeros(side**2, self.architecture.row_values, device=device),
+            loaded=torch.zeros(side**2, self.architecture.row_values, device=device),
             grids=torch.tensor([[1, side, side]]),
         )
 
@@ -81,23 +81,37 @@ class HuggingFaceEncoder(MegatronModule):
                     f"{side} (image_size {architecture.image_size} over patch_size {patch}): "
                     "resize images to that size in the processor."
                 )
-        # [images, row of patches, column of patches, channels, row, column]
-        apart = vision.rows.to(weight.dtype).view(
-            len(sizes), side, side, architecture.in_channels, patch, patch
-        )
-        # [images, channels, height, width]
-        images = apart.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-        states = self._states(images)  # [images, tokens, hidden]; a class token is the first
+
+        def images() -> Tensor:  # [images, channels, height, width]
+            # [images, row of patches, column of patches, channels, row, column]
+            apart = vision.rows.to(weight.dtype).view(
+                len(sizes), side, side, architecture.in_channels, patch, patch
+            )
+            return apart.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+        def run() -> Tensor:
+            with ImagesMadeAgain(images) as given:
+                return states_of(self.tower, given.images, vision=architecture)
+
+        recomputes = architecture.recompute and self.training and torch.is_grad_enabled()
+        # [images, tokens, hidden]; a class token is the first
+        states = made_again(run) if recomputes else run()
         return states[:, states.shape[1] - side**2 :].flatten(0, 1), []
 
-    def _states(self, images: Tensor) -> Tensor:
-        def run(images: Tensor) -> Tensor:
-            return states_of(self.tower, images, vision=self.architecture)
 
-        if not (self.architecture.recompute and self.training and torch.is_grad_enabled()):
-            return run(images)
-        states: Tensor = checkpoint(run, images, use_reentrant=False, preserve_rng_state=False)
-        return states
+class ImagesMadeAgain(TorchFunctionMode):
+    """Inside, backward of the convolution that is given ``images`` makes them again."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+        self.images = make()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is torch.conv2d and args[0] is self.images:
+            return made_again(lambda: func(self._make(), *args[1:], **named))
+        return func(*args, **named)
 
 
 def build_encoder(

@@ -17,6 +17,7 @@ from loongplug.models.encoder import (
     EncoderInput,
     HandedOn,
     StagedEncoder,
+    embedded,
     encoder_config,
     hold_key_bias,
 )
@@ -154,7 +155,7 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         """The input of the layers, [tokens of all images, hidden]."""
         weight = self.patch_embed.weight
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = self.patch_embed(vision.rows.to(weight.dtype))
+        patches = embedded(vision, self.patch_embed, dtype=weight.dtype)
         tokens = patches.unflatten(0, (images, side**2))  # [images, tokens, hidden]
         if self.class_token is not None:
             tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, encoder_config
+from loongplug.models.encoder import (
+    EncoderInput,
+    HandedOn,
+    StagedEncoder,
+    embedded,
+    encoder_config,
+)
 from loongplug.models.layers.inputs import (
     PackedSegments,
     input_for_recompute,
@@ -200,8 +206,11 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
             hidden_states = vision.states[:, None]
         else:
             # Pixels need no gradient, so that moving them costs no backward pass.
-            patches = permute_blocks(vision.rows.to(self.patch_embed.weight.dtype), plan.order)
-            hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
+            hidden_states = embedded(
+                vision,
+                lambda patches: self.patch_embed(permute_blocks(patches, plan.order)),
+                dtype=self.patch_embed.weight.dtype,
+            )[:, None]  # [patches, 1, hidden]
         states = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,

@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, encoder_config
+from loongplug.models.encoder import (
+    EncoderInput,
+    HandedOn,
+    StagedEncoder,
+    embedded,
+    encoder_config,
+)
 from loongplug.models.layers.inputs import input_for_recompute, pack_segments, rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import (
@@ -141,7 +147,7 @@ class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = self.patch_embed(vision.rows.to(self.patch_embed.weight.dtype))
+        patches = embedded(vision, self.patch_embed, dtype=self.patch_embed.weight.dtype)
         return patches + positions.to(patches.dtype)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import blank_unit, encoder_config
+from loongplug.models.encoder import blank_unit, embedded, encoder_config
 from loongplug.models.features import Features
 from loongplug.models.layers.inputs import pack_segments, rope_table
 from loongplug.models.layers.norm import LayerNorm
@@ -88,7 +88,7 @@ class Qwen2VisionEncoder(MegatronModule):
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit: the last layer's states [patches, hidden], no taps."""
         weight = self.patch_embed.weight
-        hidden_states = self.patch_embed(vision.rows.to(weight.dtype))[:, None]
+        hidden_states = embedded(vision, self.patch_embed, dtype=weight.dtype)[:, None]
         angles = to_device(self._angles(vision.grids), weight.device)
         states = self.blocks(
             hidden_states=hidden_states,  # [patches, 1, hidden]
