@@ -47,7 +47,7 @@ from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
-from loongplug.training.rules.folders import hf_own_folder, lora_own_folder
+from loongplug.training.rules.folders import own_folder
 from loongplug.training.start_agreement import require_same_start, require_same_weights
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
@@ -193,9 +193,8 @@ def _check_ends(given: Namespace) -> None:
             "give a target: --save DIR (checkpoint), --save-hf DIR (Hugging Face) or --save-lora "
             "DIR (adapters)"
         )
-    for rule in (lora_own_folder, hf_own_folder):
-        if problem := rule(given, None):
-            raise ValueError(f"{problem}: {rule.cure}")
+    if problem := own_folder(given, None):
+        raise ValueError(f"{problem}: {own_folder.cure}")
     if given.load and given.load_lora:
         raise ValueError(
             "--load and --load-lora both have adapters; give --load-hf DIR with --load-lora DIR"

@@ -40,7 +40,7 @@ def default_tokenizer(args: Namespace) -> None:
 
 
 def _common(args: Namespace) -> dict[str, Any]:
-    logs = Path(args.wandb_save_dir or args.save or ".")  # a rule asks for one of the two
+    logs = Path(args.wandb_save_dir or args.save or ".")
     sent = bool(args.wandb_project)
     return {
         # Megatron wants a name, and sends to wandb only what it writes for TensorBoard as well.

@@ -34,8 +34,9 @@ Megatron-Core's checks of its arguments hold.
 
 In the matrix, a row and a column of the same name are the mode by itself. An empty cell means that
 the two modes are of different models. A number names the rule that refuses, in the list below the
-matrix.
+matrix; M: Megatron-Core's own checks do.
 """
+MEGATRON = "Megatron-Core"
 # A run that is valid but for its files, which no mode has to do with.
 _RUN = (
     *("--training-phase", "sft", "--seq-length", "64", "--micro-batch-size", "1"),
@@ -53,11 +54,7 @@ class _Runs:
         self._of_files = {rule.name for rule, _ in violations(*self._arguments(()))}
 
     def refused_by(self, *modes: Mode) -> tuple[str, ...]:
-        """Names of the rules that refuse the modes together.
-
-        Raises:
-            ValueError: no rule does, but Megatron: a rule is missing.
-        """
+        """Names of the rules that refuse the modes together, or Megatron's where no rule does."""
         args, model = self._arguments(modes)
         found = (rule.name for rule, _ in violations(args, model))
         if names := tuple(name for name in found if name not in self._of_files):
@@ -67,8 +64,8 @@ class _Runs:
         settle_step_sizes(args, dp=data_parallel_size(args))
         try:
             validate_with_megatron(args)
-        except ValueError as error:
-            raise ValueError(f"{' with '.join(mode.name for mode in modes)}: {error}") from error
+        except ValueError:
+            return (MEGATRON,)
         return ()
 
     def _arguments(self, modes: Sequence[Mode]) -> tuple[Namespace, Any]:
@@ -98,9 +95,6 @@ def matrix(modes: Sequence[Mode] = MODES) -> Matrix:
     """What the rules say to each two modes, in either order, and to each alone (given twice).
 
     Two modes of different models have no entry. The CPU platform has to be active.
-
-    Raises:
-        ValueError: Megatron refuses what no rule does.
     """
     runs = _Runs(modes)
     cells = {}
@@ -132,13 +126,14 @@ def _matrix_lines(cells: Matrix) -> Iterator[str]:
     """The matrix, and below it a numbered note for each rule that it mentions."""
     mentioned = {name for names in cells.values() for name in names}
     rules = [rule for rule in RULES if rule.name in mentioned]
-    numbers = {rule.name: number for number, rule in enumerate(rules, start=1)}
+    numbers = {rule.name: f"{number}" for number, rule in enumerate(rules, start=1)}
+    numbers[MEGATRON] = "M"
 
     def cell(one: Mode, other: Mode) -> str:
         names = cells.get((one.name, other.name))
         if names is None:
             return ""
-        return f"no ({', '.join(str(numbers[name]) for name in names)})" if names else "yes"
+        return f"no ({', '.join(numbers[name] for name in names)})" if names else "yes"
 
     rows = ((f"**{one.name}**", *(cell(one, other) for other in MODES)) for one in MODES)
     yield from _table(("", *(mode.name for mode in MODES)), rows)

@@ -143,11 +143,11 @@ def test_all_stages_know_that_a_boundary_falls_among_the_deepstack_features(tmp_
     ("options", "said"),
     [
         ((), "--pipeline-model-parallel-size is 1, so that there are no stages"),
-        (("--pipeline-model-parallel-size", "5"), "pp 5 is more than the decoder's 4 layers"),
+        (("--pipeline-model-parallel-size", "5"), "Number of layers should be divisible by"),
         ((*PP3, *VIRTUAL), "text_decoder: 4 layers cannot be split into 6 stages"),
         (
             ("--encoder-stages", "image_encoder=1", "--global-batch-size", "9", *VIRTUAL),
-            "virtual pipeline stages with pp 1",
+            "When interleaved schedule is used, pipeline-model-parallel size should be",
         ),
         (
             (

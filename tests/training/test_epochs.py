@@ -70,7 +70,7 @@ def test_rules_that_go_by_the_iterations_see_them(line: list[str]) -> None:
         parsed(line, "--epochs", "1", "--lr-warmup-iters", "4")
     with pytest.raises(ValueError, match=r"--epochs 1 with --train-iters 9: both say when"):
         parsed(line, "--epochs", "1", "--train-iters", "9")
-    with pytest.raises(ValueError, match=r"gone\.jsonl not found") as raised:
+    with pytest.raises(ValueError, match=r"No data file at gone\.jsonl") as raised:
         parsed(line, "--epochs", "1", "--train-data-path", "gone.jsonl")
     assert len(str(raised.value).splitlines()) == 1  # it is not opened, too
 

@@ -3,7 +3,6 @@
 import ast
 import copy
 import dataclasses
-import importlib.util
 import pkgutil
 from argparse import Namespace
 from pathlib import Path
@@ -21,12 +20,11 @@ from loongplug.models.architecture import TextArchitecture
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.lora import LoraSettings
 from loongplug.models.registry import family_of
-from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.models.text_decoders import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, own_ranks, violated_rules
-from loongplug.training.rules.folders import hf_own_folder, lora_own_folder
+from loongplug.training.rules.folders import own_folder
 from loongplug.training.rules.megatron import UNSUPPORTED
 from loongplug.training.rules.rule import ranks_apart, rules_of
 
@@ -146,7 +144,7 @@ def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> N
     ):
         for argument in ("save_hf", "save"):
             folders = {"save_lora": f"{tmp_path}/{lora}", argument: f"{tmp_path}/{other}"}
-            expected = ["lora-own-folder"] if argument in shared else []
+            expected = ["own-folder"] if argument in shared else []
             folders["freeze_parameters"] = ["*"]
             assert violated(prepared, model=model, **folders) == expected, folders
 
@@ -162,10 +160,10 @@ def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
             flag = f"--{name.replace('_', '-')}"
             args = Namespace(save_hf=f"{tmp_path}/out", save_lora=None, **{name: given})
             expected = f"{flag} {path} with --save-hf {tmp_path}/out" if shared else None
-            assert hf_own_folder(args, None) == expected
+            assert own_folder(args, None) == expected
             args = Namespace(save_hf=None, save_lora=f"{tmp_path}/out", **{name: given})
             expected = f"{flag} {path} with --save-lora {tmp_path}/out" if shared else None
-            assert lora_own_folder(args, None) == expected
+            assert own_folder(args, None) == expected
 
 
 def test_the_norm_is_recomputed_in_one_way(runs: dict[str, Run]) -> None:
@@ -180,12 +178,6 @@ def test_the_norm_is_recomputed_in_one_way(runs: dict[str, Run]) -> None:
         assert ("decoder-recompute-nodes-alone" in found) == expected
 
 
-def test_wandb_without_its_package(prepared: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not ask for ``--save``, which is given."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert violated(prepared, wandb_project="charts", save="/run") == ["wandb"]
-
-
 def with_plain_rope(run: Run, **more: Any) -> Any:
     """The run's model with a decoder of text alone, of the same sizes."""
     text = run[1].foundation
@@ -194,60 +186,21 @@ def with_plain_rope(run: Run, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, None),
-        ({"low_freq_factor": 4.0}, "has high_freq_factor 4.0 and low_freq_factor 4.0: "),
-        (
-            {"low_freq_factor": -1.0, "original_max_position_embeddings": 0},
-            "has low_freq_factor -1.0, original_max_position_embeddings 0: ",
-        ),
-    ],
+    ("name", "more"),
+    [("sliding_window", {}), ("max_position_embeddings", {"dynamic_rope_factor": 2.0})],
 )
-def test_scaling_of_rope_has_an_order(
-    prepared: Run, changes: dict[str, float], said: str | None
-) -> None:
-    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling: Any = llama | {"original_max_position_embeddings": 8192} | changes
-    model = with_plain_rope(prepared, rope_scaling=Llama3Scaling(**scaling))
-    found = violated_rules(prepared[0], model)
-    assert names(found) == ([] if said is None else ["rope-scaling"])
-    assert said is None or found[0].startswith(f"rope_scaling {said}")
-
-
-@pytest.mark.parametrize(("shorter", "allowed"), [(None, True), (0, True), (1, False)])
-def test_windows_are_not_shorter_than_the_row(
-    prepared: Run, shorter: int | None, allowed: bool
+def test_rows_are_not_longer_than_what_the_decoder_attends_to(
+    prepared: Run, name: str, more: dict[str, float]
 ) -> None:
     length = prepared[0].seq_length
-    window = None if shorter is None else length - shorter
-    found = violated_rules(prepared[0], with_plain_rope(prepared, sliding_window=window))
-    assert names(found) == ([] if allowed else ["sliding-window"])
-    assert allowed or found[0].startswith(
-        f"sliding_window {length - 1} is shorter than --seq-length {length}: "
-    )
-
-
-def test_texts_with_dynamic_rope_are_not_longer_than_its_plain_part(prepared: Run) -> None:
-    length = prepared[0].seq_length
-    for longest, factor in ((length, 2.0), (length - 1, None), (length - 1, 2.0)):
-        model = with_plain_rope(prepared, dynamic_rope_factor=factor)
-        text = dataclasses.replace(model.foundation, max_position_embeddings=longest)
-        found = violated_rules(prepared[0], dataclasses.replace(model, foundation=text))
-        refused = longest < length and factor is not None
-        assert names(found) == (["dynamic-rope"] if refused else [])
-    said = f"max_position_embeddings {length - 1} is shorter than --seq-length {length}, with"
-    assert found[0].startswith(said)
-    assert "choose a --seq-length up to model.foundation.max_position_embeddings" in found[0]
-
-
-def test_a_budget_below_one_row_is_refused_in_one_sentence(prepared: Run) -> None:
-    (found,) = violated_rules(prepared[0], changed(prepared[1], ["image_encoder.joined_rows=0"]))
-    assert found == (
-        "model.image_encoder.joined_rows is 0: a pass through an encoder has at least one unit, "
-        "however small the budget; give 1, with which each unit is encoded by itself, or more, or "
-        "leave it out [joined-rows]"
-    )
+    for bound, asked in ((length, more), (length - 1, more), (length - 1, {})):
+        text = dataclasses.replace(with_plain_rope(prepared, **asked).foundation, **{name: bound})
+        found = violated_rules(prepared[0], dataclasses.replace(prepared[1], foundation=text))
+        refused = bound < length and (asked == more)
+        assert names(found) == (["longest-row"] if refused else [])
+        assert not refused or found[0].startswith(
+            f"{name} {bound} is shorter than --seq-length {length}: "
+        )
 
 
 STREAMED = {"enable_full_hetero_dp": True, "full_hetero_dp_schedule": "streamed"}
@@ -378,8 +331,7 @@ def test_why_nothing_is_streamed_is_said_once(
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     with_bad_case = {rule for _, rule, bad, _ in rule_cases.CASES if bad}
-    with_bad_case |= {"lora-own-folder", "own-ranks-whole", "wandb"}
-    with_bad_case |= {"dynamic-rope", "rope-scaling", "sliding-window", "streamed-queues"}
+    with_bad_case |= {"longest-row", "own-ranks-whole", "streamed-queues"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 
@@ -415,30 +367,13 @@ def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> N
 
 
 def test_all_violations_are_reported_in_the_table_s_order(prepared: Run) -> None:
-    found = violated(prepared, fp16=True, lr=None, ckpt_format="torch")
-    assert found == ["required-flags", "checkpoint-format", "precision"]
-
-
-def test_a_conversion_is_asked_nothing_about_training(prepared: Run) -> None:
-    args = copy.copy(prepared[0])
-    args.train_data_path, args.video_fps, args.fp16 = None, 0.0, True
-    found = (names(violated_rules(args, prepared[1], training=training)) for training in (1, 0))
-    assert list(found) == [["data-given", "video-rate", "precision"], ["precision"]]
-
-
-def test_folders_of_rows_are_data_without_energon(prepared: Run, tmp_path: Path) -> None:
-    args, model = prepared
-    for folder, file in (("parquet", "a.parquet"), ("saved", "state.json")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / file).touch()
-        given = Namespace(**{**vars(args), "train_data_path": [str(tmp_path / folder)]})
-        assert violated_rules(given, model) == []
-
-
-def test_rules_of_encoders_apart_have_nothing_to_say_where_none_lies_apart(prepared: Run) -> None:
-    for changes in ({"ranks": 9}, {"enable_full_hetero_dp": True, "ranks": 9}):
-        found = violated(prepared, **{**LAYOUT, **changes})
-        assert not [name for name in found if name.startswith("own-ranks")], changes
+    args, model = copy.copy(prepared[0]), prepared[1]
+    args.train_data_path, args.lr, args.ckpt_format = None, None, "torch"
+    found = [names(violated_rules(args, model, training=training)) for training in (True, False)]
+    assert found == [
+        ["required-flags", "data-given", "checkpoint-format"],
+        ["required-flags", "checkpoint-format"],  # a conversion
+    ]
 
 
 @pytest.mark.parametrize(
@@ -461,19 +396,7 @@ def test_only_the_decoder_s_ranks_make_up_its_replicas(prepared: Run) -> None:
     model = changed(prepared[1], ["image_encoder.rank_offset=7"])
     changes = {"ranks": 8, "world_size": 7, "tensor_model_parallel_size": 2}
     (line,) = refused(prepared, model=model, **{**LAYOUT, **changes})
-    assert line.startswith("the decoder's 7 ranks do not divide by tp 2 x pp 1 x cp 1 = 2: ")
-
-
-def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
-    found = []
-    for overrides in (
-        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=8"],
-        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=10"],
-    ):
-        found += refused(omni, model=changed(omni[1], overrides), **LAYOUT, ranks=10)
-    assert "'audio_encoder'" in found[0]
-    assert "share rank 8: " in found[0]
-    assert found[1].startswith("no module lies on rank 9: ")
+    assert line.startswith("7 ranks do not divide by tp 2 x pp 1 x cp 1 = 2: ")
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])

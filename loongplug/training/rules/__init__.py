@@ -51,7 +51,7 @@ def violations(
 
     Of numbers that are none, nothing else is said: others divide by them.
     """
-    numbers = next(each for each in RULES if each.name == "positive-numbers")
+    numbers = next(each for each in RULES if each.name == "least-numbers")
     return [
         (rule, problem)
         for rule in ([numbers] if numbers(args, model) else RULES)

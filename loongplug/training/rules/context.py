@@ -5,33 +5,25 @@ from math import lcm
 from typing import Any, get_args
 
 from loongplug.models.layers.context.attention import CommType
-from loongplug.training.rules.rule import Problems, any_of, excludes, flag, number, rule
+from loongplug.training.rules.rule import Problems, number, rule
 
 _RANKS = number("--context-parallel-size", above=1)
 
-context_parallel_parts = excludes(
-    _RANKS,
-    any_of(flag("--hybrid-context-parallel"), flag("--hierarchical-context-parallel-sizes")),
-    reason="these split rows in ways of their own",
-    cure="drop one of them",
-)
-
 
 @rule(
-    reason="each rank holds equally many tokens of a row, half of them from its front, and with "
-    "sequence parallelism these are split once more",
+    reason="each rank holds equally many tokens of a row, half of them from its front with context "
+    "parallelism",
     cure="give a multiple",
 )
-def context_parallel_length(args: Namespace, model: Any) -> Problems:
-    """`--seq-length` that is no multiple of twice the context parallel ranks, or, with
-    `--sequence-parallel`, of these times tp
+def row_parts(args: Namespace, model: Any) -> Problems:
+    """`--seq-length` that is no multiple of twice the context parallel ranks, or of tp with
+    `--sequence-parallel`, or of both together
     """
     cp, length = args.context_parallel_size, args.seq_length
     tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    if cp < 2 or tp < 1 or length is None:
-        return
-    if length % (of := lcm(2, tp) * cp):
-        yield f"--seq-length {length} is no multiple of {of} with cp {cp}"
+    of = tp if cp < 2 else lcm(2, tp) * cp
+    if tp > 0 and length is not None and length % of:
+        yield f"--seq-length {length} is no multiple of {of} with cp {cp} and {tp} sequence shards"
 
 
 @rule(

@@ -5,7 +5,6 @@ from typing import Any
 
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.rules.rule import (
-    DENSE_MODEL,
     FUSED_ACCUMULATION,
     LOCAL_LAYERS,
     Problems,
@@ -52,13 +51,6 @@ decoder_offload_fusion = excludes(
     reason="what a backward finds are new objects, in which the fused kernel does not find a "
     "weight's gradient buffer",
     cure="add --no-gradient-accumulation-fusion",
-)
-decoder_offload_experts = excludes(
-    among("--offload-tensors", ("dispatched_input",)),
-    DENSE_MODEL,
-    refuses="`--offload-tensors dispatched_input` for a model without experts",
-    reason="nothing is dispatched there",
-    cure="name fc1_output or fc2_input instead",
 )
 
 

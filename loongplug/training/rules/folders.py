@@ -1,7 +1,6 @@
 """What a run reads its weights and tokenizer from, and the folders that it writes to."""
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,47 +104,30 @@ def checkpoint_to_load(args: Namespace, model: Any) -> Problems:
 
 @rule(
     reason="an export replaces its own files there, and has to find them as it wrote them",
-    cure="give the export a folder of its own",
+    cure="give each export a folder of its own",
 )
-def hf_own_folder(args: Namespace, model: Any) -> Problems:
-    """`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, or weights,
-    adapters, a tokenizer, data, media or a config that it reads, as or in that of `--save-hf`;
-    the working directory in it
+def own_folder(args: Namespace, model: Any) -> Problems:
+    """what a run writes or reads as or in the folder of `--save-hf` or `--save-lora`, adapters in
+    that of `--save-hf` or around it; the working directory in one of the two
+
+    A checkpoint's folder may have adapters in it: its own files are all named by iterations.
     """
-    return within_export(args, flag="--save-hf", written=WRITTEN)
-
-
-@rule(
-    reason="an export replaces its own files there, and has to find them as it wrote them",
-    cure="give the adapters a folder beside the others",
-)
-def lora_own_folder(args: Namespace, model: Any) -> Problems:
-    """`--save-lora` as, in or around the folder of `--save-hf`, as or around that of anything else
-    that a run writes or reads, or the working directory
-    """
-    hf = value_if_any(args, "--save-hf")
-    if args.save_lora and hf and Path(args.save_lora).resolve().is_relative_to(Path(hf).resolve()):
-        return [f"--save-lora {args.save_lora} with --save-hf {hf}"]
-    return within_export(args, flag="--save-lora", written=("--save-hf", *WRITTEN))
-
-
-def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> Problems:
-    """The first that stands in the way of an export to ``flag``'s folder, as ``written`` do in it.
-
-    A checkpoint's folder may have others in it: its own files are all named by iterations.
-    """
-    folder = value_if_any(args, flag)
-    if not folder:
+    hf, lora = (value_if_any(args, each) for each in ("--save-hf", "--save-lora"))
+    if hf and lora and Path(lora).resolve().is_relative_to(Path(hf).resolve()):
+        yield f"--save-lora {lora} with --save-hf {hf}"
         return
-    export = Path(folder).resolve()
-    for other in (*written, *READ):
-        given = value_if_any(args, other) or ()
-        for value in given if isinstance(given, list) else [given]:
-            if value and Path(value).resolve().is_relative_to(export):
-                yield f"{other} {value} with {flag} {folder}"
-                return
-    if Path.cwd().is_relative_to(export):
-        yield f"{flag} {folder} is the working directory or above it"
+    for flag, folder, others in (("--save-hf", hf, ()), ("--save-lora", lora, ("--save-hf",))):
+        if not folder:
+            continue
+        export = Path(folder).resolve()
+        for other in (*others, *WRITTEN, *READ):
+            given = value_if_any(args, other) or ()
+            for value in given if isinstance(given, list) else [given]:
+                if value and Path(value).resolve().is_relative_to(export):
+                    yield f"{other} {value} with {flag} {folder}"
+                    return
+        if Path.cwd().is_relative_to(export):
+            yield f"{flag} {folder} is the working directory or above it"
 
 
 def value_if_any(args: Namespace, flag: str) -> Any:

@@ -25,6 +25,8 @@ OFFLOAD = any_of(
     flag("--offload-encoder-state"),
 )
 
+STREAMED = flag("--full-hetero-dp-schedule streamed")
+
 # Megatron's flags that count over one layout for all modules, or make groups for one.
 _ONE_LAYOUT = {
     "--log-params-norm": False,
@@ -128,37 +130,15 @@ one_mode = excludes(
 
 
 @rule(
-    reason="elsewhere every replica encodes all units, or one of each group at a time: there is"
-    " nothing to choose",
+    refuses="`--use-vit-dp-balance`, `--full-hetero-dp-schedule streamed`, "
+    f"{OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
+    reason="elsewhere the encoder works in between the decoder's microbatches, as they come, so "
+    "that nothing of it can be away or moved",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
-def balance(args: Namespace, model: Any) -> Problems:
-    """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
+def full_separation_flags(args: Namespace, model: Any) -> Problems:
     modes = _modes(args, model)
-    if args.use_vit_dp_balance and not any(mode.on_every_stage or mode.apart for mode in modes):
-        yield f"--use-vit-dp-balance in the mode {modes[0].name}"
-
-
-@rule(
-    reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
-    cure="give 0 or more together with --use-vit-dp-balance, or drop it",
-)
-def balance_threshold(args: Namespace, model: Any) -> Problems:
-    """`--dp-balance-trigger-threshold-vit` below 0, or without `--use-vit-dp-balance`"""
-    threshold = args.dp_balance_trigger_threshold_vit
-    if threshold is not None and (threshold < 0 or not args.use_vit_dp_balance):
-        without = "" if args.use_vit_dp_balance else " without --use-vit-dp-balance"
-        yield f"--dp-balance-trigger-threshold-vit {threshold}{without}"
-
-
-@rule(
-    refuses=f"{OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
-    reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
-    "of it can be away",
-    cure="add --enable-full-hetero-dp, or drop the flag",
-)
-def offload(args: Namespace, model: Any) -> Problems:
-    given, modes = OFFLOAD.said(args), _modes(args, model)
+    given = any_of(flag("--use-vit-dp-balance"), STREAMED, OFFLOAD).said(args)
     if given and not any(mode.on_every_stage or mode.apart for mode in modes):
         yield f"{given} in the mode {modes[0].name}"
 

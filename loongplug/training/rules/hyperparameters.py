@@ -14,9 +14,9 @@ from loongplug.training.rules.rule import (
     rule,
     value_of,
 )
-from loongplug.training.step_sizes import eval_sizes, step_sizes
+from loongplug.training.step_sizes import step_sizes
 
-# Numbers below 1 of which make no run.
+# Numbers of 1 or more.
 _COUNTS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
     *("--context-parallel-size", "--expert-model-parallel-size"),
@@ -24,15 +24,14 @@ _COUNTS = (
     *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
     *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--epochs"),
     *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
-    "--ckpt-step",
+    *("--ckpt-step", "--eval-generate"),
 )
-# Numbers that may be 0, and not less.
+# Numbers of 0 or more. Megatron refuses other betas and seeds by itself.
 _NOT_NEGATIVE = (
     *("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--weight-decay", "--adam-eps"),
     *("--clip-grad", "--lr-warmup-init", "--lr-warmup-iters", "--lr-warmup-fraction"),
+    *("--eval-iters", "--dp-balance-trigger-threshold-vit", "--full-hetero-dp-encoder-speed"),
 )
-_BETAS = ("--adam-beta1", "--adam-beta2")
-_LAST_SEED = 2**31 - 1
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 
 
@@ -56,12 +55,15 @@ run_length = excludes(
 )
 
 
-@rule(reason="they count things", cure="give 1 or more")
-def positive_numbers(args: Namespace, model: Any) -> Problems:
-    """a parallel size, batch size, length or interval, or `--ckpt-step`, below 1"""
-    for flag in _COUNTS:
-        if (value := value_of(args, flag)) is not None and value < 1:
-            yield f"{flag} is {value}"
+@rule(reason="they count things, or would be none", cure="give a number that is as large")
+def least_numbers(args: Namespace, model: Any) -> Problems:
+    """a parallel size, batch size, length or interval below 1, or a rate, decay, warm-up or
+    threshold below 0
+    """
+    for flags, least in ((_COUNTS, 1), (_NOT_NEGATIVE, 0)):
+        for flag in flags:
+            if (value := value_of(args, flag)) is not None and value < least:
+                yield f"{flag} is {value:g}, below {least}"
 
 
 @rule(reason="weights would be so after the first step", cure="give a finite number")
@@ -70,34 +72,6 @@ def finite_numbers(args: Namespace, model: Any) -> Problems:
     for name, value in sorted(vars(args).items()):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{flag_of(name)} is {value:g}"
-
-
-@rule(reason="no optimizer takes them", cure="correct the numbers; betas are below 1")
-def optimizer_numbers(args: Namespace, model: Any) -> Problems:
-    """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay`, `--adam-eps`,
-    `--clip-grad` or a warm-up below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
-    """
-    for flag in (*_NOT_NEGATIVE, *_BETAS):
-        value = value_of(args, flag)
-        if value is not None and (value < 0 or (flag in _BETAS and value >= 1)):
-            yield f"{flag} is {value:g}"
-
-
-@rule(
-    refuses=f"a `--seed` outside of 1 to {_LAST_SEED}",
-    reason="not all generators of random numbers take others",
-    cure="give one of these",
-)
-def seed(args: Namespace, model: Any) -> Problems:
-    if not 1 <= args.seed <= _LAST_SEED:
-        yield f"--seed {args.seed}"
-
-
-@rule(reason="the rate decays from the one to the other", cure="lower --min-lr")
-def learning_rates(args: Namespace, model: Any) -> Problems:
-    """`--min-lr` above `--lr`"""
-    if args.lr is not None and args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
 
 
 @rule(
@@ -158,25 +132,3 @@ def global_batch(args: Namespace, model: Any) -> Problems:
     if wrong:
         what = "steps of" if sizes.vary else "--global-batch-size"
         yield f"{what} {wrong[0]} does not divide by --micro-batch-size {each} x dp {dp}"
-
-
-@rule(
-    reason="every data parallel rank evaluates the same number of microbatches",
-    cure="give a multiple",
-)
-def eval_batch(args: Namespace, model: Any) -> Problems:
-    """`--eval-global-batch-size` is not a multiple of `--eval-micro-batch-size` (default: those
-    of training) x dp
-    """
-    if known_sizes(args) is None and args.eval_global_batch_size is None:
-        return
-    own = (args.eval_global_batch_size, args.eval_micro_batch_size) != (None, None)
-    if not own and not args.decrease_batch_size_if_needed:
-        return  # as training's
-    batch, each = eval_sizes(args, dp=data_parallel_size(args))
-    if batch is None or each is None:
-        return
-    if not batch:
-        yield "no sample to an evaluation step"
-    elif batch % each:
-        yield f"evaluation steps of {batch} samples do not divide by microbatches of {each}"

@@ -7,7 +7,6 @@ from loongplug.training.rules import hyperparameters, own_ranks
 from loongplug.training.rules.rule import (
     Problems,
     data_parallel_size,
-    encoders_of,
     evaluates,
     indivisible,
     model_parallel_size,
@@ -26,23 +25,11 @@ def world_size(args: Namespace, model: Any) -> Problems:
     if layout < 1 or args.world_size % layout == 0:
         return
     if own_ranks.own_ranks_world(args, model) is None:
-        apart = any(each.rank_offset is not None for _, each in encoders_of(model))
         yield (
-            f"{"the decoder's " if apart else ''}{args.world_size} ranks do not divide by "
+            f"{args.world_size} ranks do not divide by "
             f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size} x "
             f"cp {args.context_parallel_size} = {layout}"
         )
-
-
-@rule(
-    reason="each rank of the group holds an equal slice of the sequence",
-    cure="give a multiple of tp",
-)
-def sequence_parallel(args: Namespace, model: Any) -> Problems:
-    """`--sequence-parallel` with a sequence length that tp does not divide"""
-    split = args.sequence_parallel and args.seq_length is not None
-    lengths = {"--seq-length": args.seq_length} if split else {}
-    return indivisible(lengths, by="tp", ranks=args.tensor_model_parallel_size)
 
 
 @rule(
@@ -67,50 +54,6 @@ def tensor_parallel_sizes(args: Namespace, model: Any) -> Problems:
 
 
 @rule(
-    reason="every stage holds the same number of layers, at least one",
-    cure="change --pipeline-model-parallel-size, or say how to split by "
-    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-)
-def pipeline_layers(args: Namespace, model: Any) -> Problems:
-    """decoder layers that pp does not divide, or fewer than pp"""
-    pp, layers = args.pipeline_model_parallel_size, args.num_layers
-    uneven = (
-        args.decoder_first_pipeline_num_layers
-        or args.decoder_last_pipeline_num_layers
-        or args.pipeline_model_parallel_layout
-    )
-    if pp > layers:
-        yield f"pp {pp} is more than the decoder's {layers} layers"
-    elif pp > 0 and not uneven and layers % pp:
-        yield f"the decoder's {layers} layers do not divide by pp {pp}"
-
-
-@rule(
-    reason="they interleave the stages of a pipeline",
-    cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
-)
-def virtual_needs_pipeline(args: Namespace, model: Any) -> Problems:
-    """virtual pipeline stages with pp 1"""
-    if args.pipeline_model_parallel_size < 2 and wants_virtual(args):
-        yield "virtual pipeline stages with pp 1"
-
-
-@rule(reason="every virtual stage holds the same number of layers", cure="choose a divisor")
-def virtual_layers(args: Namespace, model: Any) -> Problems:
-    """a stage's layers do not divide into its virtual stages"""
-    pp, layers = args.pipeline_model_parallel_size, args.num_layers
-    if pp < 2 or layers % pp or args.decoder_first_pipeline_num_layers:
-        return
-    stage = f"a stage's {layers // pp} layers do not divide into"
-    virtual = args.num_virtual_stages_per_pipeline_rank
-    each = args.num_layers_per_virtual_pipeline_stage
-    if virtual and layers // pp % virtual and not args.decoder_last_pipeline_num_layers:
-        yield f"{stage} {virtual} virtual stages"
-    elif each and layers // pp % each:
-        yield f"{stage} virtual stages of {each}"
-
-
-@rule(
     reason="the schedule runs them in groups of pp",
     cure="make the number of microbatches a multiple of pp",
     training_only=True,
@@ -121,17 +64,13 @@ def virtual_microbatches(args: Namespace, model: Any) -> Problems:
     dp = data_parallel_size(args)
     if pp < 2 or not wants_virtual(args) or not dp or not each:
         return
-    batches = (hyperparameters.global_batch, hyperparameters.eval_batch)
-    if any(batch(args, model) for batch in batches):
+    if hyperparameters.global_batch(args, model) is not None:
         return
     sizes, steps = hyperparameters.known_sizes(args), [1]
     if sizes is not None:
         steps = [size // (each * dp) or 1 for _, size in sizes.sizes]
-        if evaluates(args):
-            batch, of_batch = eval_sizes(args, dp=dp)
-            assert batch is not None
-            assert of_batch is not None
-            steps.append(batch // of_batch)
+        batch, of_batch = eval_sizes(args, dp=dp) if evaluates(args) else (None, None)
+        steps += [batch // of_batch] if batch and of_batch else []
     group = args.microbatch_group_size_per_vp_stage or pp
     for microbatches in steps:
         left = microbatches % group

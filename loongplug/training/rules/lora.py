@@ -22,21 +22,6 @@ def _lora(model: Any) -> Iterator[tuple[str, LoraSettings]]:
 
 
 @rule(
-    reason="an adapter is alpha / rank * B A, with inputs dropped by a probability",
-    cure="correct the module's lora",
-)
-def lora_numbers(args: Namespace, model: Any) -> Problems:
-    """a `lora.rank` or `lora.alpha` that is not above 0, a `lora.dropout` outside of 0 to 1"""
-    for key, settings in _lora(model):
-        if settings.rank < 1:
-            yield f"{key}.rank is {settings.rank}"
-        if settings.alpha is not None and settings.alpha <= 0:
-            yield f"{key}.alpha is {settings.alpha:g}"
-        if not 0 <= settings.dropout < 1:
-            yield f"{key}.dropout is {settings.dropout:g}"
-
-
-@rule(
     reason=f"adapters stand beside {', '.join(LINEARS)}, of which a projector has the last two",
     cure="name these, or ends of their paths such as self_attention.linear_proj",
 )
@@ -106,17 +91,6 @@ def lora_shared_experts(args: Namespace, model: Any) -> Problems:
     linears = (f"mlp.shared_experts.{linear}" for linear in ("linear_fc1", "linear_fc2"))
     if overlaps and foundation and tp > 1 and any(map(foundation.targets, linears)):
         yield f"--moe-shared-expert-overlap with adapters on the shared experts and tp {tp}"
-
-
-@rule(
-    reason="a module with no rate does not train",
-    cure="give a positive number, or freeze the module",
-)
-def lr_mult(args: Namespace, model: Any) -> Problems:
-    """an `lr_mult` that is not above 0"""
-    for key, module in modules_of(model):
-        if module.lr_mult <= 0:
-            yield f"{key}.lr_mult is {module.lr_mult:g}"
 
 
 @rule(

@@ -7,8 +7,6 @@ from typing import Any
 from loongplug.training.rules.rule import (
     Choice,
     Problems,
-    any_of,
-    excludes,
     flag,
     flag_of,
     needs,
@@ -45,19 +43,24 @@ UNSUPPORTED = (
     "load_main_params_from_ckpt",
     "use_tp_pp_dp_mapping",
     "ddp_average_in_collective",
+    "moe_pad_expert_input_to_capacity",
+    "hybrid_context_parallel",
+    "hierarchical_context_parallel_sizes",
+    "fp16",
 )
 
 
 @rule(
     refuses=", ".join(f"`{flag_of(name)}`" for name in UNSUPPORTED)
-    + ", `--cuda-graph-impl`, `--rerun-mode validate_results`",
+    + ", `--fp8-format`, `--fp4-format`, `--cuda-graph-impl`, `--rerun-mode validate_results`",
     reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
     cure="drop the flag",
 )
 def unsupported(args: Namespace, model: Any) -> Problems:
     yield from (flag_of(name) for name in UNSUPPORTED if getattr(args, name) not in _UNSET)
-    if args.cuda_graph_impl != "none":
-        yield "--cuda-graph-impl"
+    given = {"--fp8-format": args.fp8, "--fp4-format": args.fp4}
+    given["--cuda-graph-impl"] = args.cuda_graph_impl != "none"
+    yield from (flag for flag, value in given.items() if value)
     if args.rerun_mode == "validate_results":  # Megatron's default, but not ours
         yield "--rerun-mode validate_results"
 
@@ -71,17 +74,17 @@ def _package(title: str, module: str) -> Choice:
 
 _TRANSFORMER_ENGINE = _package("TransformerEngine", "transformer_engine")
 
+implementation = one_of(
+    "--transformer-impl",
+    ("local", "transformer_engine"),
+    reason="inference has no backward",
+    cure="drop the flag: TransformerEngine is used where it is there",
+)
 optimizer = one_of(
     "--optimizer",
     ("adam", "sgd"),
     reason="the others gather parameters in a way that modules with layouts of their own have not",
     cure="drop the flag for adam",
-)
-sharded_optimizer = excludes(
-    flag("--optimizer sgd"),
-    flag("--use-distributed-optimizer"),
-    reason="Megatron shards the state of Adam only",
-    cure="drop one of the two",
 )
 precision_aware_optimizer = needs(
     Choice(
@@ -103,30 +106,6 @@ checkpoint_format = one_of(
     reason="only torch_dist checkpoints load into another layout",
     cure="drop the flag",
 )
-wandb = needs(
-    flag("--wandb-project"),
-    _package("wandb", "wandb"),
-    reason="the package sends the figures",
-    cure="pip install 'loongplug[wandb]'",
-    training_only=True,
-)
-wandb_folder = needs(
-    flag("--wandb-project"),
-    any_of(flag("--save"), flag("--wandb-save-dir"), in_docs="`--save` and `--wandb-save-dir`"),
-    reason="wandb writes the figures to files before it sends them",
-    cure="give one of the two",
-    training_only=True,
-)
-
-
-@rule(
-    reason="the models are trained in bf16; smaller ranges and formats are not tested",
-    cure="use --bf16, or no flag for fp32",
-)
-def precision(args: Namespace, model: Any) -> Problems:
-    """`--fp16`, `--fp8-format`, `--fp4-format`"""
-    given = {"--fp16": args.fp16, "--fp8-format": args.fp8, "--fp4-format": args.fp4}
-    return [flag for flag, value in given.items() if value]
 
 
 @rule(
@@ -143,29 +122,3 @@ def asynchronous_save(args: Namespace, model: Any) -> Problems:
         yield f"--async-strategy {args.async_strategy} on cpu"
     elif importlib.util.find_spec("nvidia_resiliency_ext") is None:
         yield f"--async-strategy {args.async_strategy} without nvidia-resiliency-ext"
-
-
-@rule(
-    reason="the backend follows the device",
-    cure="drop --distributed-backend, or choose by --device",
-)
-def backend(args: Namespace, model: Any) -> Problems:
-    """`nccl` on CPU, `gloo` on CUDA"""
-    if args.distributed_backend != {"cpu": "gloo", "cuda": "nccl"}[args.device]:
-        yield f"--distributed-backend {args.distributed_backend} on {args.device}"
-
-
-@rule(
-    reason="TransformerEngine runs on CUDA, where it is installed; inference has no backward",
-    cure="drop the flag: TransformerEngine is used where it is there",
-)
-def transformer_engine(args: Namespace, model: Any) -> Problems:
-    """a `--transformer-impl` that the machine does not have"""
-    given = f"--transformer-impl {args.transformer_impl}"
-    if args.transformer_impl not in ("local", "transformer_engine"):
-        yield given
-    elif args.transformer_impl == "transformer_engine":
-        if args.device == "cpu":
-            yield f"{given} on cpu"
-        elif not _TRANSFORMER_ENGINE.said(args):
-            yield f"{given} without TransformerEngine"

@@ -5,31 +5,22 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.models.architecture import MultimodalTextArchitecture, RotaryVisionArchitecture
-from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.rules.rule import Problems, encoders_of, modules_of, rule
 
-# Numbers of an architecture that may be 0 or less, or that another rule looks at.
-_OF_OTHER_RULES = ("lr_mult", "feature_layer", "rank_offset", "joined_rows")
+# Numbers that may be 0 or less.
+_ANY = ("feature_layer", "dropout")
 
 
-@rule(reason="no such module can be built", cure="correct the YAML")
+@rule(reason="no such module can be built, or trains", cure="correct the YAML, or the override")
 def positive_sizes(args: Namespace, model: Any) -> Problems:
-    """a size, or another number, of the model that is not above 0"""
+    """a size, or another number, of a module or its adapters that is not above 0"""
     for key, module in modules_of(model):
-        for name, value in vars(module).items():
-            if type(value) in (int, float) and value <= 0 and name not in _OF_OTHER_RULES:
-                yield f"{key}.{name} is {value}"
-
-
-@rule(
-    reason="a pass through an encoder has at least one unit, however small the budget",
-    cure="give 1, with which each unit is encoded by itself, or more, or leave it out",
-)
-def joined_rows(args: Namespace, model: Any) -> Problems:
-    """an encoder's `joined_rows` below 1"""
-    for key, encoder in encoders_of(model):
-        if encoder.joined_rows < 1:
-            yield f"{key}.joined_rows is {encoder.joined_rows}"
+        numbers = {f"{key}.{name}": value for name, value in vars(module).items()}
+        if module.lora is not None:
+            numbers |= {f"{key}.lora.{name}": value for name, value in vars(module.lora).items()}
+        for path, value in numbers.items():
+            if type(value) in (int, float) and value <= 0 and not path.endswith(_ANY):
+                yield f"{path} is {value}"
 
 
 @rule(
@@ -146,44 +137,18 @@ def mrope(args: Namespace, model: Any) -> Problems:
 
 
 @rule(
-    reason="it blends frequencies that turn more and less often than the two say in the text's "
-    "original length",
-    cure="correct model.foundation.rope_scaling",
+    reason="every token of a row attends to all before it, and transformers turns queries and keys "
+    "of longer texts more slowly where rope is dynamic",
+    cure="choose a --seq-length up to it",
 )
-def rope_scaling(args: Namespace, model: Any) -> Problems:
-    """a `rope_scaling` that is not above 0, or whose `high_freq_factor` is not the higher one"""
-    scaling: Llama3Scaling | None = getattr(model.foundation, "rope_scaling", None)
-    if scaling is None:
-        return
-    wrong = [f"{name} {value}" for name, value in vars(scaling).items() if value <= 0]
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if not wrong and high <= low:
-        wrong = [f"high_freq_factor {high} and low_freq_factor {low}"]
-    if wrong:
-        yield f"rope_scaling has {', '.join(wrong)}"
-
-
-@rule(
-    reason="transformers turns queries and keys of longer texts more slowly, by their length",
-    cure="choose a --seq-length up to model.foundation.max_position_embeddings",
-)
-def dynamic_rope(args: Namespace, model: Any) -> Problems:
-    """a decoder with a `dynamic_rope_factor` and rows longer than its `max_position_embeddings`"""
-    text, longest = model.foundation, model.foundation.max_position_embeddings
-    dynamic = getattr(text, "dynamic_rope_factor", None) is not None
-    if dynamic and args.seq_length is not None and longest < args.seq_length:
-        yield (
-            f"max_position_embeddings {longest} is shorter than --seq-length {args.seq_length}, "
-            "with dynamic_rope_factor"
-        )
-
-
-@rule(
-    reason="every token of a row attends to all before it",
-    cure="choose a --seq-length up to model.foundation.sliding_window",
-)
-def sliding_window(args: Namespace, model: Any) -> Problems:
-    """a decoder's `sliding_window` that is shorter than `--seq-length`"""
-    window = getattr(model.foundation, "sliding_window", None)
-    if window is not None and args.seq_length is not None and window < args.seq_length:
-        yield f"sliding_window {window} is shorter than --seq-length {args.seq_length}"
+def longest_row(args: Namespace, model: Any) -> Problems:
+    """a decoder's `sliding_window`, or `max_position_embeddings` with a `dynamic_rope_factor`, that
+    is shorter than `--seq-length`
+    """
+    text, bounds = model.foundation, ["sliding_window"]
+    if getattr(text, "dynamic_rope_factor", None) is not None:
+        bounds.append("max_position_embeddings")
+    for name in bounds:
+        bound = getattr(text, name, None)
+        if None not in (bound, args.seq_length) and bound < args.seq_length:
+            yield f"{name} {bound} is shorter than --seq-length {args.seq_length}"

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from loongplug.hetero.placement import all_apart
-from loongplug.models.entries import Role
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.parallel.layout import Layout
+from loongplug.training.rules import model as model_rules
 from loongplug.training.rules.hetero import OFFLOAD
 from loongplug.training.rules.rule import Problems, any_of, encoders_of, flag, ranks_apart, rule
 
@@ -22,17 +22,6 @@ _SPREADING = any_of(
 def _lying_apart(model: Any) -> Iterator[tuple[str, Any]]:
     """The settings of each encoder with a ``rank_offset``, with the key that users write."""
     return (each for each in encoders_of(model) if each[1].rank_offset is not None)
-
-
-@rule(
-    reason="the decoder has the first ranks of the world",
-    cure="give the number of the decoder's ranks, or null to lie where it lies",
-)
-def own_ranks_offset(args: Namespace, model: Any) -> Problems:
-    """an encoder's `rank_offset` below 1"""
-    for key, encoder in _lying_apart(model):
-        if encoder.rank_offset < 1:
-            yield f"{key}.rank_offset is {encoder.rank_offset}"
 
 
 @rule(
@@ -74,36 +63,33 @@ def own_ranks_layers(args: Namespace, model: Any) -> Problems:
 
 
 @rule(
-    reason="each rank holds one module, and none is without",
-    cure="change a rank_offset, or an encoder's parallel sizes",
-)
-def own_ranks_placement(args: Namespace, model: Any) -> Problems:
-    """encoders whose ranks overlap, or have ranks between them that no module lies on"""
-    layouts = _layouts(model)
-    if not layouts:
-        return
-    (decoder,) = (each.name for each in model.entries() if each.role is Role.DECODER)
-    # How many ranks the decoder has is what the world is held against.
-    before = Layout(dp=min(each.first_rank for each in layouts.values()))
-    try:
-        all_apart(before, layouts, into=decoder)
-    except ValueError as error:
-        yield str(error).rstrip(".")
-
-
-@rule(
-    reason="the decoder has the ranks before the first encoder's, and there are no others",
-    cure="start that many, or change a rank_offset or the encoders' sizes",
+    reason="each rank holds one module, and the decoder has the ranks before the first encoder's",
+    cure="start as many ranks, or change a rank_offset or the encoders' sizes",
 )
 def own_ranks_world(args: Namespace, model: Any) -> Problems:
-    """a number of ranks that is not the decoder's, up to the least `rank_offset`, and the
-    encoders' together
+    """encoders whose ranks overlap, or have ranks between them that no module lies on; a number of
+    ranks that is not the decoder's, up to the least `rank_offset`, and the encoders' together
     """
-    layouts = _layouts(model)
-    if not layouts or own_ranks_placement(args, model) is not None:
+    if model_rules.positive_sizes(args, model) is not None:
         return
-    first = min(each.first_rank for each in layouts.values())
-    encoders = ranks_apart(model)
+    layouts = {
+        key: Layout(
+            tp=each.tensor_model_parallel_size or 1,
+            pp=each.pipeline_model_parallel_size,
+            dp=each.data_parallel_size,
+            first_rank=each.rank_offset,
+        )
+        for key, each in _lying_apart(model)
+    }
+    if not layouts:
+        return
+    first, encoders = min(each.first_rank for each in layouts.values()), ranks_apart(model)
+    try:
+        # How many ranks the decoder has is what the world is held against.
+        all_apart(Layout(dp=first), layouts, into="the decoder")
+    except ValueError as error:
+        yield str(error).rstrip(".")
+        return
     if args.ranks != first + encoders:
         yield (
             f"{_ranks(args.ranks)} with rank_offset {first} and {_ranks(encoders)} of encoders: "
@@ -113,23 +99,6 @@ def own_ranks_world(args: Namespace, model: Any) -> Problems:
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
-def _layouts(model: Any) -> dict[str, Layout]:
-    """The layouts of encoders that lie apart; empty where another rule refuses a number."""
-    sizes: dict[str, dict[str, Any]] = {
-        name: {
-            "tp": each.tensor_model_parallel_size or 1,
-            "pp": each.pipeline_model_parallel_size,
-            "dp": each.data_parallel_size,
-            "first_rank": each.rank_offset,
-        }
-        for name in model.encoders
-        if (each := model.encoder(name)).rank_offset is not None
-    }
-    if any(min(numbers.values()) < 1 for numbers in sizes.values()):
-        return {}
-    return {name: Layout(**numbers) for name, numbers in sizes.items()}
 
 
 @rule(

@@ -1,10 +1,10 @@
 """Cases of the rules in rules/context.py."""
 
-from rule_cases.decoder_memory import NAMED
 from rule_cases.kinds import LAYOUT, TP, Cases
 
 _CP = {**LAYOUT, "context_parallel_size": 2}
 _PACKED = {**_CP, "packing": True, "micro_batch_size": 1}
+_TP4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "num_query_groups": 4}
 _CP_TP = {**TP, "context_parallel_size": 2}
 
 
@@ -13,22 +13,13 @@ def _lora(module: str) -> str:
 
 
 CASES: Cases = {
-    "context-parallel-parts": (
+    "row-parts": (
         [
-            {**_CP, "hybrid_context_parallel": True},
-            {**_CP, "hierarchical_context_parallel_sizes": [2, 1]},
+            {**_CP, "seq_length": 66},
+            {**TP, "sequence_parallel": True, "seq_length": 63},
+            {**LAYOUT, **_TP4, "context_parallel_size": 2, "seq_length": 60},
         ],
-        [
-            _CP,
-            {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
-            {**_CP, **NAMED},
-            {**_CP, "enable_full_hetero_dp": True},
-            {**_CP_TP, "enable_encoder_hetero_dp": True},
-        ],
-    ),
-    "context-parallel-length": (
-        [{**_CP, "seq_length": 66}, {**_CP_TP, "sequence_parallel": True, "seq_length": 66}],
-        [{**_CP, "seq_length": 68}, {**LAYOUT, "seq_length": 66}],
+        [{**TP, "seq_length": 63}, {**LAYOUT, **_TP4, "context_parallel_size": 2}],
     ),
     "context-parallel-communication": (
         [

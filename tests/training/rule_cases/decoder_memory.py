@@ -28,10 +28,6 @@ CASES: Cases = {
             {"recompute_modules": ["core_attn", "mlp"]},
         ],
     ),
-    "decoder-offload-experts": (
-        [{**NAMED, "offload_tensors": ["qkv", "dispatched_input"]}],
-        [{**NAMED, "offload_tensors": ["fc2_input"]}],
-    ),
 }
 
 NODES = {"recompute_modules": ["a2a_overlap_attn"], "recompute_granularity": "selective"}
@@ -51,5 +47,4 @@ WITH_EXPERTS: Cases = {
         [{**OVERLAP, **NODES, **ON, "offload_modules": ["core_attn"]}],
         [{**OVERLAP, **ON, "offload_modules": ["core_attn"]}],
     ),
-    "decoder-offload-experts": ([], [{**NAMED, "offload_tensors": ["dispatched_input"]}]),
 }

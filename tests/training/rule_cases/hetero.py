@@ -18,12 +18,16 @@ def _stages(encoder_tp: int, *, tp: int, pp: int, **mode: bool) -> Case:
 
 
 CASES: Cases = {
-    "offload": (
+    "full-separation-flags": (
         [
-            *({name: True} for name in OFFLOAD),
+            *({name: True} for name in ("use_vit_dp_balance", *OFFLOAD)),
             {"enable_encoder_hetero_dp": True, "offload_encoder_state": True},
+            {"full_hetero_dp_schedule": "streamed"},
         ],
-        [{**FULL, name: True} for name in OFFLOAD],
+        [
+            *({**FULL, name: True} for name in ("use_vit_dp_balance", *OFFLOAD)),
+            {"full_hetero_dp_schedule": "separated"},
+        ],
     ),
     "offload-fusion": (
         [{**FULL, "offload_encoder_activations": True, "gradient_accumulation_fusion": True}],
@@ -43,20 +47,6 @@ CASES: Cases = {
     "one-mode": (
         [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
         [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],
-    ),
-    "balance": (
-        [
-            {"use_vit_dp_balance": True},
-            {"use_vit_dp_balance": True, "enable_encoder_hetero_dp": True},
-        ],
-        [BALANCE],
-    ),
-    "balance-threshold": (
-        [
-            {"dp_balance_trigger_threshold_vit": 0.1},
-            {**BALANCE, "dp_balance_trigger_threshold_vit": -0.1},
-        ],
-        [{**BALANCE, "dp_balance_trigger_threshold_vit": 0.0}],
     ),
     "encoder-state": (
         [

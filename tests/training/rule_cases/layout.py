@@ -10,38 +10,6 @@ CASES: Cases = {
         [{**TP, "world_size": 7}, {**PP, "world_size": 3}],
         [TP, {**TP, **PP}, {**TP, "world_size": 6, "global_batch_size": 12}],
     ),
-    "sequence-parallel": (
-        [{**TP, "sequence_parallel": True, "seq_length": 63}],
-        [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],
-    ),
-    "pipeline-layers": (
-        [
-            {"world_size": 3, "pipeline_model_parallel_size": 3},
-            {"world_size": 8, "pipeline_model_parallel_size": 8},
-        ],
-        [
-            PP,
-            {
-                "world_size": 3,
-                "pipeline_model_parallel_size": 3,
-                "decoder_last_pipeline_num_layers": 2,
-            },
-        ],
-    ),
-    "virtual-needs-pipeline": (
-        [{"num_virtual_stages_per_pipeline_rank": 2}, {"num_layers_per_virtual_pipeline_stage": 1}],
-        [{"num_virtual_stages_per_pipeline_rank": 1}],
-    ),
-    "virtual-layers": (
-        [
-            {**PP, "num_virtual_stages_per_pipeline_rank": 3},
-            {**PP, "num_layers_per_virtual_pipeline_stage": 3},
-        ],
-        [
-            {**PP, "num_virtual_stages_per_pipeline_rank": 2},
-            {**PP, "num_layers_per_virtual_pipeline_stage": 1},
-        ],
-    ),
     "virtual-microbatches": (
         [
             {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},

@@ -16,15 +16,6 @@ _SHARED = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_si
 
 CASES: Cases = {
     "lora-folders": ([{"save_lora": "adapters"}], []),
-    "lora-numbers": (
-        [
-            _with("foundation", rank=0),
-            _with("image_encoder", alpha=0.0),
-            _with("image_projector", dropout=1.0),
-            _with("foundation", dropout=-0.1),
-        ],
-        [_with("foundation", rank=1, alpha=0.5, dropout=0.0), {**_with("image_encoder"), **_ALONE}],
-    ),
     "lora-targets": (
         [
             _with("foundation", target_modules=()),
@@ -48,10 +39,6 @@ CASES: Cases = {
             model(_ADAPTED, save_lora="a", freeze_parameters=["image_*"]),
             model(_ADAPTED, *_FROZEN, save_lora="a"),
         ],
-    ),
-    "lr-mult": (
-        [model("image_projector.lr_mult=0.0"), model("foundation.lr_mult=-1.0")],
-        [model("foundation.lr_mult=0.5")],
     ),
     "lr-mult-frozen": (
         [model("image_encoder.lr_mult=0.5", "image_encoder.freeze=True")],

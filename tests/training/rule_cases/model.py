@@ -3,10 +3,17 @@
 from rule_cases.kinds import Cases, model
 
 CASES: Cases = {
-    "positive-sizes": ([model("image_encoder.patch_size=0")], []),
-    "joined-rows": (
-        [model("image_encoder.joined_rows=0")],
-        [model("image_encoder.joined_rows=1")],
+    "positive-sizes": (
+        [
+            model("image_encoder.patch_size=0"),
+            model("image_encoder.joined_rows=0"),
+            model("image_projector.lr_mult=0.0"),
+            model("image_encoder.lora={'rank': 2, 'alpha': 0.0}"),
+        ],
+        [
+            model("foundation.lr_mult=0.5"),
+            model("foundation.lora={'rank': 1, 'alpha': 0.5, 'dropout': 0.0}"),
+        ],
     ),
     "query-groups": (
         [model("foundation.num_query_groups=3")],

@@ -13,13 +13,12 @@ _SPREADING = (
 )
 
 CASES: Cases = {
-    "own-ranks-world": (
+    "positive-sizes": (
         [
-            placed(*APART, ranks=9, world_size=7, global_batch_size=14),
-            placed(*APART, ranks=11, world_size=9, global_batch_size=18),
-            placed(*APART, ranks=1, world_size=-1),
+            placed("image_encoder.rank_offset=0", APART[1]),
+            placed(APART[0], "image_encoder.data_parallel_size=0", ranks=8),
         ],
-        [placed(*APART)],
+        [placed(APART[0], ranks=9)],
     ),
     "own-ranks-modes": (
         [
@@ -34,17 +33,6 @@ CASES: Cases = {
             placed(*APART, num_distributed_optimizer_instances=2),
         ],
         [],
-    ),
-    "own-ranks-offset": (
-        [
-            placed("image_encoder.rank_offset=0", APART[1]),
-            placed("image_encoder.rank_offset=-1", APART[1]),
-        ],
-        [],
-    ),
-    "positive-sizes": (
-        [placed(APART[0], "image_encoder.data_parallel_size=0", ranks=8)],
-        [placed(APART[0], ranks=9)],
     ),
     "own-ranks-sizes": (
         [
@@ -77,15 +65,15 @@ CASES: Cases = {
 }
 
 OMNI: Cases = {
-    "own-ranks-modes": (
-        [placed(APART[0], "image_encoder.mode='full_hetero_dp'", ranks=9)],
-        [placed("audio_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'", ranks=9)],
-    ),
-    "own-ranks-placement": (
+    "own-ranks-world": (
         [
             placed(APART[0], "audio_encoder.rank_offset=8"),
             placed(APART[0], "audio_encoder.rank_offset=10"),
         ],
         [placed(*APART, "audio_encoder.rank_offset=10", ranks=11)],
+    ),
+    "own-ranks-modes": (
+        [placed(APART[0], "image_encoder.mode='full_hetero_dp'", ranks=9)],
+        [placed("audio_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'", ranks=9)],
     ),
 }

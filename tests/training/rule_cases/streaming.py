@@ -24,22 +24,6 @@ CASES: Cases = {
         [_wide(4, **STREAMED)],
         [_wide(4, **AUTO), _wide(2, **STREAMED), _wide(1, **STREAMED)],
     ),
-    "streamed-mode": (
-        [
-            {"full_hetero_dp_schedule": "streamed"},
-            {"full_hetero_dp_schedule": "streamed", "enable_encoder_hetero_dp": True},
-        ],
-        [STREAMED, AUTO, *({"full_hetero_dp_schedule": each} for each in ("separated", "auto"))],
-    ),
-    "streamed-speed": (
-        [
-            {**SEPARATED, "full_hetero_dp_encoder_speed": 2.0},
-            {"full_hetero_dp_encoder_speed": 2.0},
-            {**STREAMED, "full_hetero_dp_encoder_speed": 0.0},
-            {**AUTO, "full_hetero_dp_encoder_speed": -1.0},
-        ],
-        [{**each, "full_hetero_dp_encoder_speed": 0.5} for each in (STREAMED, AUTO)],
-    ),
     "streamed-offload": (
         [{**STREAMED, name: True} for name in OFFLOADS],
         [
@@ -47,10 +31,9 @@ CASES: Cases = {
             {**STREAMED, "offload_encoder_activations": True},
         ],
     ),
-    "streamed-overlap": ([{**STREAMED, **FLUSH}], [{**AUTO, **FLUSH}]),
-    "streamed-virtual": (
-        [{**STREAMED, **VIRTUAL}],
-        [{**AUTO, **VIRTUAL}, {**STREAMED, **VIRTUAL, "overlap_p2p_comm": True}],
+    "streamed-overlap": (
+        [{**STREAMED, **FLUSH}, {**STREAMED, **VIRTUAL}],
+        [{**AUTO, **FLUSH}, {**AUTO, **VIRTUAL}, {**STREAMED, **VIRTUAL, "overlap_p2p_comm": True}],
     ),
 }
 WITH_EXPERTS: Cases = {"streamed-overlap": ([{**STREAMED, **EP2}], [{**AUTO, **EP2}])}
