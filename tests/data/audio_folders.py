@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bytes_tokenizer import CHAT, byte_level
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
+from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 OMNI = ("<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>")
@@ -56,25 +56,9 @@ def extractor(**settings: Any) -> WhisperFeatureExtractor:
     )
 
 
-def byte_tokenizer(*more: str, **options: Any) -> PreTrainedTokenizerFast:
-    """Any text by its bytes, and special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *more)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        **options,
-    )
-
-
 def qwen2_audio() -> Qwen2AudioProcessor:
     """Of transformers, with the chat template that it has."""
-    return Qwen2AudioProcessor(extractor(), byte_tokenizer(*AUDIO))
+    return Qwen2AudioProcessor(extractor(), byte_level((*CHAT, *AUDIO)))
 
 
 def write_qwen2_audio(folder: Path, *, published: bool = False) -> Path:
@@ -98,9 +82,9 @@ def write_omni(folder: Path) -> Path:
     names = ("audio_token", "audio_bos_token", "audio_eos_token")
     names += ("image_token", "video_token", "vision_bos_token", "vision_eos_token")
     named = dict(zip(names, (*AUDIO, *OMNI), strict=True))
-    byte_tokenizer(
-        *AUDIO, *OMNI, chat_template=OMNI_TEMPLATE, extra_special_tokens=named
-    ).save_pretrained(str(folder))
+    special = (*CHAT, *AUDIO, *OMNI)
+    tokenizer = byte_level(special, chat_template=OMNI_TEMPLATE, extra_special_tokens=named)
+    tokenizer.save_pretrained(str(folder))
     images = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "size": {"shortest_edge": 56 * 56, "longest_edge": 512 * 512},

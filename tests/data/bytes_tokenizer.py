@@ -1,43 +1,51 @@
-"""A tokenizer of Qwen's kind: of bytes, so that it has no unknown characters."""
+"""Tokenizers of Qwen's kind: of bytes, so that they have no unknown characters."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loongplug.data.processor import Processor, SpecialTexts
 
+CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *(*CHAT, "<|vision_start|>", "<|vision_end|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
 # Tokens, but not special.
 ADDED = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+    *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>"),
 )
+
+
+def byte_level(
+    special: Sequence[str],
+    *,
+    added: Sequence[str] = (),
+    merges: Sequence[tuple[str, str]] = (),
+    **options: Any,
+) -> PreTrainedTokenizerFast:
+    """Any text by its bytes, some of which are merged, and ``special`` and other tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = [*alphabet, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    tokenizer.add_tokens(list(added))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", **options
+    )
 
 
 def with_bytes(processor: Processor, template: str | None = None) -> Processor:
     """The demo's processor with such a tokenizer, and its own chat template unless one is given."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("<", "|"), ("|", ">"), ("i", "m"), ("e", "n"), ("en", "d"), ("Ċ", "Ċ"), ("Ġ", "b")]
-    vocab = [*alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens(list(ADDED))
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=template or processor.tokenizer.chat_template,
-    )
+    template = template or processor.tokenizer.chat_template
+    made = byte_level(SPECIAL, added=ADDED, merges=merges, chat_template=template)
     ids = {text: made.convert_tokens_to_ids(text) for text in SPECIAL}
     return dataclasses.replace(
         processor,

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from digits.tasks import WORDS
-from PIL import Image
+from made_media import picture
+from made_media import write_video as write_video_file
 from surveyed import settings_of
 from video_reference import Family, make_family
 
@@ -54,8 +54,19 @@ def write_image(tmp_path: Path) -> Callable[..., str]:
     """Writes a picture of noise into the rows' folder and gives its relative name."""
 
     def write(name: str, *, height: int, width: int, seed: int = 0) -> str:
-        noise = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(tmp_path / name)
+        picture(height, width, seed).save(tmp_path / name)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def write_video(tmp_path: Path) -> Callable[..., str]:
+    """Writes a video file into the rows' folder and gives its relative name."""
+    pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
+
+    def write(name: str, frames: int, **options: Any) -> str:
+        write_video_file(tmp_path / name, frames, **options)
         return name
 
     return write

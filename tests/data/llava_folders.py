@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bytes_tokenizer import CHAT, byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
@@ -110,17 +111,8 @@ def _without_special_bytes(tokenizer: Tokenizer) -> str:
 
 def internvl_tokenizer() -> PreTrainedTokenizerFast:
     """Of Qwen's kind: bytes, no bos; it names the tokens around an image."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    marks = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*chat, *marks)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+    return byte_level(
+        (*CHAT, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
         extra_special_tokens={
             "start_image_token": "<img>",
             "end_image_token": "</img>",

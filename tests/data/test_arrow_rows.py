@@ -20,11 +20,9 @@ from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import open_rows
 from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.fingerprint import fingerprint
 from loongplug.data.media_files import ChangedFileError
 from loongplug.data.media_loader import MediaLoader
 from loongplug.data.processor import Processor
-from loongplug.evaluate.questions import read_questions
 
 pytestmark = pytest.mark.quick
 
@@ -143,17 +141,6 @@ def test_images_in_a_table_are_those_of_files(
         assert (pixels[0] == pixels[1]).all()
 
 
-def test_eval_asks_the_same_questions(
-    rows: list[dict[str, Any]], write_rows: Write, tmp_path: Path, processor: Processor
-) -> None:
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(table_of(rows[:3]), path)
-    asked = [read_questions(each, processor, limit=None) for each in (write_rows(*rows[:3]), path)]
-    for one, other in zip(*asked, strict=True):
-        assert (one.answer, one.media) == (other.answer, other.media)
-        np.testing.assert_array_equal(one.input_ids, other.input_ids)
-
-
 def test_check_tells_the_row_of_the_file(
     rows: list[dict[str, Any]], tmp_path: Path, processor: Processor
 ) -> None:
@@ -221,15 +208,6 @@ def test_of_ranks_that_start_together_one_converts(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": ["a"] * 500}), path)
     found = run_ranks(_converted, world_size=3, path=path, timeout=60)
     assert sorted(rows for _, rows in found) == [500, 500, 1500]
-
-
-def test_fingerprints_go_by_what_the_files_hold(tmp_path: Path, processor: Processor) -> None:
-    found = []
-    for number, text in enumerate(("a", "a", "b")):
-        path = tmp_path / f"{number}.parquet"
-        parquet.write_table(pa.table({"text": [text]}), path)
-        found.append(fingerprint([ArrowRows(path)], processor))
-    assert found[0] == found[1] != found[2]
 
 
 def damaged(folder: Path) -> Path:

@@ -96,22 +96,6 @@ def test_silence_and_one_loud_sample() -> None:
         torch.testing.assert_close(made, theirs(each)["input_features"], rtol=0, atol=1e-6)
 
 
-def test_only_what_is_heard_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = AudioFrames(EXTRACTOR, QWEN2_AUDIO)
-    asked: list[int] = []
-    plain = EXTRACTOR._torch_extract_fbank_features
-
-    def noting(waveform: np.ndarray, device: str = "cpu") -> np.ndarray:
-        asked.append(waveform.shape[-1])
-        return plain(waveform, device)
-
-    monkeypatch.setattr(EXTRACTOR, "_torch_extract_fbank_features", noting)
-    for samples in (1_600, 16_000 * SECONDS):
-        frames.frames(sound(samples))
-    assert asked[0] < 1_600 + 5 * 160
-    assert asked[1] == 16_000 * SECONDS
-
-
 def test_what_is_too_long_is_refused() -> None:
     for kind in (QWEN2_AUDIO, OMNI):  # of the latter, by the folder's extractor
         frames = AudioFrames(EXTRACTOR, kind)

@@ -2,11 +2,11 @@
 
 import base64
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import made_media
 import numpy as np
 import pytest
 import torch
@@ -21,17 +21,14 @@ from audio_folders import (
     write_qwen2_audio,
     write_wav,
 )
-from PIL import Image
 from surveyed import grids_of, media_in, settings_of, survey_of
-from transformers import Qwen2AudioProcessor, Qwen2VLImageProcessorPil
+from transformers import Qwen2AudioProcessor
 
 from loongplug.data.audio_files import decode_audio
-from loongplug.data.blend import open_rows
 from loongplug.data.check import index, tokens_of
 from loongplug.data.conversation import AudioClip
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.extent_index import ExtentTable
-from loongplug.data.fingerprint import processor_digest
 from loongplug.data.inspect import describe
 from loongplug.data.media_files import InlineFile
 from loongplug.data.media_kinds import KINDS
@@ -138,14 +135,8 @@ def test_folders_as_published_and_as_saved_are_the_same(
     assert published.tokens == hearing.tokens
     assert tuple(published.tokens.values()) == AUDIO
     ids = [hearing.tokenizer.convert_tokens_to_ids(each) for each in AUDIO]
-    assert [
-        hearing.token_ids["audio_token_id"],
-        hearing.token_ids["audio_start_token_id"],
-        hearing.token_ids["audio_end_token_id"],
-    ] == ids
-    assert set(hearing.token_ids.values()) == set(ids)
-    assert hearing.places(*KINDS) == (ids[0],)
-    assert hearing.places("image", "video") == ()
+    assert [hearing.token_ids[f"audio_{each}token_id"] for each in ("", "start_", "end_")] == ids
+    assert (hearing.places(*KINDS), hearing.places("image", "video")) == ((ids[0],), ())
     write_wav(tmp_path / "a.wav", noise(4_000))
     path = write_rows(asked(audio("a.wav"), text("What?")))
     one, other = (chats(path, each) for each in (hearing, published))
@@ -165,9 +156,7 @@ def test_every_way_to_write_a_sound_is_the_same(
         asked(audio("a.wav"), ask),
         asked({"type": "audio_url", "audio_url": {"url": "a.wav"}}, ask),
         asked(audio(f"data:audio/wav;base64,{inline}"), ask),
-        asked({"type": "audio"}, ask) | {"audios": ["a.wav"]},
         beside | {"audios": ["a.wav"]},
-        {"conversations": turns, "audios": ["a.wav"]},
         {"conversations": turns, "audio": "a.wav"},
     ]
     dataset = chats(write_rows(*rows), hearing)
@@ -197,12 +186,9 @@ def test_plain_text_has_the_marks_around_a_sound(
 def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: Processor) -> None:
     write_wav(tmp_path / "a.wav", noise(3_200, seed=1))
     write_wav(tmp_path / "b.wav", noise(6_400, seed=2))
-    pixels = np.random.RandomState(0).randint(0, 256, (56, 84, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    picture = {"type": "image", "image": "a.png"}
-    dataset = chats(
-        write_rows(asked(audio("a.wav"), picture, audio("b.wav"), text("Which?"))), omni
-    )
+    made_media.picture(56, 84).save(tmp_path / "a.png")
+    image = {"type": "image", "image": "a.png"}
+    dataset = chats(write_rows(asked(audio("a.wav"), image, audio("b.wav"), text("Which?"))), omni)
     sample = dataset[0]
     assert words_of(dataset).startswith(
         f"<|im_start|>user\n<|audio_bos|>{'<|AUDIO|>' * 5}<|audio_eos|><|vision_bos|>"
@@ -213,33 +199,10 @@ def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: P
     # Sounds count as text; of the image, two rows of three columns behind 20 tokens.
     start = int(np.flatnonzero(sample.input_ids == omni.token_ids["image_token_id"])[0])
     assert sample.position_ids[1, start : start + 6].tolist() == [start] * 3 + [start + 1] * 3
-    assert sample.position_ids[:, :start].tolist() == [list(range(start))] * 3
     assert sample.position_ids[0, start + 6] == start + 3
-    media = MediaLoader(omni, videos=dataset.videos)
-    sounds = media.load(media_in(dataset, 0)[::2], where=WHERE)
-    assert sounds.grids.tolist() == [[1, 1, 20], [1, 1, 40]]
-    images = media.load(media_in(dataset, 0)[1:2], where=WHERE)
-    assert isinstance(omni.vision.transform, Qwen2VLImageProcessorPil)
-    assert images.rows.shape == (24, omni.vision.patch_dim)
-
-
-def test_a_sound_is_heard_once_until_its_file_changes(
-    tmp_path: Path, write_rows: Write, hearing: Processor
-) -> None:
-    write_wav(tmp_path / "a.wav", noise(3_200))
-    dataset = chats(write_rows(asked(audio("a.wav"), text("What?"))), hearing)
-    media = MediaLoader(hearing, videos=dataset.videos)
-    heard = media_in(dataset, 0)
-    first = media.load(heard * 2, where=WHERE)
-    again = media.load(heard, where=WHERE)
-    assert media.decoded == 1
-    assert torch.equal(first.rows, again.rows.repeat(2, 1))
-    write_wav(tmp_path / "a.wav", noise(3_200, seed=1), width=4)
-    assert not torch.equal(media.load(heard, where=WHERE).rows, again.rows)
-    assert media.decoded == 2
-    write_wav(tmp_path / "a.wav", noise(3_201))
-    with pytest.raises(ValueError, match=r"has not the 3200 samples .* do not change sound files"):
-        media.load(heard, where=WHERE)
+    media, loader = media_in(dataset, 0), MediaLoader(omni, videos=dataset.videos)
+    assert loader.load(media[::2], where=WHERE).grids.tolist() == [[1, 1, 20], [1, 1, 40]]
+    assert loader.load(media[1:2], where=WHERE).rows.shape == (24, omni.vision.patch_dim)
 
 
 def too_long(path: Path) -> None:
@@ -254,22 +217,12 @@ def empty(path: Path) -> None:
     write_wav(path, noise(0))
 
 
-def absent(path: Path) -> None:
-    """No file."""
-
-
-def no_sound(path: Path) -> None:
-    path.write_bytes(b"la la la")
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (too_long, "a.wav cannot be used: it is longer than the 2 seconds that the model takes"),
         (too_short, r"it lasts 0\.0200 seconds, which is too short for a token: drop the row, or"),
         (empty, r"it lasts 0\.0000 seconds, which is too short for a token"),
-        (absent, "no audio file at"),
-        (no_sound, "is damaged or no sound of a kind that is read"),
     ],
 )
 def test_a_sound_that_cannot_be_used_is_a_bad_sample(
@@ -308,43 +261,6 @@ def test_media_that_a_model_does_not_take_are_refused(
         assert caught.value.sample.kind == "media"
 
 
-def test_sounds_in_a_table(tmp_path: Path, write_rows: Write, hearing: Processor) -> None:
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    write_wav(tmp_path / "a.wav", noise(3_200))
-    row = asked({"type": "audio"}, text("What?"))
-    row["messages"][1]["content"] = [text("A cow.")]  # a column is of one kind
-    content = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
-    table = pa.table({"messages": [row["messages"]], "audios": [[content]]})
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    found = chats(open_rows([str(tmp_path / "rows.parquet")], flag="--x", seed=0), hearing)
-    expected = chats(write_rows(row | {"audios": ["a.wav"]}), hearing)
-    assert found[0].input_ids.tolist() == expected[0].input_ids.tolist()
-    assert torch.equal(sounds_of(found).rows, sounds_of(expected).rows)
-
-
-def test_sounds_in_a_shard(tmp_path: Path, write_rows: Write, hearing: Processor) -> None:
-    pytest.importorskip("megatron.energon")
-    from energon_folders import prepare, write_shard
-
-    write_wav(tmp_path / "a.wav", noise(3_200))
-    content = (tmp_path / "a.wav").read_bytes()
-    one, answer = asked({"type": "audio"}, text("What?")), {"from": "gpt", "value": "A cow."}
-    turns = [{"from": "human", "value": "<audio>What?"}, answer]
-    named = asked(audio("wav"), text("What?"))
-    (tmp_path / "shards").mkdir()
-    samples = [(f"k{n}", {"json": json.dumps(each).encode(), "wav": content})
-               for n, each in enumerate((one, turns, named))]  # fmt: skip
-    write_shard(tmp_path / "shards" / "a.tar", samples)
-    prepared = prepare(tmp_path / "shards", {"train": ".*"})
-    found = chats(open_rows([str(prepared)], flag="--x", seed=0, split="train"), hearing)
-    expected = chats(write_rows(asked(audio("a.wav"), text("What?"))), hearing)
-    for number in range(3):
-        assert found[number].input_ids.tolist() == expected[0].input_ids.tolist()
-        assert torch.equal(sounds_of(found, number).rows, sounds_of(expected).rows)
-
-
 def test_check_inspect_and_index_take_sounds(
     tmp_path: Path,
     write_rows: Write,
@@ -369,16 +285,6 @@ def test_check_inspect_and_index_take_sounds(
     assert ["audio", "tokens", "25", "25", "25", "25"] in [
         line.split() for line in capsys.readouterr().err.splitlines()
     ]
-
-
-@pytest.mark.parametrize("published", [True, False])
-def test_the_fingerprint_has_the_extractors_settings(tmp_path: Path, published: bool) -> None:
-    before = processor_digest(write_qwen2_audio(tmp_path, published=published))
-    (name,) = {"preprocessor_config.json", "processor_config.json"} & before.keys()
-    file = tmp_path / name
-    file.write_text(file.read_text().replace('"chunk_length": 2', '"chunk_length": 1'))
-    after = processor_digest(tmp_path)
-    assert {key for key in before if before[key] != after[key]} == {name}
 
 
 def without_config(folder: Path) -> None:

@@ -97,19 +97,6 @@ def test_weights_are_the_shares_and_no_row_is_left_out(tmp_path: Path) -> None:
         assert all(abs(part[name] - 12 * share / 60) <= 1 for name, share in shares.items())
 
 
-def test_weights_need_not_sum_to_one_and_sizes_need_not_divide(tmp_path: Path) -> None:
-    assert texts(blend(tmp_path, 3, 5, weights=[0.2, 0.2])) == texts(
-        blend(tmp_path, 3, 5, weights=[5, 5])
-    )
-    assert Counter(text[0] for text in texts(blend(tmp_path, 3, 5, weights=[1, 1]))) == {
-        "a": 5,
-        "b": 5,
-    }
-    counts = Counter(text[0] for text in texts(blend(tmp_path, 10, 3, weights=[0.999, 0.001])))
-    assert counts["b"] == 3  # its rows decide the length
-    assert counts["a"] == round(0.999 / 0.001 * 3)
-
-
 def divided(*values: str, share: float, seed: int = 1) -> tuple[list[str], list[str]]:
     """The texts of the rows to train on, and of those that are held out."""
     train, valid = (

@@ -3,26 +3,24 @@
 import dataclasses
 import json
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from rich.console import Console
-from surveyed import survey_of
 from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.data import survey_settings
-from loongplug.data.dataset import ChatDataset
-from loongplug.data.media_files import ChangedFileError
+from loongplug.data.check import fill_words, length_table
 from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
-from loongplug.data.row_files import JsonlIndex
-from loongplug.data.workers import Pool, WorkerSettings, map_rows
+from loongplug.data.workers import map_rows
 
 Row = Callable[..., dict[str, Any]]
 
@@ -88,31 +86,14 @@ def bad_file(
     return path, faults
 
 
-@pytest.mark.quick
-def test_every_fault_is_found_with_its_place(
-    processor: Processor, bad_file: tuple[Path, list[Fault]]
-) -> None:
-    path, faults = bad_file
-    rows = JsonlIndex(path)
-    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
-    found = [
-        (index + 1, finding)
-        for index in range(len(rows))
-        for finding in checker(rows, index).findings
-    ]
-    assert [(line, one.kind) for line, one in found] == [(f.line, f.kind) for f in faults]
-    for (line, one), fault in zip(found, faults, strict=True):
-        with pytest.raises(ValueError, match=rf"^{path}:{line}: .*{fault.message}"):
-            raise ValueError(one.message)
-
-
 def run_check(*arguments: str | Path) -> tuple[int, list[str], str]:
     result = CliRunner().invoke(app, ["data", "check", *(str(a) for a in arguments)])
     return result.exit_code, result.stdout.splitlines(), result.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("processes", [1, 3])
-def test_the_command_prints_them_in_order_and_ends_with_1(
+def test_the_command_prints_every_fault_in_order_and_ends_with_1(
     processor_folder: Path, bad_file: tuple[Path, list[Fault]], tmp_path: Path, processes: int
 ) -> None:
     path, faults = bad_file
@@ -124,10 +105,13 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
         "0.3", path, "0.7", second, *options, "--processes", processes
     )
     assert code == 1
-    places = [line.split(": ")[0] for line in printed]
-    assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
+    said = [rf"{path}:{fault.line}: .*{fault.message}" for fault in faults]
+    for line, expected in zip(printed, [*said, f"{second}:101: "], strict=True):
+        assert re.match(expected, line)
     assert f"{len(lines) + 100} rows in" in summary
-    assert "22 cannot be used (1 length, 7 media, 2 pixels, 13 row, 1 text)." in summary
+    kinds = Counter(fault.kind for fault in faults) + Counter(["row"])
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    assert f"22 cannot be used ({counts})." in summary
 
 
 def test_five_rows_of_each_fault_are_printed_and_the_others_counted(
@@ -146,29 +130,6 @@ def test_five_rows_of_each_fault_are_printed_and_the_others_counted(
         assert places == [f"{path}:{line}" for line in (1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 16)]
         assert (images, keys) == (f"3 more are like {path}:1", f"2 more are like {path}:9")
     assert "16 rows in" in result.stderr
-
-
-def test_a_file_that_changes_is_one_sentence(
-    processor: Processor, write_rows: Callable[..., Path], row: Row
-) -> None:
-    """Alike for each row, and so for each rank; in this process and from another."""
-    path = write_rows(row("a", "b"), row("c", "d"))
-    data = ChatDataset(path, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
-    checker = partial(survey_of, processor, seq_length=SEQ_LENGTH)
-    path.write_text(path.read_text() + "{}\n")
-    said = set()
-    for index in (0, 1):
-        with pytest.raises(ChangedFileError) as raised:
-            data.text_parts([index])
-        pool = Pool(data.text_parts, settings=WorkerSettings(processes=1))
-        with pytest.raises(ValueError, match="has changed") as behind:
-            pool.submit([index]).result()
-        pool.close()
-        with pytest.raises(ChangedFileError) as checked:
-            checker(data.rows, index)
-        said |= {str(each.value) for each in (raised, behind, checked)}
-    (sentence,) = said
-    assert sentence.startswith(f"{path} has changed since the start of this run")
 
 
 def test_a_file_that_changes_ends_the_command(
@@ -268,3 +229,23 @@ def test_a_killed_process_is_an_error_and_no_hang() -> None:
 
     with pytest.raises(ValueError, match="A process was killed while it read the rows"):
         gather(die, 100, 2)
+
+
+@pytest.mark.quick
+def test_the_table_has_lengths_that_are_there() -> None:
+    console = Console(width=80)
+    with console.capture() as said:
+        console.print(length_table(range(1, 1001), [7] * 1000))
+    words = [line.split() for line in said.get().splitlines()]
+    assert ["samples", "501", "901", "991", "1,000"] in words
+    assert ["visual", "tokens", "7", "7", "7", "7"] in words
+
+
+@pytest.mark.quick
+def test_the_words_count_what_does_not_fit_and_what_packing_fills() -> None:
+    said = fill_words([6, 4, 6, 4, 11], seq_length=10)
+    assert said.startswith("20.0% of the samples are longer than --seq-length 10.")
+    assert "Padded to that length, sequences are 50.0% full; with --packing, 100.0%" in said
+    assert fill_words([11], seq_length=10) == (
+        "100.0% of the samples are longer than --seq-length 10."
+    )

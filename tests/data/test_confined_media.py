@@ -4,13 +4,11 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_units import media_batch
-from surveyed import survey_of
 from typer.testing import CliRunner
 
 from loongplug.commands.data import data as data_commands
@@ -93,16 +91,6 @@ def test_what_lies_inside_is_opened(
     assert decode_image(ConfinedFolder(Path("/")) / str(inside / "a.png"), where=WHERE)
 
 
-def test_files_that_are_not_there_are_said_to_be_so(inside: Path) -> None:
-    for name, message in (
-        ("gone.png", rf"^{WHERE}: no image file at .*gone\.png"),
-        ("loop.png", "cannot be opened: .*Too many levels"),
-        ("sub", "it is not a plain file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            image_size(ConfinedFolder(inside) / name, where=WHERE)
-
-
 def test_a_link_that_is_changed_at_the_last_moment_leads_nowhere(
     inside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,17 +160,6 @@ def test_a_sample_is_bad_as_one_without_its_file(
     dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
     loaded = UnitLoader(dataset)(media_batch([0], confined[:1]))
     assert REFUSED in loaded.bad[0].message
-
-
-def test_without_a_root_media_stay_in_the_files_own_folder(
-    processor: Processor, rows_file: Path, inside: Path, row: Callable[..., dict]
-) -> None:
-    """All of it is in that folder, so nothing is refused but what is missing."""
-    checker = partial(survey_of, processor)
-    rows_file.rename(inside / "rows.jsonl")
-    rows = opened(inside / "rows.jsonl", None, confined=True)
-    assert checker(rows, 0).findings == ()
-    assert [REFUSED in fault.message for fault in checker(rows, 1).findings] == [True]
 
 
 def test_commands_confine_as_well(

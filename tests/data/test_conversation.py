@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import Conversation, MediaPart, Message, Part, parse_conversation
+from loongplug.data.conversation import Conversation, MediaPart, Part, parse_conversation
 
 pytestmark = pytest.mark.quick
 
@@ -135,15 +135,12 @@ def with_part(**part: Any) -> dict[str, Any]:
             {"messages": [{"from": "human", "value": "x"}]},
             r"messages\[0\] has the key 'from' \(LoongPlug knows loss, .*content, .* there",
         ),
-        ({"messages": [USER, "x"]}, r"messages\[1\] is 'x', but"),
         (
             {"messages": [USER, {"role": "gpt", "content": "x"}]},
             r"messages\[1\]\.role is 'gpt', but input should be 'system', .* or 'tool'",
         ),
         ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content is missing"),
-        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]\.content is None"),
         ({"messages": [{"role": "user", "content": []}]}, r"content is \[\], but .* at least 1"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, r"content\[0\] is 'x'"),
         (with_part(type="sound"), r"content\[0\] is {'type': 'sound'}, but .*'image_url'"),
         *(
             (
@@ -157,11 +154,6 @@ def with_part(**part: Any) -> dict[str, Any]:
             r"content\[0\] has the key 'audio_url' \(LoongPlug knows type, audio there",
         ),
         (with_part(type="audio", audio="data:audio/wav,x"), "is not a file that can be read"),
-        (
-            {"messages": [USER | {"audio": {"id": "7"}}]},
-            r"messages\[0\] has the key 'audio' \(LoongPlug knows",
-        ),
-        (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
         (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
         (with_part(type="image", image=""), "part of type image has no path"),
         (
@@ -169,16 +161,14 @@ def with_part(**part: Any) -> dict[str, Any]:
             "path of an image, a video or a sound is empty",
         ),
         (with_part(type="video", video=[], fps=2), "part of type video has no path"),
-        (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),
         (with_part(type="video", video=["a.png"]), 'as frames has no "fps": give how many'),
         (with_part(type="video", video=["a.png"], fps=0), "fps is 0, but .* or equal to 0.001"),
-        (with_part(type="video", video=["a.png"], fps=5e-324), "fps is 5e-324, but"),
-        (with_part(type="video", video=["a.png"], fps=-1.5), "fps is -1.5"),
         (with_part(type="video", video=["a.png"], fps="2"), "fps is '2', but .* valid number"),
-        (with_part(type="video", video=["a.png"], fps=True), "fps is True"),
-        (with_part(type="video", video=["a.png"], fps=float("inf")), "fps is inf"),
         (with_part(type="video", video=["a.png"], fps=float("nan")), "fps is nan"),
-        (with_part(type="image", image="https://x.org/a.png"), "nothing is downloaded"),
+        *(
+            (with_part(type="image", image=f"{scheme}://x/a.png"), "nothing is downloaded but s3:")
+            for scheme in ("https", "memory", "local", "gs", "S3")
+        ),
         (
             with_part(type="image_url", image_url="data:image/png;base64,iVB"),
             "not a file that can be",
@@ -187,8 +177,6 @@ def with_part(**part: Any) -> dict[str, Any]:
         (with_part(type="video", video="data:video/mp4;base64,iVBO"), "not a file here"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2, .* is empty"),
-        ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2, .* is empty"),
-        ({"conversations": [HUMAN, {"from": "gpt", "value": ""}]}, "message 2, .* is empty"),
         (
             {"conversations": [HUMAN, {"from": "tool", "value": "x"}]},
             r"conversations\[1\]\.from is 'tool', but",
@@ -209,7 +197,6 @@ def with_part(**part: Any) -> dict[str, Any]:
         ),
         ({"conversations": [HUMAN], "images": "a.png"}, "images is 'a.png', but .* valid list"),
         (with_part(type="text", text="x") | {"images": ["a"]}, "0 <image> markers .* for 1 images"),
-        ({"text": 3}, "text is 3, but"),
         (
             {"messages": [USER], "conversations": [HUMAN]},
             "the keys of 2 formats, messages and conversations: keep the one",
@@ -218,7 +205,14 @@ def with_part(**part: Any) -> dict[str, Any]:
             {"text": "x", "conversations": [HUMAN], "messages": 3},
             "the keys of 3 formats, messages and conversations and text",
         ),
-        ({"messages": None}, "messages is None, but"),
+        (
+            {"messages": [USER, {"role": "function", "content": "4"}]},
+            r"messages\[1\]\.role is 'function', but",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"function_call": {"name": "add"}}]},
+            r"\[1\] has the key 'function_call'.*tool_calls",
+        ),
         ({"text": "\n"}, "the text is empty"),
     ],
 )
@@ -246,27 +240,16 @@ HALF = "\ud800 hi"  # what JSON's escape "\ud800" alone gives
     ("row", "message"),
     [
         ({"text": HALF}, r"text is '\\ud800 hi', but .*lone surrogate"),
-        ({"messages": [{"role": "user", "content": HALF}]}, r"messages\[0\]\.content is .*lone"),
         (with_part(type="text", text=HALF), r"content\[0\]\.text is .*lone"),
         ({"conversations": [{"from": "human", "value": HALF}]}, r"\[0\]\.value is .*lone"),
-        (
-            {"conversations": [{"from": "human", "value": "Hi"}], "system": HALF},
-            "system is .*lone",
-        ),
         (with_part(type="image", image="\ud800.png"), r"content\[0\]\.image is .*lone"),
-        (with_part(type="image", image="a\0b.png"), r"content\[0\]\.image is .*NUL"),
-        (with_part(type="image_url", image_url={"url": "a\0b.png"}), r"image_url\.url is .*NUL"),
-        (with_part(type="video", video="a\0b.mp4"), r"content\[0\]\.video is .*NUL"),
-        (with_part(type="video", video=["a\0b.png"], fps=1), r"\.video\[0\] is .*NUL"),
+        (with_part(type="image_url", image_url={"url": HALF}), r"image_url\.url is .*lone"),
         ({"text": "<image>", "images": ["\ud800.png"]}, r"images\[0\] is .*lone"),
-        ({"text": "<image>", "image": "a\0b.png"}, "image is .*NUL"),
-        ({"text": "<video>", "video": "a\0b.mp4"}, "video is .*NUL"),
-        ({"text": "<video>", "videos": ["a\0b.mp4"]}, r"videos\[0\] is .*NUL"),
         ({"messages": [{"role": HALF, "content": "Hi"}]}, r"\[0\]\.role is"),
         (with_part(type=HALF), r"content\[0\]"),
     ],
 )
-def test_what_is_no_text_or_no_name_is_refused(row: dict[str, Any], message: str) -> None:
+def test_what_is_no_text_is_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^rows:7: .*{message}") as caught:
         parse_conversation(row, where="rows:7")
     str(caught.value).encode()  # it can be printed
@@ -309,13 +292,9 @@ NOTHING = (None, "", "[]", [], {}, {"ref": [], "bbox": []})  # as tables write i
     ("key", "value"),
     [
         ("rejected_response", "no"),
-        ("rejected_messages", [ANSWER]),
-        ("functions", [{"name": "add"}]),
         ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
         ("function_call", {"name": "search"}),
         ("image_path", "a.png"),
-        ("loss_mask", [0, 1]),
-        ("system_prompt", "Be brief."),
         ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
@@ -327,28 +306,6 @@ def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value:
         parse_conversation(row | {key: value}, where="r:1")
     kept = parse_conversation(row | {key: value}, where="r:1", ignored=(key,))
     assert kept.remarks == (("key", key),)
-
-
-@pytest.mark.parametrize("images", [[], ["a.png"]])
-def test_what_the_system_says_beside_messages_comes_first(images: list[str]) -> None:
-    """ms-swift and LLaMA-Factory write it there."""
-    said = USER | {"content": "<image>" * len(images) + "Read"}
-    row = {"messages": [said, ANSWER], "images": images}
-    with_system = parse_conversation(row | {"system": "Be brief."}, where="r:1").messages
-    assert with_system[0] == Message("system", ("Be brief.",))
-    assert with_system[1:] == parse_conversation(row, where="r:1").messages
-
-
-def test_turns_of_tools_in_older_forms_are_refused() -> None:
-    for said, name in (
-        ({"role": "function", "content": "4"}, r"messages\[1\]\.role is 'function', but"),
-        (
-            ANSWER | {"function_call": {"name": "add"}},
-            r"\[1\] has the key 'function_call'.*tool_calls",
-        ),
-    ):
-        with pytest.raises(ValueError, match=name):
-            parse_conversation({"messages": [USER, said]}, where="r:1")
 
 
 def test_parts_without_a_path_take_the_rows_media() -> None:
@@ -381,10 +338,3 @@ def test_a_part_s_rate_is_of_its_video() -> None:
         MediaPart("video", ("1.png", "2.png"), 4.0),
         MediaPart("video", "c.mp4", 2.0),
     )
-
-
-def test_a_path_under_another_key_is_not_passed_over() -> None:
-    content = [{"type": "image", "url": "b.png"}, {"type": "image"}]
-    row = {"messages": [{"role": "user", "content": content}], "images": ["a.png", "b.png"]}
-    with pytest.raises(ValueError, match=r"content\[0\] has the key 'url'"):
-        parse_conversation(row, where="r:1")

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from audio_folders import noise, write_qwen2_audio, write_wav
 from bytes_tokenizer import with_bytes
 from qwen_templates import QWEN3
@@ -15,10 +14,6 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 
-av = pytest.importorskip(
-    "av", reason="the samples have video files: pip install 'loongplug[video]'"
-)
-
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
@@ -27,17 +22,13 @@ def test_samples_in_the_docs_run(
     tmp_path: Path,
     write_rows: Callable[..., Path],
     write_image: Callable[..., str],
+    write_video: Callable[..., str],
 ) -> None:
     for folder in ("images", "clip"):
         (tmp_path / folder).mkdir()
     for name in ("images/cat.jpg", "images/dog.jpg", *(f"clip/00{i}.jpg" for i in range(3))):
         write_image(name, height=64, width=64)
-    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 64
-        for _ in range(20):
-            container.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
-        container.mux(stream.encode(None))
+    write_video("clip.mp4", 20)
     rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
     assert [next(iter(row)) for row in rows] == [
         *("messages", "messages", "messages", "conversations", "id", "instruction", "query"),

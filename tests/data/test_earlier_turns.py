@@ -12,7 +12,7 @@ import pytest
 from digits.tasks import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_loader import local_loader, require_alike
+from local_loader import require_alike
 from qwen_templates import qwen3
 from surveyed import grids_of, settings_of
 from typer.testing import CliRunner
@@ -22,13 +22,12 @@ from loongplug.data.chat_template import habits_of
 from loongplug.data.check import index
 from loongplug.data.conversation import Conversation, Message
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.extent_index import IndexedExtents, kept_table
+from loongplug.data.extent_index import kept_table
 from loongplug.data.loader import collate
 from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.sample import BadSampleError, Sample
-from loongplug.data.sample_order import ResumePoint
 from loongplug.data.tokens import Tokens, tokenize_conversation, tokenize_prompt
 from loongplug.verify.tiny_processor import write_processor
 
@@ -332,7 +331,7 @@ def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
     assert grids_of(split) == tuple(grid for sample in apart for grid in grids_of(sample))
 
 
-def test_packs_are_the_same_with_an_index_and_from_any_place(path: Path, folder: Path) -> None:
+def test_an_index_has_the_extents_of_all_renderings(path: Path, folder: Path) -> None:
     dataset = dataset_of(path, folder)
     rows = JsonlIndex(path)
     given = settings_of(folder)
@@ -355,24 +354,6 @@ def test_packs_are_the_same_with_an_index_and_from_any_place(path: Path, folder:
     single.write_text(path.read_text().splitlines()[1] + "\n")
     index([str(single)], last, processes=1)
     assert kept_table(JsonlIndex(single), given) is not None
-
-    known = dataset_of(path, folder)
-    known.extents = IndexedExtents.of(rows, given)
-    options = {"micro_batch_size": 1, "seed": 5, "look_ahead": 4}
-    read = local_loader(dataset, **options)
-    planned = local_loader(known, **options)
-    packs, places = [], []
-    for _ in range(6):
-        places.append(read.source.resume_point())
-        assert planned.source.resume_point() == places[-1]
-        packs.append(next(read))
-        require_alike(next(planned), packs[-1])
-    assert max(len(pack.segments) for pack in packs) > 3
-    place = ResumePoint.of_plain(json.loads(json.dumps(places[3].plain())))
-    for data in (dataset, known):
-        resumed = local_loader(data, consumed_samples=3, resume=place, **options)
-        for pack in packs[3:]:
-            require_alike(next(resumed), pack)
 
 
 def test_a_row_is_as_long_as_its_renderings_together(path: Path, folder: Path) -> None:

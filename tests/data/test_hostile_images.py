@@ -2,19 +2,16 @@
 
 import gc
 import os
-import socket
 import struct
-import zlib
 from collections.abc import Callable
-from contextlib import closing
 from inspect import signature
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from image_units import media_batch
+from made_media import encoded, picture
 from PIL import Image, ImageFile, features
 from transformers.image_transforms import convert_to_rgb
 
@@ -35,21 +32,10 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpa
 PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n%%EOF\n"
 
 
-def noise(height: int, width: int) -> Image.Image:
-    pixels = np.random.RandomState(1).randint(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def encoded(name: str) -> bytes:
-    buffer = BytesIO()
-    noise(24, 40).save(buffer, name)
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_listed_formats_are_read_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
     path = tmp_path / "picture.bin"
-    path.write_bytes(encoded(name))
+    path.write_bytes(encoded(picture(24, 40), name))
     assert image_size(path, where=WHERE) == (24, 40)
     assert decode_image(path, where=WHERE).size == (40, 24)
 
@@ -59,7 +45,7 @@ def test_listed_formats_are_read_whatever_the_file_is_called(tmp_path: Path, nam
 def test_other_formats_are_not_opened(tmp_path: Path, use: Use, name: str) -> None:
     if name == "AVIF" and not features.check("avif"):
         pytest.skip("this Pillow writes none")
-    content = {"EPS": EPS, "PDF": PDF}.get(name) or encoded(name)
+    content = {"EPS": EPS, "PDF": PDF}.get(name) or encoded(picture(24, 40), name)
     path = tmp_path / "picture.png"
     path.write_bytes(content)
     if name != "PDF":  # which Pillow only writes
@@ -74,13 +60,6 @@ def special(folder: Path, kind: str) -> Path:
     path = folder / kind
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "link to a pipe":
-        os.mkfifo(folder / "pipe")
-        path.symlink_to("pipe")
-    elif kind == "socket":
-        os.chdir(folder)  # a socket's name is short
-        with closing(socket.socket(socket.AF_UNIX)) as server:
-            server.bind(kind)
     elif kind == "device":
         return Path("/dev/zero")
     else:
@@ -89,12 +68,11 @@ def special(folder: Path, kind: str) -> Path:
 
 
 @USES
-@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "socket", "device", "folder"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.timeout(120)
 def test_only_plain_files_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Use, kind: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # and back
     path = special(tmp_path, kind)
     opened = os.open
     names: list[object] = []
@@ -126,7 +104,7 @@ def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files_are_said_to_be_so(tmp_path: Path, name: str) -> None:
     """Cut short, and with bytes changed, at places of a fixed seed."""
-    whole, random = encoded(name), np.random.RandomState(5)
+    whole, random = encoded(picture(24, 40), name), np.random.RandomState(5)
     path = tmp_path / "a.img"
     refused = 0
     for draw in range(60):
@@ -189,22 +167,27 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
     assert caught.value.sample.kind == "media"
 
 
+@USES
+def test_an_enormous_image_is_refused_by_its_header(tmp_path: Path, use: Use) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(b"P6 60000 60000 255\n" + bytes(10))
+    with pytest.raises(
+        ValueError, match=rf"^{WHERE}: image .*bomb has too many pixels .*178956970"
+    ):
+        use(path, where=WHERE)
+
+
 VALUES = np.array([[0, 100, 128, 129, 256, 1000, 32_767, 32_896, 65_534, 65_535]], dtype=np.uint16)
 EXACT = [0, 0, 0, 1, 1, 4, 127, 128, 255, 255]  # of 257 each, to the nearest
 
 
 def sixteen_bits(kind: str) -> bytes:
-    if kind.startswith("PGM"):
-        most = {"PGM": 65_535, "PGM of 1000": 1000}[kind]
-        values = np.minimum(VALUES, most)
-        return b"P5 10 1 %d\n" % most + values.astype(">u2").tobytes()
+    if kind == "PGM":
+        return b"P5 10 1 65535\n" + VALUES.astype(">u2").tobytes()
+    image = Image.fromarray(VALUES)
     if kind == "TIFF, big-endian":
-        buffer = BytesIO()
-        Image.frombytes("I;16B", (10, 1), VALUES.astype(">u2").tobytes()).save(buffer, "TIFF")
-        return buffer.getvalue()
-    buffer = BytesIO()
-    Image.fromarray(VALUES).save(buffer, kind)
-    return buffer.getvalue()
+        image = Image.frombytes("I;16B", (10, 1), VALUES.astype(">u2").tobytes())
+    return encoded(image, kind.partition(",")[0])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "TIFF, big-endian", "PGM"])
@@ -218,50 +201,6 @@ def test_grey_of_sixteen_bits_is_scaled(tmp_path: Path, kind: str) -> None:
         assert image[0, :, channel].tolist() == EXACT
 
 
-def test_a_pgms_own_white_is_white(tmp_path: Path) -> None:
-    path = tmp_path / "deep.pgm"
-    path.write_bytes(sixteen_bits("PGM of 1000"))
-    image = np.asarray(decode_image(path, where=WHERE))
-    assert image[0, :, 0].tolist() == [0, 26, 33, 33, 65, 255, 255, 255, 255, 255]
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    checksum = zlib.crc32(kind + content)
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
-
-
-def png(width: int, height: int, *, depth: int, colour: int, lines: bytes) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-@pytest.mark.parametrize(("colour", "channels"), [(2, 3), (4, 2), (6, 4)])
-def test_colours_of_sixteen_bits_keep_the_high_byte(
-    tmp_path: Path, colour: int, channels: int
-) -> None:
-    """As Pillow and libpng do it."""
-    path = tmp_path / "deep.png"
-    lines = b"\0" + VALUES[0].repeat(channels).astype(">u2").tobytes()
-    path.write_bytes(png(10, 1, depth=16, colour=colour, lines=lines))
-    image = np.asarray(decode_image(path, where=WHERE, transparency="drop"))
-    assert image[0, :, 0].tolist() == (VALUES[0] >> 8).tolist()
-
-
-@USES
-@pytest.mark.parametrize("kind", ["float TIFF", "TIFF of 32 bits", "TIFF with a sign", "PFM"])
-def test_pixels_without_a_known_range_are_refused(tmp_path: Path, use: Use, kind: str) -> None:
-    path = tmp_path / "deep"
-    types = {"TIFF of 32 bits": np.int32, "TIFF with a sign": np.int32}
-    Image.fromarray(VALUES.astype(types.get(kind, np.float32))).save(
-        path, "PPM" if kind == "PFM" else "TIFF"
-    )
-    if kind == "TIFF with a sign":
-        path.write_bytes(with_bits(path.read_bytes(), 16))
-    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* has pixels of .*: save it with 8"):
-        use(path, where=WHERE)
-
-
 def with_bits(tiff: bytes, bits: int) -> bytes:
     """The same file with another number of bits per sample."""
     at = tiff.index(struct.pack("<HHI", 258, 3, 1)) + 8
@@ -269,37 +208,25 @@ def with_bits(tiff: bytes, bits: int) -> bytes:
 
 
 @USES
-def test_a_tiff_of_twelve_bits_is_refused(tmp_path: Path, use: Use) -> None:
-    """Pillow gives its pixels as such of sixteen bits: nearly black."""
-    path = tmp_path / "deep.tiff"
-    path.write_bytes(with_bits(sixteen_bits("TIFF"), 12))
-    assert Image.open(path).mode == "I;16"
-    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* has pixels of 12 or 32 bits"):
-        use(path, where=WHERE)
-
-
 @pytest.mark.parametrize(
-    ("mode", "colour", "seen", "dropped"),
+    ("kind", "values", "bits"),
     [
-        ("RGBA", (10, 20, 30, 0), (255, 255, 255), (10, 20, 30)),
-        ("RGBA", (10, 20, 30, 128), (132, 137, 142), (10, 20, 30)),
-        ("LA", (10, 0), (255, 255, 255), (10, 10, 10)),
-        ("L", 10, (10, 10, 10), (10, 10, 10)),
-        ("1", 1, (255, 255, 255), (255, 255, 255)),
-        ("CMYK", (255, 0, 0, 0), (0, 255, 255), (0, 255, 255)),
+        ("TIFF", np.float32, None),
+        ("PPM", np.float32, None),
+        ("TIFF", np.int32, None),
+        ("TIFF", np.int32, 16),  # with a sign
+        ("TIFF", np.uint16, 12),  # which Pillow gives as such of sixteen bits: nearly black
     ],
 )
-def test_modes_become_rgb(
-    tmp_path: Path,
-    mode: str,
-    colour: object,
-    seen: tuple[int, int, int],
-    dropped: tuple[int, int, int],
+def test_pixels_without_a_known_range_are_refused(
+    tmp_path: Path, use: Use, kind: str, values: Any, bits: int | None
 ) -> None:
-    path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
-    Image.new(mode, (4, 4), colour).save(path)
-    assert decode_image(path, where=WHERE).getpixel((1, 1)) == seen
-    assert decode_image(path, where=WHERE, transparency="drop").getpixel((1, 1)) == dropped
+    path = tmp_path / "deep"
+    Image.fromarray(VALUES.astype(values)).save(path, kind)
+    if bits is not None:
+        path.write_bytes(with_bits(path.read_bytes(), bits))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* has pixels of .*: save it with 8"):
+        use(path, where=WHERE)
 
 
 def written(mode: str, kind: str, **options: Any) -> Callable[[Path], None]:
@@ -362,36 +289,3 @@ def test_a_transparent_grey_of_sixteen_bits_becomes_white(tmp_path: Path) -> Non
     assert np.asarray(decode_image(path, where=WHERE))[0, :, 0].tolist() == expected
     dropped = decode_image(path, where=WHERE, transparency="drop")
     assert np.asarray(dropped)[0, :, 0].tolist() == EXACT
-
-
-def enormous(name: str) -> bytes:
-    """A header of 60,000 x 60,000 pixels, with next to nothing behind it."""
-    side = 60_000
-    if name == "PNG":
-        return png(side, side, depth=8, colour=2, lines=bytes(10))
-    if name == "PPM":
-        return b"P6 60000 60000 255\n" + bytes(10)
-    if name == "BMP":
-        return b"BM" + struct.pack("<IIIIiiHHIIiiII", 64, 0, 54, 40, side, side, 1, 24, *[0] * 6)
-    content = encoded(name)
-    if name == "GIF":
-        return content[:6] + struct.pack("<HH", side, side) + content[10:]
-    if name == "TIFF":
-        for tag in (256, 257):
-            at = content.index(struct.pack("<HHI", tag, 4, 1)) + 8
-            content = content[:at] + struct.pack("<I", side) + content[at + 4 :]
-        return content
-    assert name == "JPEG"
-    at = content.index(b"\xff\xc0") + 5
-    return content[:at] + struct.pack(">HH", side, side) + content[at + 4 :]
-
-
-@USES
-@pytest.mark.parametrize("name", ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF"])
-def test_enormous_images_are_refused_by_their_header(tmp_path: Path, use: Use, name: str) -> None:
-    path = tmp_path / "bomb"
-    path.write_bytes(enormous(name))
-    with pytest.raises(
-        ValueError, match=rf"^{WHERE}: image .*bomb has too many pixels .*178956970"
-    ):
-        use(path, where=WHERE)

@@ -1,20 +1,19 @@
 """Token counts from headers against the processor's, on images of every strange kind."""
 
-import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from made_media import picture
 from PIL import Image, ImageFile, ImageOps
 
 from loongplug.data.conversation import Medium, Video
 from loongplug.data.media_files import decode_image, image_size
 from loongplug.data.media_kinds import KINDS, Context
 from loongplug.data.media_loader import MediaLoader
-from loongplug.data.processor import Processor, QwenPatches
+from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
@@ -23,16 +22,6 @@ WHERE = "rows.jsonl:4"
 pytestmark = pytest.mark.quick
 
 Make = Callable[[Path, int, int], Path]
-
-
-def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
-    return np.random.RandomState(height * width).randint(
-        0, 256, (height, width, channels), dtype=np.uint8
-    )
-
-
-def picture(height: int, width: int) -> Image.Image:
-    return Image.fromarray(noise(height, width))
 
 
 def turned(name: str, orientation: int) -> Make:
@@ -60,7 +49,7 @@ def transparent_palette(folder: Path, height: int, width: int) -> Path:
 
 
 def deep_grey(folder: Path, height: int, width: int) -> Path:
-    pixels = noise(height, width, 1)[..., 0].astype(np.uint16) * 256
+    pixels = np.asarray(picture(height, width))[..., 0].astype(np.uint16) * 256
     Image.fromarray(pixels).save(folder / "a.png")
     return folder / "a.png"
 
@@ -187,17 +176,6 @@ def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
         KINDS["image"].grid(path, Context(processor, VideoProcessor(processor, TIMESTAMPS), WHERE))
     with pytest.raises(ValueError, match="aspect ratio"):
         reference(path, processor)
-
-
-def test_other_patch_sizes_follow_the_processor(
-    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
-) -> None:
-    path = tmp_path / write_image("a.png", height=84, width=56)
-    transform = copy.deepcopy(processor.images.transform)
-    transform.patch_size = 14
-    other = dataclasses.replace(processor, images=QwenPatches(transform))
-    videos = VideoProcessor(other, TIMESTAMPS)
-    assert KINDS["image"].grid(path, Context(other, videos, WHERE)) == (1, 6, 4)
 
 
 def test_transparency_reaches_images_and_frames_of_videos(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from image_units import media_of, unit_of
 from local_loader import local_loader, require_alike
 from PIL import ImageFile
@@ -60,27 +59,6 @@ def test_sample_labels_are_the_next_tokens(dataset: ChatDataset) -> None:
     tokens = dataset.processor.tokenizer.convert_ids_to_tokens(sample.labels[answered])
     assert tokens == ["4", "<|im_end|>"]
     assert sample.where.endswith("rows.jsonl:5")
-
-
-def test_microbatch_is_padded_on_the_right(dataset: ChatDataset) -> None:
-    microbatch = next(loader(dataset, micro_batch_size=3))
-    samples = [dataset[i] for i in range(3)]
-    lengths = [len(sample.input_ids) for sample in samples]
-    assert lengths == sorted(set(lengths))
-    assert microbatch.tokens == sum(lengths)
-    for i, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        assert microbatch.input_ids[i, :length].tolist() == sample.input_ids.tolist()
-        assert microbatch.labels[i, :length].tolist() == sample.labels.tolist()
-        assert microbatch.loss_mask[i, :length].tolist() == sample.loss_mask.tolist()
-        assert microbatch.position_ids[:, i, :length].tolist() == sample.position_ids.tolist()
-        assert (microbatch.input_ids[i, length:] == 0).all()
-        assert (microbatch.loss_mask[i, length:] == 0).all()
-        assert (microbatch.position_ids[:, i, length:] == 0).all()
-    assert microbatch.input_ids.shape == microbatch.labels.shape == (3, 32)
-    assert microbatch.position_ids.shape == (3, 3, 32)
-    assert microbatch.input_ids.dtype == microbatch.labels.dtype == torch.int64
-    assert microbatch.position_ids.dtype == torch.int64
-    assert microbatch.loss_mask.dtype == torch.float32
 
 
 def test_an_image_in_the_row_is_as_its_file(
@@ -178,15 +156,3 @@ def test_sequence_too_short_for_any_sample(
     open_rows(rows, processor, seq_length=10)
     with pytest.raises(ValueError, match=r"--seq-length 9 is too small: .* takes 10 tokens"):
         open_rows(rows, processor, seq_length=9)
-
-
-def test_an_image_that_changed_its_size_is_noticed(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Row
-) -> None:
-    image = write_image("a.png", height=32, width=32)
-    dataset = open_rows(write_rows(row("Read", "1", images=(image,))), processor)
-    batches = loader(dataset, micro_batch_size=1)
-    next(batches)
-    write_image("a.png", height=32, width=64)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*\[\[1, 2, 4\]\].*\[\[1, 2, 2\]\]"):
-        next(batches)

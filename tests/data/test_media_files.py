@@ -1,6 +1,5 @@
 """A member of an archive as a file: its bytes, no others, and no more of them than asked for."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -38,12 +37,3 @@ def test_it_reads_like_a_file(member: TarMember, tmp_path: Path) -> None:
             one.seek(-1)
     with pytest.raises(ValueError, match="closed"):
         one.read()
-
-
-def test_files_are_closed(member: TarMember) -> None:
-    gc.collect()  # files of tests before
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with open_media_file(member) as file:
-            file.read(5)
-    assert len(os.listdir("/proc/self/fd")) == before

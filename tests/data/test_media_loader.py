@@ -1,6 +1,8 @@
 """Images as bytes: the pixels of transformers to the bit, in an eighth of the memory."""
 
+import base64
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 from image_units import batch_of_extents
+from made_media import picture
 from on_a_gpu import in_fresh_interpreter
 from PIL import Image
-from surveyed import dataset_of_media
+from surveyed import dataset_of_media, media_in, survey_of
 from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.media_files import InlineFile
 from loongplug.data.media_kinds import extent_of
 from loongplug.data.media_loader import MediaLoader, PixelBytes, UnitLoader
 from loongplug.data.planned_media import MediaBatch
@@ -39,11 +44,6 @@ SETTINGS: list[dict[str, Any]] = [
 SETTINGS_OF_VIDEOS = [each for each in SETTINGS if "do_resize" not in each]
 
 
-def noise(height: int, width: int, *, seed: int = 0) -> Image.Image:
-    values = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(values)
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_values_are_those_of_transformers_to_the_bit(
     processor: Processor, settings: dict[str, Any]
@@ -51,9 +51,9 @@ def test_values_are_those_of_transformers_to_the_bit(
     transform = copy.copy(processor.vision.transform)
     for name, value in settings.items():
         setattr(transform, name, value)
-    images = [noise(96, 64), noise(64, 160, seed=1), noise(32, 32, seed=2)]
+    images = [picture(96, 64), picture(64, 160, seed=1), picture(32, 32, seed=2)]
     if transform.do_resize:
-        images.append(noise(75, 190, seed=3))
+        images.append(picture(75, 190, seed=3))
     expected = transform(images=images, return_tensors="pt")
     patches = QwenPatches(transform)
     coded = patches.coded(images)
@@ -63,17 +63,6 @@ def test_values_are_those_of_transformers_to_the_bit(
     for (rows, _), values in zip(coded, made, strict=True):
         assert rows.dtype == torch.uint8
         assert rows.untyped_storage().nbytes() == rows.nbytes == values.nbytes // 8
-
-
-def test_each_channel_has_its_own_values_and_each_frame_the_same() -> None:
-    values = torch.stack([torch.arange(256.0) * sign for sign in (1, 10, 100)])
-    rows = torch.tensor([[0, 1, 2, 3, 4, 255], [5, 6, 7, 8, 9, 10]], dtype=torch.uint8)
-    made = PixelBytes(values=values, frames=2).decoded(rows)
-    assert made.tolist() == [
-        [0, 1, 0, 1, 20, 30, 20, 30, 400, 25500, 400, 25500],
-        [5, 6, 5, 6, 70, 80, 70, 80, 900, 1000, 900, 1000],
-    ]
-    assert PixelBytes(values=values, frames=2).decoded(rows[:0]).shape == (0, 12)
 
 
 def unit_of(*media: Any, loader: MediaLoader) -> MediaBatch:
@@ -158,6 +147,34 @@ def test_units_of_images_and_videos_are_loaded_as_bytes(
     assert torch.equal(broken.rows[:24], rows[:24])
     assert torch.equal(broken.rows[-24:], rows[-24:])
     assert not broken.rows[24:-24].any()
+
+
+def test_nothing_keeps_an_image_that_stands_in_its_row(
+    processor: Processor,
+    write_rows: Callable[..., Path],
+    write_image: Callable[..., str],
+    row: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """Neither a check nor the cache of pixels, which knows the same image again."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(each, InlineFile) for each in gc.get_objects())
+
+    content = (tmp_path / write_image("a.png", height=64, width=32)).read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    rows = write_rows(row("Read", "1", images=(url,)), row("Read it", "1", images=(url,)))
+    data = ChatDataset(
+        rows, processor=processor, seq_length=64, training_phase="sft", cache_bytes=0
+    )
+    loader = MediaLoader(processor, videos=data.videos)
+    before = kept()
+    for index in range(2):
+        assert survey_of(processor, data.rows, index).findings == ()
+        assert loader.load(media_in(data, index), where="").rows.shape == (8, 1536)
+    assert loader.decoded == 1
+    assert kept() == before
 
 
 @pytest.mark.gpu

@@ -10,9 +10,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import made_media
 import numpy as np
 import pytest
 from image_units import media_batch
+from made_media import encoded
 from PIL import Image
 from s3_server import S3
 from surveyed import grids_of, media_in
@@ -21,10 +23,9 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.data import object_store
 from loongplug.data.blend import open_rows
-from loongplug.data.conversation import VideoClip, parse_conversation
+from loongplug.data.conversation import VideoClip
 from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.fingerprint import fingerprint
 from loongplug.data.media_files import decode_image, image_size
 from loongplug.data.media_loader import MediaLoader, UnitLoader
 from loongplug.data.object_store import (
@@ -32,7 +33,6 @@ from loongplug.data.object_store import (
     StoreError,
     data_copy,
     open_remote,
-    remote_version,
 )
 from loongplug.data.processor import Processor
 from loongplug.data.sample import BadSampleError
@@ -45,10 +45,7 @@ Row = Callable[..., dict[str, Any]]
 
 
 def picture(height: int, width: int, *, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
-    noise = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(noise).save(content, kind, **options)
-    return content.getvalue()
+    return encoded(made_media.picture(height, width, seed), kind, **options)
 
 
 def jsonl(*rows: dict[str, Any]) -> bytes:
@@ -297,22 +294,6 @@ def test_files_of_data_that_cannot_be_read_are_refused(s3: S3) -> None:
             open_rows([url], flag="--data", seed=1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "http://127.0.0.1/a.png",
-        "https://x.org/a.png",
-        "memory://a.png",
-        "local:///etc/passwd",
-        "gs://bucket/a.png",
-        "S3://bucket/a.png",
-    ],
-)
-def test_other_protocols_are_refused(row: Row, name: str) -> None:
-    with pytest.raises(ValueError, match=r"nothing is downloaded but s3://"):
-        parse_conversation(row("Read", "1", images=(name,)), where=WHERE)
-
-
 def test_a_chain_of_protocols_is_a_name_like_any_other(
     write_rows: Callable[..., Path], row: Row, processor: Processor
 ) -> None:
@@ -370,20 +351,6 @@ def test_forked_processes_have_connections_of_their_own(
     pool.close()
     for ids, index in zip(found, (0, 1, 2, 2, 0), strict=True):
         np.testing.assert_array_equal(ids, expected[index])
-
-
-def test_the_fingerprint_changes_with_the_file(s3: S3, processor: Processor) -> None:
-    def found() -> dict[str, Any]:
-        rows = open_rows([url], flag="--data", seed=1)
-        return fingerprint([rows], processor)["rows"]
-
-    url = s3.put("rows.jsonl", jsonl({"text": "a"}))
-    first = found()
-    assert found() == first
-    before = remote_version(RemoteFile.named(url))
-    s3.put("rows.jsonl", jsonl({"text": "b"}))
-    assert remote_version(RemoteFile.named(url)) != before
-    assert found() != first
 
 
 def test_check_and_inspect_read_from_there(

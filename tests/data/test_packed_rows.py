@@ -25,7 +25,6 @@ from loongplug.data.processor import Processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.sample import BadSampleError
 from loongplug.data.sample_order import (
-    START,
     Packing,
     PackStream,
     ResumePoint,
@@ -62,28 +61,30 @@ def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
     return local_loader(dataset, **defaults | options)
 
 
-def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_have_their_samples_and_padding_behind_them(
+    dataset: ChatDataset, packed: bool
+) -> None:
     samples = [dataset[i] for i in (2, 0, 1)]
-    (pack,) = collate(samples, pad_token_id=7, seq_length=80, packed=True)
-    lengths = [len(sample.input_ids) for sample in samples]
+    rows = [samples] if packed else [[sample] for sample in samples]
+    (made,) = collate(samples, pad_token_id=7, seq_length=80, packed=packed)
+    lengths = tuple(map(len, samples))
     assert len(set(lengths)) == 3
-    assert pack.segments == tuple(lengths)
-    assert pack.tokens == sum(lengths) < pack.capacity == 80
-    assert pack.input_ids.shape == pack.labels.shape == pack.loss_mask.shape == (1, 80)
-    rows = [
-        (pack.input_ids[0], "input_ids", 7),
-        (pack.labels[0], "labels", 7),
-        (pack.loss_mask[0], "loss_mask", 0),
-        *((pack.position_ids[axis, 0], "position_ids", 0) for axis in range(3)),
-    ]
-    for number, (found, name, padding) in enumerate(rows):
-        start = 0
-        for sample, length in zip(samples, lengths, strict=True):
-            expected = getattr(sample, name)
-            expected = expected[number - 3] if name == "position_ids" else expected
-            assert found[start : start + length].tolist() == expected.tolist()
-            start += length
-        assert (found[start:] == padding).all()
+    assert (made.segments, made.lengths) == (lengths if packed else None, lengths)
+    assert made.tokens == sum(lengths) < made.capacity == 80 * len(rows)
+    for name, padding, kind in (
+        ("input_ids", 7, torch.int64),
+        ("labels", 7, torch.int64),
+        ("loss_mask", 0, torch.float32),
+        ("position_ids", 0, torch.int64),
+    ):
+        found = getattr(made, name)
+        assert found.dtype == kind
+        for number, row in enumerate(rows):
+            expected = np.concatenate([getattr(sample, name) for sample in row], axis=-1)
+            text, rest = np.split(found[..., number, :].numpy(), [expected.shape[-1]], axis=-1)
+            np.testing.assert_array_equal(text, expected)
+            assert (rest == padding).all()
 
 
 @pytest.mark.parametrize(
@@ -143,27 +144,6 @@ def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> Non
         assert (pack.position_ids[:, 0, starts] == 0).all()
 
 
-def test_a_stream_of_packs_goes_on_from_any_place(dataset: ChatDataset) -> None:
-    def packs(place: ResumePoint) -> MicrobatchLoader:
-        return loader(dataset, seed=None, consumed_samples=place.packs, resume=place)
-
-    whole_stream = packs(START)
-    whole = [contents(next(whole_stream)) for _ in range(12)]
-    stream, given = packs(START), []
-    for number, expected in enumerate(whole):
-        place = stream.source.resume_point()
-        assert place.packs == number
-        # Each sample that was read is in one pack, or held back.
-        held = [dataset[position % ROWS].input_ids.tolist() for position, _ in place.state.held]
-        read = [dataset[at % ROWS].input_ids.tolist() for at in range(place.state.read)]
-        assert sorted(given + held) == sorted(read)
-        pack = contents(next(stream))
-        assert pack == expected
-        resumed = packs(place)
-        assert [contents(next(resumed)) for _ in range(12 - number)] == whole[number:]
-        given += pack
-
-
 def contents(pack: Microbatch) -> list[list[int]]:
     assert pack.segments is not None
     return [ids.tolist() for ids in pack.input_ids[0, : pack.tokens].split(pack.segments)]
@@ -187,46 +167,24 @@ def test_ranks_share_the_planned_packs_in_order(dataset: ChatDataset) -> None:
     assert [contents(next(alone)) for _ in range(9)] == expected
 
 
-def test_a_resumed_run_goes_on_with_the_next_pack(dataset: ChatDataset) -> None:
-    expected = expected_packs(dataset)
-    for consumed in (1, 4, 6):
-        resumed = loader(dataset, consumed_samples=consumed, dp_rank=1, dp_size=2)
-        assert contents(next(resumed)) == expected[consumed + 1]
-        assert contents(next(resumed)) == expected[consumed + 3]
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_a_noted_place_is_gone_on_from_without_reading_what_is_before(
-    dataset: ChatDataset, processes: int, monkeypatch: pytest.MonkeyPatch
+def test_what_is_before_a_noted_place_is_not_read(
+    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = expected_packs(dataset)
-    workers = WorkerSettings(processes=processes)
-    whole = loader(dataset, dp_rank=1, dp_size=2, workers=workers)
-    for _ in range(3):
+    whole = loader(dataset)
+    for _ in range(6):
         next(whole)
     place = whole.source.resume_point()
-    assert [contents(next(whole)) for _ in range(2)] == [expected[7], expected[9]]
-    whole.source.close()
     assert place is not None
-    assert place.packs == whole.source.consumed_samples - 4 == 6
-    assert ResumePoint.of_plain(json.loads(json.dumps(place.plain()))) == place
     reads: list[int] = []
     text_parts = ChatDataset.text_parts
     monkeypatch.setattr(
         ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
     )
-    ranks = [
-        loader(dataset, dp_rank=rank, dp_size=3, consumed_samples=6, resume=place)
-        for rank in range(3)
-    ]
-    assert [contents(next(rank)) for rank in ranks] == expected[6:9]
-    first = dataset_order(place.state.read)
-    assert len(reads) <= 3 * 32
-    assert reads[: len(place.state.held)] == [first[position] for position, _ in place.state.held]
-
-
-def dataset_order(count: int) -> list[int]:
-    return SampleOrder(ROWS, seed=5).indices(range(count))
+    next(loader(dataset, consumed_samples=6, resume=place))
+    order = SampleOrder(ROWS, seed=5)
+    held = [order.index(position) for position, _ in place.state.held]
+    assert reads[: len(held)] == held
+    assert reads[len(held)] == order.index(place.state.read)
 
 
 def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
@@ -249,13 +207,15 @@ def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
             each.source.close()
 
 
+@pytest.mark.parametrize("goes_on", ["with", "without"])
 @pytest.mark.parametrize("noted", ["with", "without"])
-def test_a_run_with_an_index_resumes_in_the_middle_of_an_epoch(
-    dataset: ChatDataset, noted: str
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    dataset: ChatDataset, noted: str, goes_on: str
 ) -> None:
-    """With its own place, with that of a run without an index, and with none."""
-    expected, known = expected_packs(dataset), indexed(dataset)
-    before = loader(known if noted == "with" else dataset, dp_size=2)
+    """On other ranks, by a place that it noted with an index or without, and by none."""
+    data = {"with": indexed(dataset), "without": dataset}
+    expected = expected_packs(dataset)
+    before = loader(data[noted], dp_size=2)
     for _ in range(2):
         next(before)
     noted_place = before.source.resume_point()
@@ -263,38 +223,8 @@ def test_a_run_with_an_index_resumes_in_the_middle_of_an_epoch(
     plain = json.loads(json.dumps(noted_place.plain()))
     for place in (ResumePoint.of_plain(plain), None):
         options = {"consumed_samples": 4, "dp_size": 3, "resume": place}
-        ranks = [loader(known, dp_rank=rank, **options) for rank in range(3)]
+        ranks = [loader(data[goes_on], dp_rank=rank, **options) for rank in range(3)]
         assert [contents(next(rank)) for _ in range(2) for rank in ranks] == expected[4:10]
-
-
-def test_with_an_index_a_rank_reads_its_own_packs_alone(
-    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[int] = []
-    text_parts = ChatDataset.text_parts
-    monkeypatch.setattr(
-        ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
-    )
-    counts = []
-    for data in (indexed(dataset), dataset):
-        for rank in range(2):
-            reads.clear()
-            packs = loader(data, dp_rank=rank, dp_size=2)
-            own = sum(len(next(packs).segments or ()) for _ in range(12))
-            counts.append((len(reads), own))
-    (first, own), (second, other), *every = counts
-    assert (first, second) == (own, other)
-    assert abs(first - second) < 0.2 * (first + second)
-    assert all(read >= first + second for read, _ in every)
-
-
-def test_a_sample_that_is_not_as_long_as_its_index_says_ends_the_run(
-    dataset: ChatDataset,
-) -> None:
-    packs = loader(indexed(dataset, lengths=(len(dataset[5]) + 1,)))
-    message = r"rows\.jsonl:6: the sample has \d+ tokens, but \d+ by the index .*data index`"
-    with pytest.raises(ValueError, match=message):
-        list(islice(packs, ROWS))
 
 
 def test_a_sample_that_cannot_be_used_any_more_leaves_its_room_empty(

@@ -83,12 +83,3 @@ def test_limits_that_leave_no_size(
     """They are told before a row is read, of videos too."""
     with pytest.raises(ValueError, match=message):
         VideoProcessor(limited(processor_folder, **limits), TIMESTAMPS)
-
-
-def test_names_that_are_given() -> None:
-    """What a checkpoint notes: a run without such flags resumes one of before there were any."""
-    assert PixelLimits().given() == {}
-    assert PixelLimits(max_pixels=5, video_min_pixels=6).given() == {
-        "max_pixels": 5,
-        "video_min_pixels": 6,
-    }

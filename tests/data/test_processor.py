@@ -5,19 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from digits.tasks import WORDS
-from PIL import Image
 from transformers import AutoTokenizer
-from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
-from loongplug.data.conversation import Conversation, MediaPart, Message
-from loongplug.data.folder_files import QWEN_VISION_TOKENS
-from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor, require_fit
 from loongplug.data.processor_folder import load_processor
-from loongplug.data.tokens import tokenize_prompt
 from loongplug.verify.tiny_processor import VOCAB_SIZE, build_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -53,32 +46,6 @@ def test_the_export_keeps_loading_next_to_a_models_config(
     assert load_processor(tmp_path / "hf").token_ids["image_token_id"] == 5
 
 
-@pytest.mark.skipif(not is_torchvision_available(), reason="AutoProcessor needs torchvision")
-def test_auto_processor_agrees(processor_folder: Path, processor: Processor) -> None:
-    from transformers import AutoProcessor
-
-    auto = AutoProcessor.from_pretrained(str(processor_folder))
-    assert type(auto).__name__ == "Qwen3VLProcessor"
-    images = [Image.effect_noise(size, 60).convert("RGB") for size in ((32, 32), (64, 32))]
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": images[0]},
-                {"type": "image", "image": images[1]},
-                {"type": "text", "text": "Read the digits."},
-            ],
-        }
-    ]
-    features = auto.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    ours = processor.images.transform(images=images, return_tensors="pt")
-    assert features["input_ids"][0].tolist().count(5) == 3
-    assert features["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
-    torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
-
-
 @pytest.fixture
 def folder(processor_folder: Path, tmp_path: Path) -> Path:
     """A copy to be changed."""
@@ -111,31 +78,6 @@ def test_tokenizer_of_a_text_model_is_refused(folder: Path) -> None:
         path.write_text(path.read_text().replace("<|image_pad|>", "<|other|>"))
     with pytest.raises(ValueError, match=r"has no <\|image_pad\|>: the tokenizer of"):
         load_processor(folder)
-
-
-def test_tokens_of_another_family(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = folder / name
-        text = path.read_text().replace("<|image_pad|>", "<image>")
-        path.write_text(text.replace("<|vision_end|>", "</picture>"))
-    tokens = {
-        **QWEN_VISION_TOKENS,
-        "image_token_id": "<image>",
-        "vision_end_token_id": "</picture>",
-    }
-    processor = load_processor(folder, tokens=tokens)
-    ids = processor.token_ids
-    assert (ids["image_token_id"], ids["vision_end_token_id"]) == (5, 4)
-    conversation = Conversation(
-        messages=(
-            Message("user", (MediaPart("image", "a.png"), "What is <|image_pad|>?")),
-            Message("assistant", ("A heron.",)),
-        ),
-        where="here:1",
-    )
-    stands = Placeholder(token="<image>", text="<image>", run=6)
-    said = tokenize_prompt(conversation, processor, placeholders=[stands])
-    assert (said == 5).sum() == 6
 
 
 def test_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:

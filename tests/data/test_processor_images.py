@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from llava_folders import (
@@ -21,6 +20,7 @@ from llava_folders import (
     llama_tokenizer,
     write_folder,
 )
+from made_media import picture
 from PIL import Image
 from transformers import (
     CLIPImageProcessorPil,
@@ -42,11 +42,6 @@ from loongplug.models.patch_grids import patch_coordinates
 pytestmark = pytest.mark.quick
 
 SIZES = ((100, 60), (60, 100), (336, 336), (31, 800), (700, 500))  # height, width
-
-
-def noise(height: int, width: int, seed: int = 0) -> Image.Image:
-    values = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def llava(folder: Path, images: dict[str, Any], **options: Any) -> Processor:
@@ -84,7 +79,7 @@ def test_rows_put_together_are_the_pixels_of_transformers(
 ) -> None:
     processor = llava(tmp_path, config)
     images = fixed(processor)
-    pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    pictures = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
     theirs = kind.from_pretrained(str(tmp_path))(images=pictures, return_tensors="pt")
     expected = theirs["pixel_values"]
     assert expected.shape == (len(SIZES), 3, side, side)
@@ -118,11 +113,11 @@ def test_internvl_s_tiles_in_merge_block_order(
     processor = internvl(tmp_path)
     images = fixed(processor)
     assert images.spatial_merge_size == 2
-    picture = noise(height, width)
-    ((coded, grid),) = images.coded([picture])
+    image = picture(height, width)
+    ((coded, grid),) = images.coded([image])
     rows = PixelBytes.of_images(images).decoded(coded)
     theirs = GotOcr2ImageProcessorPil.from_pretrained(str(tmp_path))
-    expected = theirs(images=[picture], crop_to_patches=True, return_tensors="pt")["pixel_values"]
+    expected = theirs(images=[image], crop_to_patches=True, return_tensors="pt")["pixel_values"]
     assert grid == (tiles, 32, 32) == images.grid(height, width)
     assert len(expected) == tiles
     assert torch.equal(images.frames(rows), expected)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pace import times_slower
 
 from loongplug.data.data_options import RowAccess
 from loongplug.data.media_files import ChangedFileError
@@ -136,19 +135,6 @@ def test_of_a_row_above_the_limit_no_more_than_the_limit_is_read(
             index.read(1)
 
     assert MIB < most_held(refused) < 3 * MIB
-
-
-def test_a_key_that_is_there_twice_is_found_at_once(write_rows: Callable[..., Path]) -> None:
-    keys = ", ".join(f'"{number}": 1' for number in range(100_000))
-    row = f'{{{keys}, "99999": 1}}'
-    index = JsonlIndex(write_rows(row))
-
-    def read() -> None:
-        with pytest.raises(ValueError, match='the key "99999" twice'):
-            index.read(0)
-
-    # With lists in the place of sets, minutes and thousands of times.
-    assert times_slower(read, lambda: json.loads(row), turns=2) < 100
 
 
 class TestArray:

@@ -230,24 +230,6 @@ def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:
     assert [each.tokens for each in again[:2]] == [each.tokens for each in again[2:]]
 
 
-def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
-    """One that gets its steps from elsewhere, here a list."""
-    local = source(dataset, encoders=image_units(loads=()))
-    steps: list[list[PlannedMicrobatch]] = [list(local.next_step()) for _ in range(4)]
-    remote: Any = SimpleNamespace(next_step=lambda: iter(steps.pop(0)))
-    pixels = torch.zeros(1, 1536)
-
-    def delivered(planned: PlannedUnit) -> Any:
-        return planned.media.to_come(lambda _: pixels.expand(planned.media.rows, -1)), ()
-
-    each = loader_of(remote, dataset, deliveries={ENCODER: delivered})
-    expected = loader_of(source(dataset), dataset)
-    for _ in range(6):
-        one, other = next(each), next(expected)
-        assert torch.equal(one.input_ids, other.input_ids)
-        assert torch.equal(media_of(one).grids, media_of(other).grids)
-
-
 @pytest.fixture
 def mixed(
     processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
@@ -315,62 +297,39 @@ def test_units_are_loaded_in_any_order(mixed: ChatDataset, processes: int) -> No
         steps.close()
 
 
-def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed: ChatDataset) -> None:
-    """Where one encoder's costs are compared over a step, the other's replicas still take turns."""
+@pytest.mark.parametrize("planned", [False, True])
+def test_each_encoder_s_units_are_assigned_and_loaded_apart(
+    mixed: ChatDataset, planned: bool
+) -> None:
+    """By costs of a whole step, or by a plan that may leave one alone; the other's take turns."""
     asked: list[list[Sequence[Grid]]] = []
 
-    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
+    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int = 3) -> list[tuple[Share, ...]]:
         asked.append(list(media))
         return [(Share(encoder_replica=replicas - 1),)] * len(media)
 
+    def shares(grids: Sequence[Sequence[Grid]]) -> list[tuple[Share, ...]] | None:
+        return by_cost(grids) if len(grids) > 1 else asked.append(list(grids))
+
+    how: Any = {"by_cost": by_cost, "whole_steps": True}
+    how = {"by_plan": SimpleNamespace(shares=shares)} if planned else how
     encoders = apart(
         image_encoder={"assignment": Assignment(replicas=2), "loads": (1,)},
-        films={
-            "assignment": Assignment(replicas=3, by_cost=by_cost, whole_steps=True),
-            "loads": (0, 2),
-        },
+        films={"assignment": Assignment(replicas=3, **how), "loads": (0,)},
     )
     steps = source(mixed, encoders=encoders)
     found = steps_of(steps)
     assert [len(each) for each in asked] == [1, 1, 1, 3, 3]
-    films = [each.units[FILMS] for each in found]
-    assert [grids for each in asked for grids in each] == [unit.media.grids for unit in films]
-    assert {owner_of(unit) for unit in films} == {2}
-    images = [unit_of(each) for each in found]
-    assert [owner_of(unit) for unit in images] == [each.number % 2 for each in found]
-    assert [loaded_by(unit) is not None for unit in images] == [each.number == 1 for each in found]
-    loaded = [
-        share.load()
-        for each in found
-        for unit in each.units.values()
-        for share in unit.shares
-        if share.load is not None
-    ]
-    assert len(loaded) == len(films) + 2
-    assert steps.decoded == sum(each.decoded for each in loaded) > 0
-
-
-def test_a_plan_says_who_loads_what_of_one_encoder(mixed: ChatDataset) -> None:
-    """It sees its media of a whole step; in a step that it leaves alone they go as without it."""
-    asked: list[list[Sequence[Grid]]] = []
-
-    def shares(grids: Sequence[Sequence[Grid]]) -> list[tuple[Share, ...]] | None:
-        asked.append(list(grids))
-        return None if len(grids) == 1 else [(Share(encoder_replica=2),)] * len(grids)
-
-    by_plan: Any = SimpleNamespace(shares=shares)
-    encoders = apart(
-        image_encoder={"assignment": Assignment(replicas=2), "loads": (1,)},
-        films={"assignment": Assignment(replicas=3, by_plan=by_plan), "loads": (0,)},
-    )
-    found = steps_of(source(mixed, encoders=encoders))
-    assert [len(each) for each in asked] == [1, 1, 1, 3, 3]
     films, images = ([each.units[name] for each in found] for name in (FILMS, ENCODER))
     assert [grids for each in asked for grids in each] == [unit.media.grids for unit in films]
-    assert [owner_of(unit) for unit in films] == [0, 0, 0, *[2] * 6]
-    assert [loaded_by(unit) is not None for unit in films] == [True] * 3 + [False] * 6
+    owners = [0 if planned and number < 3 else 2 for number in range(9)]
+    assert [owner_of(unit) for unit in films] == owners
+    assert [loaded_by(unit) is not None for unit in films] == [owner == 0 for owner in owners]
     assert [owner_of(unit) for unit in images] == [each.number % 2 for each in found]
     assert [loaded_by(unit) is not None for unit in images] == [each.number == 1 for each in found]
+    loaded = [each() for each in map(loaded_by, [*films, *images]) if each is not None]
+    assert len(loaded) == owners.count(0) + 2
+    assert steps.decoded == sum(each.decoded for each in loaded) > 0
 
 
 def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:

@@ -116,15 +116,6 @@ IMAGE_TEXT = "<|vision_start|> <|image_pad|> <|vision_end|>"
     ("phase", "expected"),
     [
         (
-            "sft",
-            f"{S} user NL Read <|vision_start|>"
-            " < 0 . 5 ▁seconds > <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
-            " < 1 . 5 ▁seconds > <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
-            f" <|vision_end|> {IMAGE_TEXT} <|vision_start|>"
-            f" <|video_pad|> <|video_pad|> <|video_pad|> <|video_pad|> <|vision_end|> + {E} NL"
-            f" {S} assistant NL [3] [1] [{E}] NL",
-        ),
-        (
             "pretrain",
             f"[{S}] [user] [NL] [Read] <|vision_start|> [<] [0] [.] [5] [▁seconds] [>]"
             " <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
@@ -195,25 +186,26 @@ def for_each_message(body: str) -> str:
     [
         (
             for_each_message("{{ message.content }}<|endoftext|>"),
-            "does not end an answer with the tokenizer's eos_token",
+            "the chat template .* does not end an answer with the tokenizer's eos_token",
         ),
         (
             for_each_message("{{ message.content if loop.last else 'x' }}<|im_end|>"),
-            "renders earlier messages differently",
+            "the chat template renders earlier messages differently",
         ),
-        (
-            for_each_message("{{ raise_exception('no system messages') }}"),
-            "refuses this row: no system",
-        ),
+        ("{{ 1 + 'a' }}", r"the chat template fails on this row \(TypeError: "),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r".* fails on this row \(RecursionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r".* fails on this row \(Recursion"),
+        ("{{ messages.__class__.__mro__ }}", r".* refuses this row: access to attribute '__class_"),
+        ("{{ raise_exception('a' * 1000) }}", r"the chat template refuses this row: a{300}\.$"),
+        ("x" * (2**17 + 1), r".* refuses this row: it is longer than 131,072 characters\.$"),
     ],
+    ids=["no-end", "changes", "type", "nested", "recursive", "unsafe", "raises", "long"],
 )
 def test_templates_that_cannot_be_used(processor: Processor, template: str, message: str) -> None:
     sample = conversation(("user", "Read"), ("assistant", "1"), ("user", "1"), ("assistant", "2"))
-    with pytest.raises(ValueError, match=message) as error:
-        tokenize_conversation(
-            sample, with_template(processor, template), phase="sft", placeholders=images([])
-        )
-    assert str(error.value).startswith("rows.jsonl:3: ")
+    taken = with_template(processor, template)
+    with pytest.raises(ValueError, match=f"^rows.jsonl:3: {message}") as error:
+        tokenize_conversation(sample, taken, phase="sft", placeholders=images([]))
     assert "--packing" not in str(error.value)  # where it does not help
 
 
@@ -233,11 +225,6 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
         (
             conversation(("user", "a<|video_pad|>b"), ("assistant", "1")),
             [],
-            "1 video tokens in the text for 0 videos",
-        ),
-        (
-            conversation(("user", [PICTURE, "a"]), ("assistant", "<|video_pad|>")),
-            [1],
             "1 video tokens in the text for 0 videos",
         ),
         (conversation(("user", "Read")), [], "no assistant message"),

@@ -5,10 +5,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import ImageFile
 from transformers import Qwen2VLVideoProcessor
 from video_reference import BLOCKS, Family, patches, read_frames, row_of, video
 
@@ -58,25 +57,6 @@ def test_the_grid_from_the_headers_is_transformers_grid(
     assert torch.equal(pixels, theirs["pixel_values_videos"])
 
 
-def test_frames_are_turned_upright(
-    family: Family, tmp_path: Path, write_frames: Callable[..., list[str]]
-) -> None:
-    """Two frames of one size, one of them stored on its side."""
-    names = write_frames("f", 3, height=33, width=95)
-    upright = np.asarray(Image.open(tmp_path / names[1]))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = np.ascontiguousarray(upright.transpose(1, 0, 2)[::-1])
-    Image.fromarray(turned).save(tmp_path / "turned.webp", lossless=True, exif=exif)
-    videos = VideoProcessor(family.processor, family.style)
-    straight = Video(tuple(tmp_path / name for name in names), fps=2.0)
-    one = Video((straight.frames[0], tmp_path / "turned.webp", straight.frames[2]), fps=2.0)
-    assert videos.grid(one, where=WHERE) == videos.grid(straight, where=WHERE) == (2, 2, 6)
-    pixels, grid = patches(videos, one, where=WHERE)
-    assert grid == (2, 2, 6)
-    assert torch.equal(pixels, patches(videos, straight, where=WHERE)[0])
-
-
 @pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])
 def test_images_and_videos_come_in_order_whatever_is_cached(
     family: Family,
@@ -109,26 +89,14 @@ def test_images_and_videos_come_in_order_whatever_is_cached(
         vision = loader.load([media[i] for i in order], where=WHERE)
         assert torch.equal(vision.rows, torch.cat([alone[i].rows for i in order]))
         assert torch.equal(vision.grids, torch.cat([alone[i].grids for i in order]))
-
-
-def test_a_cached_video_is_decoded_once_and_anew_when_a_frame_changes(
-    processor: Processor,
-    tmp_path: Path,
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    frames = tuple(tmp_path / name for name in write_frames("f", 4, height=32, width=32))
-    loader = MediaLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
-    one = Video(frames, fps=2.0)
-    before = loader.load([one, one], where=WHERE)
-    with monkeypatch.context() as patch:
-        patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
-        assert torch.equal(loader.load([one], where=WHERE).rows, before.rows[:8])
-    write_image("f2.png", height=32, width=32, seed=77)
-    after = loader.load([one], where=WHERE)
-    assert torch.equal(after.rows[:4], before.rows[:4])  # the first two frames
-    assert not torch.equal(after.rows[4:], before.rows[4:8])
+    before = loader.decoded
+    assert torch.equal(loader.load([media[3]], where=WHERE).rows, alone[3].rows)
+    assert (loader.decoded > before) == (cache_bytes < 2**30)
+    write_image("y2.png", height=32, width=64, seed=77)
+    after = loader.load([media[3]], where=WHERE).rows
+    half = len(after) // 2  # the first two frames
+    assert torch.equal(after[:half], alone[3].rows[:half])
+    assert not torch.equal(after[half:], alone[3].rows[half:])
 
 
 def load_copy(
@@ -233,14 +201,4 @@ def test_a_video_processor_that_does_not_fit_the_images_is_refused(
     other, _ = load_copy(processor, tmp_path / "hf", lambda f: (f / name).write_text(content))
     one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
     with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
-        VideoProcessor(other, TIMESTAMPS).grid(one, where=WHERE)
-
-
-def test_a_config_that_is_no_json_is_named(
-    processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
-) -> None:
-    name = "video_preprocessor_config.json"
-    other, _ = load_copy(processor, tmp_path / "hf", lambda f: (f / name).write_text("{"))
-    one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
-    with pytest.raises(ValueError, match=rf"^{WHERE}: .*{name} is not JSON"):
         VideoProcessor(other, TIMESTAMPS).grid(one, where=WHERE)

@@ -72,6 +72,21 @@ def test_text_images_and_videos_agree_with_transformers(
     )
 
 
+@pytest.mark.parametrize("fps", [None, 1, 2, 3.7, 30])
+@pytest.mark.parametrize(("frames", "file_fps"), [(40, 10), (33, 29.97), (7, 10), (3, 1), (2, 5)])
+def test_files_of_videos_agree_with_transformers(
+    family: Family,
+    compare: Callable[..., None],
+    write_video: Callable[..., str],
+    frames: int,
+    file_fps: float,
+    fps: float | None,
+) -> None:
+    part = {"type": "video", "video": write_video("a.mp4", frames, fps=file_fps)}
+    part |= {} if fps is None else {"fps": fps}
+    compare(family, row_of([part, {"type": "text", "text": "Read the digits."}]))
+
+
 def test_bad_videos_name_file_and_line(
     family: Family,
     write_rows: Callable[..., Path],

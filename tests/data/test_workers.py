@@ -15,7 +15,6 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
-import torch
 from eventually import eventually
 from local_loader import local_loader, require_alike
 
@@ -105,14 +104,6 @@ def test_only_so_much_runs_ahead(background: Any) -> None:
         assert len(taken) <= number + TWO.processes * TWO.depth
 
 
-def test_random_numbers_of_training_are_left_alone(background: Any) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    next(background(uneven, count()))
-    assert torch.equal(torch.rand(3), expected)
-
-
 def fails(item: int) -> int:
     if item == 3:
         raise ValueError("rows.jsonl:3: no good")
@@ -168,12 +159,6 @@ def test_what_the_items_raise_comes_as_it_is(background: Any, error: Exception) 
     with pytest.raises(type(error)) as caught:
         next(results)
     assert caught.value is error
-
-
-def test_a_death_among_those_that_make_the_items_is_told_once(background: Any) -> None:
-    with pytest.raises(RuntimeError, match="data loading process has died") as caught:
-        drain(background(abs, background(dies, count())))
-    assert str(caught.value).count("has died") == 1
 
 
 @pytest.mark.parametrize("items", [count(), iter(range(5))])

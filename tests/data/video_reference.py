@@ -1,6 +1,7 @@
 """What transformers makes of rows with videos, and how the tests of videos write such rows."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.video_utils import VideoMetadata
 
 from loongplug.data.media_loader import PixelBytes
 from loongplug.data.processor import Processor
@@ -87,6 +89,33 @@ def row_of(*turns: Content) -> Row:
     return {"messages": messages}
 
 
+def decode_all(path: Path) -> Iterator[np.ndarray]:
+    import av
+
+    with av.open(str(path)) as container:
+        for frame in container.decode(video=0):
+            yield frame.to_ndarray(format="rgb24")
+
+
+def frames_of(family: Family, part: dict[str, Any], folder: Path) -> tuple[np.ndarray, Any]:
+    """The frames that transformers takes of a part's file, or all that it names; what they are."""
+    named, fps = part["video"], part.get("fps")
+    if not isinstance(named, str):
+        frames = read_frames(folder, named)
+        metadata = VideoMetadata(total_num_frames=len(frames), fps=fps)
+        metadata.frames_indices = list(range(len(frames)))
+        return frames, metadata
+    import av
+
+    frames = np.stack(list(decode_all(folder / named)))
+    with av.open(str(folder / named)) as container:
+        rate = float(container.streams.video[0].average_rate)
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=rate)
+    indices = family.theirs.video_processor.sample_frames(metadata, fps=fps or 2)
+    metadata.frames_indices = [int(index) for index in indices]
+    return frames[metadata.frames_indices], metadata
+
+
 def read_frames(folder: Path, names: list[str]) -> np.ndarray:
     return np.stack([np.asarray(Image.open(folder / name).convert("RGB")) for name in names])
 
@@ -95,20 +124,13 @@ def reference(family: Family, row: Row, folder: Path) -> dict[str, Any]:
     """What transformers makes of the row, with the patches in the order of their tokens."""
     parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]]
     images = [Image.open(folder / p["image"]).convert("RGB") for p in parts if p["type"] == "image"]
-    videos = [p for p in parts if p["type"] == "video"]
+    films = [frames_of(family, p, folder) for p in parts if p["type"] == "video"]
     text = family.theirs.apply_chat_template(row["messages"], tokenize=False)
     features = family.theirs(
         text=[text],
         images=images or None,
-        videos=[read_frames(folder, p["video"]) for p in videos] or None,
-        video_metadata=[
-            {
-                "fps": p["fps"],
-                "total_num_frames": len(p["video"]),
-                "frames_indices": list(range(len(p["video"]))),
-            }
-            for p in videos
-        ],
+        videos=[frames for frames, _ in films] or None,
+        video_metadata=[metadata for _, metadata in films],
         do_sample_frames=False,
         return_tensors="pt",
     )
