@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from compared_runs import same, train
+from compared_runs import train
 
 from loongplug.checkpoint.export_folder import EXPORT_LIST
 
@@ -39,19 +39,6 @@ def test_it_goes_on_bit_by_bit(run_staged, tmp_path):
     exported = [each / "model.safetensors" for each in (tmp_path / "export", folder / "export")]
     first, second = (each.read_bytes() for each in exported)
     assert first == second
-
-
-@pytest.mark.sweep  # its placements are cells of the parity matrix
-def test_it_goes_on_where_the_encoder_lies_with_the_decoder(run_staged, tmp_path):
-    flags, steps, folder = run_staged
-    saving = ("--save", str(tmp_path / "run"), "--save-interval", "1")
-    together = train(flags, "--load", str(folder / "run"), *saving)
-    assert same(together, steps[SAVED_AFTER:])
-    # And back, in stages of other sizes.
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-    more = ("--train-iters", str(STEPS + 1), "--load", str(tmp_path / "run"))
-    uneven = (*STAGED, f"{ENCODER}.stage_layers=[1,2]")
-    assert same(train(flags, *uneven, *more, ranks=3), train(flags, *more))
 
 
 def test_its_last_checkpoint_is_exported_to_the_same_bytes_without_stages(run_staged, tmp_path):

@@ -1,6 +1,5 @@
 """Whole runs on prepared energon datasets: the losses of the same rows as JSONL, and resume."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,24 +47,3 @@ def test_a_run_is_that_of_the_same_rows_as_jsonl_and_resumes(flags, demo, prepar
     # The shards are another dataset than the file, though the samples are the same.
     with pytest.raises(RankError, match=r"rows file 1 bytes was"):
         train([*common, *rows], *PP2, *save, "--load", str(tmp_path), ranks=2)
-
-
-def without_package(rank: int, *, flags: list[str]) -> None:
-    sys.modules["megatron.energon"] = None  # type: ignore[assignment]
-    run(flags)
-
-
-def test_without_the_package_the_run_does_not_start(flags, tmp_path):
-    (tmp_path / ".nv-meta").mkdir()
-    flags = [*flags, "--train-data-path", str(tmp_path)]
-    sentence = r"--dataloader-type energon without megatron-energon.*'loongplug\[energon\]'"
-    with pytest.raises(RankError, match=sentence):
-        run_ranks(without_package, 1, flags=[*flags, *ENERGON])
-    with pytest.raises(RankError, match=r"folder \S+ without --dataloader-type energon"):
-        run_ranks(without_package, 1, flags=flags)
-
-
-def test_a_folder_that_is_not_prepared_does_not_start(flags, tmp_path):
-    pytest.importorskip("megatron.energon")
-    with pytest.raises(RankError, match="not prepared by energon"):
-        run_ranks(losses, 1, flags=[*flags, "--train-data-path", str(tmp_path), *ENERGON])

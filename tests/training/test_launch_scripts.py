@@ -428,14 +428,6 @@ def test_rows_are_shared_by_as_many_gpus_as_the_environment_says(
 
 
 @pytest.mark.quick
-def test_the_encoder_of_a_model_that_hears_is_placed(tmp_path: Path) -> None:
-    name = "qwen2_audio_7b"
-    script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=32)
-    launched = launch(script, tmp_path, GPUS_PER_NODE="9", ENCODER_RANK_OFFSET="8")
-    assert parse(launched).model.audio_encoder.rank_offset == 8
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("pp", "more", "replicas", "least"),
     [

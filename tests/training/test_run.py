@@ -4,35 +4,14 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
-from compared_runs import exit_code, first_weights
+from compared_runs import exit_code
 from compared_runs import losses as train
-from layout_flags import TP2_PP2, VIRTUAL
+from layout_flags import TP2_PP2
 from ranks import RankError, run_ranks
 from transformers import AutoModelForImageTextToText
-
-from loongplug.training.run import run
-
-
-def losses_and_tokens(rank: int, *, flags: list[str]) -> tuple[list[float], list[int]]:
-    steps = run(flags)
-    return [step.loss for step in steps], [step.tokens for step in steps]
-
-
-@pytest.fixture(scope="module")
-def single(flags, weights):
-    """Weights and losses of the single-rank run that all layouts are held against."""
-    return weights, train(flags, "--load-hf", weights)
-
-
-@pytest.fixture(scope="module")
-def tokens(flags):
-    """The tokens that a single rank counts in each step."""
-    ((_, counted),) = run_ranks(losses_and_tokens, 1, flags=flags, timeout=120.0)
-    return counted
 
 
 @pytest.fixture(scope="module")
@@ -42,57 +21,7 @@ def whole(flags, tmp_path_factory):
     return train(flags, *WHOLE, "--save", str(folder), ranks=4), folder
 
 
-TIED = "model.foundation.tie_word_embeddings=true"
 WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [
-        (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
-        ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
-)
-def test_losses_do_not_depend_on_the_layout(flags, single, tokens, layout, ranks):
-    weights, expected = single
-    flags = [*flags, "--load-hf", weights, *layout]
-    every = run_ranks(losses_and_tokens, ranks, flags=flags, timeout=120.0)
-    assert [counted for _, counted in every] == [tokens] * ranks
-    found = every[0][0]
-    assert len(found) == 4
-    assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
-
-
-def test_tied_weights_load_into_virtual_stages(flags, tmp_path):
-    """Building the first and the last chunk waits for each other; loading must not come between."""
-    load = ("--load-hf", first_weights([*flags, TIED], tmp_path / "hf"), TIED)
-    found = train(flags, *load, *VIRTUAL, ranks=2)
-    torch.testing.assert_close(found, train(flags, *load), rtol=2e-5, atol=0)
-
-
-def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
-    weights, expected = single
-    layout = (*TP2_PP2, "--sequence-parallel", "--use-distributed-optimizer", "--bf16")
-    out = ("--save-hf", str(tmp_path / "hf"))
-    found = train(flags, *layout, "--load-hf", weights, *out, ranks=4)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
-def test_a_checkpoint_goes_on_in_another_layout(flags, tmp_path, model):
-    flags = [*flags, "--model-name", model]
-    weights = first_weights(flags, tmp_path / "hf")
-    expected = train(flags, "--load-hf", weights)
-    save = ("--save", str(tmp_path / "run"), "--use-distributed-optimizer")
-    resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
-    stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", weights, "--exit-interval", "2"]
-    assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
-    found = train(flags, *save, *resharded, "--load", str(tmp_path / "run"), ranks=2)
-    torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
 
 
 def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
@@ -123,8 +52,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(flags, whole, tmp_path):
 
 
 @pytest.mark.parametrize("frozen", [pytest.param(["image_encoder", "image_projector"], id="both")])
-def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen):
-    weights, _ = single
+def test_frozen_modules_keep_their_weights(flags, weights, tmp_path, frozen):
     train(
         flags,
         *(*TP2_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
@@ -165,22 +93,4 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_every_rank(flags, wh
             *(*WHOLE, "--load", folder, "model.foundation.ffn_hidden_size=256"),
             ranks=4,
         )
-    assert len(raised.value.errors) == 4
-
-
-def broken_image(demo: Path, folder: Path) -> Path:
-    rows = (demo / "train.jsonl").read_text().splitlines()
-    row = json.loads(next(row for row in rows if '"image"' in row))
-    for part in row["messages"][0]["content"]:
-        if part["type"] == "image":
-            part["image"] = "images/none.png"
-    path = folder / "broken.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    return path
-
-
-def test_bad_data_is_the_same_error_on_every_rank(flags, demo, tmp_path):
-    data = ("--train-data-path", str(broken_image(demo, tmp_path)))
-    with pytest.raises(RankError, match=r"broken\.jsonl:1: no image file") as raised:
-        train(flags, *data, *TP2_PP2, ranks=4)
     assert len(raised.value.errors) == 4
