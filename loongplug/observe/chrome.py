@@ -1,9 +1,7 @@
 """Traces of all ranks as one file of Chrome's trace format, which Perfetto opens.
 
-A rank is a process; its lanes are computing, communication, and data and files. Times are
-microseconds since the first event.
-Arrows lead from a stage's send to its neighbour's receive, and from an encoder on ranks of its own
-to the decoder and back.
+A rank is a process with three lanes. Times are microseconds since the first event. Arrows lead from
+a stage's send to its neighbour's receive, and between an encoder on other ranks and the decoder.
 """
 
 import json
@@ -17,9 +15,11 @@ from loongplug.observe.trace_file import RankTrace, TraceEvent
 from loongplug.output_files import begins, write_output
 
 MERGED = begins(rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": ')
-_LANES = ("computing", "communication", "data and files")
-_COMMUNICATION = (*TRANSFERS, "exchange")
-_FILES = ("data", "checkpoint")
+_LANES = {  # with the phases that they show; all others are computing
+    "computing": (),
+    "communication": (*TRANSFERS, "exchange"),
+    "data and files": ("data", "checkpoint"),
+}
 
 # What a send on the one side is on the other: the details of its bytes and of its peer.
 _MATCHES = {
@@ -50,7 +50,7 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
             "name": _title(event),
             "cat": event.phase,
             "pid": trace.rank,
-            "tid": _lane(event),
+            "tid": next((n for n, those in enumerate(_LANES.values()) if event.phase in those), 0),
             "ts": (event.start - origin) / 1e3,
             "args": {"step": event.step, **event.details},
         }
@@ -60,21 +60,11 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
             yield {**row, "ph": "X", "dur": (event.end - event.start) / 1e3}
 
 
-def _lane(event: TraceEvent) -> int:
-    if event.phase in _COMMUNICATION:
-        return 1
-    return 2 if event.phase in _FILES else 0
-
-
 def _title(event: TraceEvent) -> str:
     """The event's name with its microbatch and chunk, as the lane shows it."""
-    microbatch, chunk = event.details.get("microbatch"), event.details.get("chunk")
-    parts = [event.name]
-    if microbatch is not None:
-        parts.append(str(microbatch))
-    if chunk is not None:
-        parts.append(f"(chunk {chunk})")
-    return " ".join(parts)
+    microbatch, chunk = (event.details.get(each) for each in ("microbatch", "chunk"))
+    title = event.name if microbatch is None else f"{event.name} {microbatch}"
+    return title if chunk is None else f"{title} (chunk {chunk})"
 
 
 def _arrows(traces: Iterable[RankTrace], origin: int) -> Iterator[dict[str, Any]]:

@@ -13,22 +13,17 @@ from loongplug.observe.shares import Shares, sections, shares
 from loongplug.observe.trace_file import RankTrace, TraceEvent, rank_file, read_folder
 from loongplug.output_files import check_output, check_pictures
 
-# Of the wider table; where lines are shorter they are broken by whoever shows them.
-_WIDTH: Final = 132
+_WIDTH: Final = 132  # of the wider table
 
-# In the order in which people look for them.
-_COLUMNS: Final = {
-    "encoder_forward": "encoder\nforward",
-    "encoder_backward": "encoder\nbackward",
+# The states in the order in which people look for them.
+_COLUMNS: Final = (
+    *("encoder_forward", "encoder_backward", "forward", "backward", "forward_backward"),
+    *("gradients", "optimizer", "data", "exchange", "waiting", "idle"),
+)
+_TITLES: Final = {
     "forward": "decoder\nforward",
     "backward": "decoder\nbackward",
     "forward_backward": "decoder\nboth",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "data": "data",
-    "exchange": "exchange",
-    "waiting": "waiting",
-    "idle": "idle",
 }
 
 
@@ -36,15 +31,18 @@ def trace(folder: Path, *, step: int | None) -> None:
     """Write ``trace.json`` and ``timeline.png`` to ``folder`` and print two tables.
 
     ``step`` is the one to draw and to measure; None: the last that all ranks ran to its end.
-    Raises ValueError for a folder without traces, for a step that is not whole on every rank, and
-    without matplotlib.
     """
     check_output(folder / "trace.json", MERGED)
     check_pictures(folder, ["timeline.png"])
     traces = read_folder(folder)
     console = table_console(least=_WIDTH)
-    for line in _missing(traces, folder):
-        console.print(line, soft_wrap=True)
+    for each in traces:
+        if each.cut_off:
+            said = "its last line is not whole and was left out."
+            console.print(f"{rank_file(folder, each.rank)}: {said}", soft_wrap=True)
+    if absent := {*range(traces[0].world_size)} - {each.rank for each in traces}:
+        ranks = ", ".join(map(str, sorted(absent)))
+        console.print(f"Without ranks {ranks}: no file of theirs.", soft_wrap=True)
     write_chrome_trace(traces, folder / "trace.json")
     console.print(f"For https://ui.perfetto.dev: {folder / 'trace.json'}", soft_wrap=True)
     number = _step(traces, step)
@@ -56,19 +54,6 @@ def trace(folder: Path, *, step: int | None) -> None:
     console.print(f"Step {number} as a picture: {folder / 'timeline.png'}", soft_wrap=True)
     console.print(_states_table(traces, measured, step=number))
     console.print(_sections_table(traces, of_step, step=number))
-
-
-def _missing(traces: Sequence[RankTrace], folder: Path) -> list[str]:
-    """What is not there, one sentence each."""
-    lines = [
-        f"{rank_file(folder, each.rank)}: its last line is not whole and was left out."
-        for each in traces
-        if each.cut_off
-    ]
-    absent = set(range(traces[0].world_size)) - {each.rank for each in traces}
-    if absent:
-        lines.append(f"Without ranks {', '.join(map(str, sorted(absent)))}: no file of theirs.")
-    return lines
 
 
 def _step(traces: Sequence[RankTrace], asked: int | None) -> int:
@@ -95,18 +80,18 @@ def _states_table(
     traces: Sequence[RankTrace], measured: Mapping[int, Shares], *, step: int
 ) -> Table:
     shown = [state for state in _COLUMNS if any(each.by_state[state] for each in measured.values())]
+    titles = [_TITLES.get(state, state.replace("_", "\n")) for state in shown]
     table = _table(f"Step {step}: shares of each rank's time")
-    for title in ("ms", *(_COLUMNS[state] for state in shown), "bubble", "computing\nin transfers"):
+    for title in ("ms", *titles, "bubble", "computing\nin transfers"):
         table.add_column(title, justify="right", no_wrap=True)
     for each in traces:
         own = measured[each.rank]
-        whole = own.window[1] - own.window[0]
         table.add_row(
             each.label(),
-            f"{whole / 1e6:,.1f}",
-            *(f"{own.by_state[state] / whole:.1%}" for state in shown),
+            f"{own.whole / 1e6:,.1f}",
+            *(f"{own.by_state[state] / own.whole:.1%}" for state in shown),
             f"{own.bubble:.1%}",
-            f"{own.computing_in_transfers / whole:.1%}",
+            f"{own.computing_in_transfers / own.whole:.1%}",
         )
     return table
 
@@ -114,21 +99,20 @@ def _states_table(
 def _sections_table(
     traces: Sequence[RankTrace], of_step: Mapping[int, Sequence[TraceEvent]], *, step: int
 ) -> Table:
-    table = _table(f"Step {step}: bubble within each phase of the schedule")
-    columns: dict[str, None] = {}
-    rows = []
+    rows: dict[str, dict[str, str]] = {}
     for each in traces:
         events = of_step[each.rank]
-        measured = {
-            name: shares(window, events)
+        rows[each.label()] = {
+            name: f"{own.bubble:.1%} of {own.whole / 1e6:,.1f} ms" if own.whole else "none"
             for name, window in sections(_window(events), events).items()
+            for own in [shares(window, events)]
         }
-        columns |= dict.fromkeys(measured)
-        rows.append((each.label(), measured))
-    for name in columns:
+    table = _table(f"Step {step}: bubble within each phase of the schedule")
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    for name in names:
         table.add_column(name, justify="right")
-    for label, measured in rows:
-        table.add_row(label, *(_of(measured.get(name)) for name in columns))
+    for label, row in rows.items():
+        table.add_row(label, *(row.get(name, "") for name in names))
     return table
 
 
@@ -136,10 +120,3 @@ def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("rank", no_wrap=True)
     return table
-
-
-def _of(own: Shares | None) -> str:
-    if own is None:
-        return ""
-    whole = own.window[1] - own.window[0]
-    return f"{own.bubble:.1%} of {whole / 1e6:,.1f} ms" if whole else "none"

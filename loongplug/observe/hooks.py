@@ -8,35 +8,49 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
-from loongplug.observe.module_hooks import ModuleHooks
-from loongplug.observe.recorder import Phase, Recorder, TraceRecorder
+from loongplug.observe.recorder import Phase, Recorder, Span, TraceRecorder
 
 # The argument whose bytes count. In a gather and a scatter, that is the whole, not the share.
 PAYLOADS: dict[str, str | None] = {
-    "all_reduce": "tensor",
-    "broadcast": "tensor",
+    **dict.fromkeys(("all_reduce", "broadcast", "send", "recv"), "tensor"),
     "all_gather": "tensor_list",
     "all_gather_into_tensor": "output_tensor",
     "reduce_scatter": "input_list",
     "reduce_scatter_tensor": "input",
     "all_to_all": "input_tensor_list",
     "all_to_all_single": "input",
-    "send": "tensor",
-    "recv": "tensor",
     "barrier": None,
 }
 
-_Function = Callable[..., Any]
+Given = dict[str, Any]
+Call = Callable[[], Any]
+Around = Callable[[Given, Call], Any]
+
+
+def reported(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    """``original`` as ``around`` calls it, which sees all arguments by name and may change them."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return around(bound.arguments, lambda: original(*bound.args, **bound.kwargs))
+
+    return wrapped
 
 
 def bytes_of(payload: Any) -> int:
     """The bytes of a tensor, or of a list of tensors."""
-    if isinstance(payload, torch.Tensor):
+    if isinstance(payload, Tensor):
         return payload.numel() * payload.element_size()
     return sum(bytes_of(each) for each in payload or ())
 
@@ -45,7 +59,7 @@ def group_details(group: Any) -> dict[str, Any]:
     """A process group's kind, as Megatron names it, and its size."""
     if group is None or group is dist.group.WORLD:
         return {"group": "world", "size": dist.get_world_size()}
-    kind = str(getattr(group, "group_desc", "") or "unnamed")
+    kind = getattr(group, "group_desc", "") or "unnamed"
     return {"group": kind.lower().replace("_group", ""), "size": group.size()}
 
 
@@ -66,146 +80,76 @@ class ReportedWork:
         return getattr(self._work, name)
 
 
-@dataclass(eq=False)
-class _ReportedData:
-    """An iterator over microbatches; reports how long each takes to come."""
-
-    _source: Iterator[Any]
-    _recorder: Recorder
-    _microbatch: int | None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        with self._recorder.span("data", "next microbatch", microbatch=self._microbatch):
-            return next(self._source)
-
-
 class StepHooks:
-    """Wrappers of what a training step calls, all reporting to one recorder."""
+    """What is done around each function of a training step: it is reported to one recorder."""
 
     def __init__(self, recorder: TraceRecorder, *, on_first_model: Callable[[], None]) -> None:
         """``on_first_model`` is called once, when the rank has its device and its model."""
         self._recorder = recorder
-        self._modules = ModuleHooks(recorder)
+        self.modules = ModuleHooks(recorder)
         self._on_first_model = on_first_model
         # Microbatch and chunk by the id of what a forward gave, which the schedule keeps for the
         # backward.
         self._of_output: dict[int, tuple[int | None, int]] = {}
 
-    def close(self) -> None:
-        """Take the hooks off the modules."""
-        self._modules.close()
-
-    def _meet(self, model: Sequence[torch.nn.Module]) -> None:
-        if not self._modules.watching:
-            self._modules.watch(model)
+    def _meet(self, model: Sequence[nn.Module]) -> None:
+        if not self.modules.watching:
+            self.modules.watch(model)
             self._on_first_model()
 
-    def train_step(self, original: _Function) -> _Function:
+    def train_step(self, given: Given, call: Call) -> Any:
         """A whole step, by its number from 1."""
+        self._meet(given["model"])
+        self._of_output.clear()
+        with self._recorder.in_step(given["iteration"] + 1):
+            return call()
 
-        @functools.wraps(original)
-        def train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            *args: Any,
-            iteration: int,
-            **kwargs: Any,
-        ) -> Any:
-            self._meet(model)
-            self._of_output.clear()
-            with self._recorder.in_step(iteration + 1):
-                return original(
-                    forward_step_func, data_iterator, model, *args, iteration=iteration, **kwargs
-                )
-
-        return train_step
-
-    def evaluate(self, original: _Function) -> _Function:
+    def evaluate(self, given: Given, call: Call) -> Any:
         """All of one evaluation."""
+        self._meet(given["model"])
+        with self._recorder.span("evaluation", "evaluation"):
+            return call()
 
-        @functools.wraps(original)
-        def evaluate(
-            forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            self._meet(model)
-            with self._recorder.span("evaluation", "evaluation"):
-                return original(forward_step_func, data_iterator, model, *args, **kwargs)
-
-        return evaluate
-
-    def forward_step(self, original: _Function) -> _Function:
+    def forward_step(self, given: Given, call: Call) -> Any:
         """The forward of one microbatch in one chunk, and its data."""
+        microbatch, chunk = given["current_microbatch"], given["vp_stage"] or 0
+        if given["data_iterator"] is not None:
+            given["data_iterator"] = self._data(given["data_iterator"], microbatch)
+        with self._recorder.span("forward", "forward", microbatch=microbatch, chunk=chunk):
+            result = call()
+        self._remember(result[0], microbatch, chunk)
+        return result
 
-        @functools.wraps(original)
-        def forward_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            *args: Any,
-            current_microbatch: int | None = None,
-            vp_stage: int | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            data = data_iterator
-            if data is not None:
-                data = _ReportedData(data, self._recorder, current_microbatch)
-            chunk = vp_stage or 0
-            with self._recorder.span(
-                "forward", "forward", microbatch=current_microbatch, chunk=chunk
-            ):
-                output, tokens = original(
-                    forward_step_func,
-                    data,
-                    *args,
-                    current_microbatch=current_microbatch,
-                    vp_stage=vp_stage,
-                    **kwargs,
-                )
-            self._remember(output, current_microbatch, chunk)
-            return output, tokens
+    def _data(self, source: Iterator[Any], microbatch: int | None) -> Iterator[Any]:
+        """Microbatches, of which each is reported as it comes."""
+        while True:
+            with self._recorder.span("data", "next microbatch", microbatch=microbatch):
+                try:
+                    data = next(source)
+                except StopIteration:
+                    return
+            yield data
 
-        return forward_step
-
-    def backward_step(self, original: _Function) -> _Function:
+    def backward_step(self, given: Given, call: Call) -> Any:
         """The backward of one microbatch in one chunk."""
+        microbatch, chunk = self._recall(given["output_tensor"])
+        with self._recorder.span("backward", "backward", microbatch=microbatch, chunk=chunk):
+            return call()
 
-        @functools.wraps(original)
-        def backward_step(
-            input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
-        ) -> Any:
-            microbatch, chunk = self._recall(output_tensor)
-            with self._recorder.span("backward", "backward", microbatch=microbatch, chunk=chunk):
-                return original(input_tensor, output_tensor, output_tensor_grad, config)
-
-        return backward_step
-
-    def combined_step(self, original: _Function) -> _Function:
+    def combined_step(self, given: Given, call: Call) -> Any:
         """One chunk's forward overlapped with one chunk's backward, either of which may lack."""
-
-        @functools.wraps(original)
-        def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            details: dict[str, Any] = {}
-            forward = given["f_model"] is not None
-            microbatch, chunk = given.get("current_microbatch"), given.get("f_model_chunk_id") or 0
-            if forward:
-                details |= {"microbatch": microbatch, "chunk": chunk}
-            if given["b_model"] is not None:
-                of_backward = self._recall(given["b_output_tensor"])
-                details |= dict(
-                    zip(("backward_microbatch", "backward_chunk"), of_backward, strict=True)
-                )
-            with self._recorder.span("forward_backward", "forward with backward", **details):
-                result = original(*args, **kwargs)
-            if forward:
-                self._remember(result[0], microbatch, chunk)
-            return result
-
-        signature = inspect.signature(original)
-        return combined_forward_backward_step
+        details: dict[str, Any] = {}
+        microbatch, chunk = given["current_microbatch"], given["f_model_chunk_id"] or 0
+        if given["f_model"] is not None:
+            details |= {"microbatch": microbatch, "chunk": chunk}
+        if given["b_model"] is not None:
+            of_backward = self._recall(given["b_output_tensor"])
+            details["backward_microbatch"], details["backward_chunk"] = of_backward
+        with self._recorder.span("forward_backward", "forward with backward", **details):
+            result = call()
+        if given["f_model"] is not None:
+            self._remember(result[0], microbatch, chunk)
+        return result
 
     def _remember(self, output: Any, microbatch: int | None, chunk: int) -> None:
         if torch.is_grad_enabled():
@@ -214,77 +158,55 @@ class StepHooks:
     def _recall(self, output: Any) -> tuple[int | None, int | None]:
         return self._of_output.pop(_identity(output), (None, None))
 
-    def whole(self, phase: Phase, name: str | None = None) -> Callable[[_Function], _Function]:
-        """A wrapper that reports a call from its beginning to its end."""
+    def whole(self, phase: Phase, name: str) -> Around:
+        """A call from its beginning to its end, by this name."""
 
-        def wrapper(original: _Function) -> _Function:
-            said = name or original.__qualname__
+        def around(given: Given, call: Call) -> Any:
+            with self._recorder.span(phase, name):
+                return call()
 
-            @functools.wraps(original)
-            def reported(*args: Any, **kwargs: Any) -> Any:
-                with self._recorder.span(phase, said):
-                    return original(*args, **kwargs)
+        return around
 
-            return reported
-
-        return wrapper
-
-    def pipeline_transfer(self, original: _Function) -> _Function:
+    def pipeline_transfer(self, given: Given, call: Call) -> Any:
         """What a stage sends to and receives from its neighbours in one call, in bytes each."""
+        communicator, name = given["self"], _directions(given)
+        if not name:
+            return call()
+        with self._recorder.span(
+            "p2p",
+            name,
+            sent_next=bytes_of(given["tensor_send_next"]),
+            sent_previous=bytes_of(given["tensor_send_prev"]),
+            next=communicator.next_rank,
+            previous=communicator.prev_rank,
+            **group_details(communicator.pp_group),
+        ) as span:
+            from_previous, from_next, requests = call()
+            span.note(received_previous=bytes_of(from_previous), received_next=bytes_of(from_next))
+        if isinstance(requests, dict):
+            requests = {
+                key: ReportedWork(work, self._recorder, key.replace("_", " "))
+                for key, work in requests.items()
+            }
+        return from_previous, from_next, requests
 
-        @functools.wraps(original)
-        def _communicate(communicator: Any, **kwargs: Any) -> Any:
-            name = _directions(kwargs)
-            if not name:
-                return original(communicator, **kwargs)
-            with self._recorder.span(
-                "p2p",
-                name,
-                sent_next=bytes_of(kwargs["tensor_send_next"]),
-                sent_previous=bytes_of(kwargs["tensor_send_prev"]),
-                next=communicator.next_rank,
-                previous=communicator.prev_rank,
-                **group_details(communicator.pp_group),
-            ) as span:
-                from_previous, from_next, requests = original(communicator, **kwargs)
-                span.note(
-                    received_previous=bytes_of(from_previous), received_next=bytes_of(from_next)
-                )
-            if isinstance(requests, dict):
-                requests = {
-                    key: ReportedWork(work, self._recorder, key.replace("_", " "))
-                    for key, work in requests.items()
-                }
-            return from_previous, from_next, requests
-
-        return _communicate
-
-    def collective(self, original: _Function) -> _Function:
+    def collective(self, name: str) -> Around:
         """A function of torch.distributed, its bytes on this rank, its group."""
-        name = original.__name__
         payload = PAYLOADS[name]
-        places = {key: place for place, key in enumerate(inspect.signature(original).parameters)}
 
-        def argument(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            place = places[key]
-            return args[place] if place < len(args) else kwargs.get(key)
-
-        @functools.wraps(original)
-        def reported(*args: Any, **kwargs: Any) -> Any:
-            group = argument("group", args, kwargs)
+        def around(given: Given, call: Call) -> Any:
+            group = given["group"]
             if group is dist.GroupMember.NON_GROUP_MEMBER:
-                return original(*args, **kwargs)
-            tensors = argument(payload, args, kwargs) if payload else None
-            with self._recorder.span(
-                "collective", name, bytes=bytes_of(tensors), **group_details(group)
-            ):
-                work = original(*args, **kwargs)
+                return call()
+            size = bytes_of(given[payload]) if payload else 0
+            with self._recorder.span("collective", name, bytes=size, **group_details(group)):
+                work = call()
             # send and recv give a rank.
             if work is None or isinstance(work, int):
                 return work
             return ReportedWork(work, self._recorder, name)
 
-        return reported
+        return around
 
 
 def _identity(output: Any) -> int:
@@ -301,3 +223,78 @@ def _directions(transfer: dict[str, Any]) -> str:
         "receive backward": transfer["recv_next"],
     }
     return ", ".join(part for part, done in parts.items() if done)
+
+
+# A chunk's own modules whose names end so are watched.
+_WATCHED = ("_encoder", "_projector")
+
+
+class ModuleHooks:
+    """Forward and backward of encoders and projectors, which the schedule does not see apart.
+
+    A backward begins when the first gradient reaches a module's outputs. Its inputs are pixels,
+    which need no gradient, so nothing tells of its end: it is taken to last until the next watched
+    module's backward begins, or until autograd's pass ends. Autograd runs what was made first last,
+    so that is when the encoder's backward is done.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._handles: list[RemovableHandle] = []
+        self._forward: list[Span] = []
+        self._backward: tuple[str, Span] | None = None
+        self.watching = False
+
+    def watch(self, model: Sequence[nn.Module]) -> None:
+        """Hook the encoders and projectors of a rank's chunks."""
+        self.watching = True
+        for chunk in model:
+            for path, module in chunk.named_modules():
+                name = path.rpartition(".")[2]
+                if name.endswith(_WATCHED):
+                    self._hook(name, module)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, name: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            self._forward.append(self._recorder.span("encoder_forward", name))
+
+        def after(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._forward.pop().end()
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._gradient_came(name))
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _gradient_came(self, name: str) -> None:
+        if self._backward is not None:
+            current, span = self._backward
+            if current == name:
+                return
+            span.end()
+        else:
+            cast(Any, Variable)._execution_engine.queue_callback(self._pass_ended)
+        self._backward = name, self._recorder.span("encoder_backward", name)
+
+    def _pass_ended(self) -> None:
+        assert self._backward is not None
+        self._backward[1].end()
+        self._backward = None
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """All tensors of a module's outputs: of tuples, lists, and objects that hold such."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (tuple, list)):
+        for each in outputs:
+            yield from _tensors(each)
+    elif hasattr(outputs, "__dict__"):
+        yield from _tensors(tuple(vars(outputs).values()))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from loongplug.observe.shares import Interval, Shares, intersection, states, union
 from loongplug.observe.trace_file import RankTrace, TraceEvent
@@ -47,7 +46,12 @@ def draw_timeline(
                 legend[label] = colour
                 spans = [((start - origin) / 1e6, (end - start) / 1e6) for start, end in intervals]
                 axes.broken_barh(spans, (lane - 0.4, 0.8), facecolors=colour, linewidth=0)
-        _number_microbatches(axes, events, lane, origin=origin, step_length=last - origin)
+        for event in events:
+            microbatch = event.details.get("microbatch")
+            wide = event.end - event.start >= _READABLE * (last - origin)
+            if event.phase in ("forward", "backward") and microbatch is not None and wide:
+                middle = ((event.start + event.end) / 2 - origin) / 1e6
+                axes.text(middle, lane, str(microbatch), ha="center", va="center", fontsize=8)
     axes.set_yticks(
         range(len(traces)),
         [f"rank {each.label()}\nbubble {measured[each.rank].bubble:.0%}" for each in traces],
@@ -78,23 +82,9 @@ def _boxes(window: Interval, events: Sequence[TraceEvent]) -> list[tuple[str, st
         of_state = [event for event in events if event.phase == state]
         chunks = sorted({event.details.get("chunk") or 0 for event in of_state})
         for chunk in chunks:
-            own = union(
-                (event.start, event.end)
-                for event in of_state
-                if (event.details.get("chunk") or 0) == chunk
-            )
+            mine = [each for each in of_state if (each.details.get("chunk") or 0) == chunk]
+            own = union((event.start, event.end) for event in mine)
             label = f"decoder {state}" + (f", chunk {chunk}" if len(chunks) > 1 else "")
             shade = shades[min(chunk, len(shades) - 1) if len(chunks) > 1 else 1]
             boxes.append((label, shade, intersection(intervals, own)))
     return boxes
-
-
-def _number_microbatches(
-    axes: Any, events: Sequence[TraceEvent], lane: int, *, origin: int, step_length: int
-) -> None:
-    for event in events:
-        microbatch = event.details.get("microbatch")
-        wide = event.end - event.start >= _READABLE * step_length
-        if event.phase in ("forward", "backward") and microbatch is not None and wide:
-            middle = ((event.start + event.end) / 2 - origin) / 1e6
-            axes.text(middle, lane, str(microbatch), ha="center", va="center", fontsize=8)

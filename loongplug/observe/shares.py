@@ -22,11 +22,7 @@ from loongplug.observe.trace_file import TraceEvent
 Interval = tuple[int, int]  # from, to; never empty within a list that functions here give
 
 _MODEL: Final = (
-    "encoder_backward",
-    "encoder_forward",
-    "backward",
-    "forward",
-    "forward_backward",
+    *("encoder_backward", "encoder_forward", "backward", "forward", "forward_backward"),
 )
 _UPDATE: Final = ("optimizer", "gradients")
 COMPUTING: Final = (*_MODEL, *_UPDATE)
@@ -102,11 +98,15 @@ class Shares:
     computing_in_transfers: int
 
     @property
+    def whole(self) -> int:
+        """The length of the window."""
+        return self.window[1] - self.window[0]
+
+    @property
     def bubble(self) -> float:
         """The share of the window that is not computing; 0 of an empty window."""
-        whole = self.window[1] - self.window[0]
         computing = sum(self.by_state[state] for state in COMPUTING)
-        return (whole - computing) / whole if whole else 0.0
+        return (self.whole - computing) / self.whole if self.whole else 0.0
 
 
 def shares(window: Interval, events: Sequence[TraceEvent]) -> Shares:
@@ -126,18 +126,13 @@ def shares(window: Interval, events: Sequence[TraceEvent]) -> Shares:
 
 
 def sections(step: Interval, events: Sequence[TraceEvent]) -> dict[str, Interval]:
-    """One rank's step, cut where the pipeline's schedule turns.
+    """One rank's step, cut where the pipeline's schedule turns; a section may be empty.
 
-    ``warm-up`` ends with the first backward's begin, ``steady`` with the last forward's end,
-    ``cool-down`` with the last backward's end; ``update`` is the rest. A section may be empty.
     A combined step is of the microbatches that it tells.
     """
     backwards = [e for e in events if e.phase == "backward" or "backward_microbatch" in e.details]
-    forwards = [
-        e
-        for e in events
-        if e.phase == "forward" or (e.phase == "forward_backward" and "microbatch" in e.details)
-    ]
+    combined = [e for e in events if e.phase == "forward_backward" and "microbatch" in e.details]
+    forwards = [*(e for e in events if e.phase == "forward"), *combined]
     if not backwards or not forwards:
         return {"step": step}
     first = min(event.start for event in backwards)

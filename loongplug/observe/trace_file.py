@@ -63,21 +63,14 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 class TraceWriter:
-    """Appends events to one rank's file, each call's whole, so that a crash keeps what is there.
+    """Writes events to one rank's file, each call's whole, so that a crash keeps what is there.
 
     Where the disk takes no more, that is said once, and nothing more is written.
     """
 
     def __init__(self, folder: Path, *, rank: int, world_size: int, device: str) -> None:
-        """Raises ValueError when the file cannot be made; an old one is replaced."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = rank_file(folder, rank).open("w")
-        except OSError as error:
-            raise ValueError(
-                f"--trace {folder}: expected a folder that can be written to, found {error}; give"
-                " another one."
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = rank_file(folder, rank).open("w")
         self._full = False
         self._put([{"rank": rank, "world_size": world_size, "device": device}])
 
@@ -132,34 +125,24 @@ def read_folder(folder: Path) -> list[RankTrace]:
 def read_rank(path: Path) -> RankTrace:
     """One rank's trace; a last line without its end is left out. Raises as read_folder does."""
     *lines, rest = path.read_text(errors="replace").split("\n")
-    rows = [_row(line, where=f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON ({error}): remove the file.") from error
     if not rows or "rank" not in rows[0]:
-        raise ValueError(
-            f"{path} does not begin with a rank: expected a file that --trace wrote; remove it."
-        )
-    head = rows[0]
+        raise ValueError(f"{path} does not begin with a rank: --trace did not write it; remove it.")
+    events = []
+    for row in rows:
+        if "phase" in row:
+            own = {key: row.pop(key) for key in _OWN_KEYS}
+            events.append(TraceEvent(**own, details=row))
     return RankTrace(
-        rank=head["rank"],
-        world_size=head["world_size"],
-        device=head["device"],
+        rank=rows[0]["rank"],
+        world_size=rows[0]["world_size"],
+        device=rows[0]["device"],
         place=next((row["place"] for row in rows if "place" in row), {}),
-        events=tuple(_event(row) for row in rows if "phase" in row),
+        events=tuple(events),
         cut_off=bool(rest),
     )
-
-
-def _row(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is not JSON ({error}): expected a file that --trace wrote; remove it."
-        ) from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is not an event: expected a file that --trace wrote; remove it.")
-    return row
-
-
-def _event(row: dict[str, Any]) -> TraceEvent:
-    details = {key: value for key, value in row.items() if key not in _OWN_KEYS}
-    return TraceEvent(**{key: row[key] for key in _OWN_KEYS}, details=details)

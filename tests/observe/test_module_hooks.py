@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from loongplug.observe.module_hooks import ModuleHooks
+from loongplug.observe.hooks import ModuleHooks
 from loongplug.observe.recorder import TraceRecorder
 
 pytestmark = pytest.mark.quick

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import model_parallel, run_ranks
 
-from loongplug.observe.hooks import PAYLOADS, ReportedWork, StepHooks
+from loongplug.observe.hooks import PAYLOADS, ReportedWork, StepHooks, reported
 from loongplug.observe.recorder import TraceRecorder
 
 
@@ -19,7 +19,7 @@ def of_collectives(rank: int) -> list[tuple]:
     from megatron.core import parallel_state
 
     hooks, recorder, events = hooks_and_events()
-    call = {name: hooks.collective(getattr(dist, name)) for name in PAYLOADS}
+    call = {name: reported(getattr(dist, name), hooks.collective(name)) for name in PAYLOADS}
     with model_parallel(tp=2):
         tp = parallel_state.get_tensor_model_parallel_group()
         share, whole = torch.ones(3), torch.zeros(6)
@@ -80,19 +80,23 @@ def test_collectives_report_their_bytes_and_their_group():
 @pytest.mark.quick
 def test_a_backward_has_the_numbers_of_its_forward():
     hooks, recorder, events = hooks_and_events()
-    forward = hooks.forward_step(lambda step, data, *args, **kwargs: (kwargs["output"], 1))
-    backward = hooks.backward_step(lambda *args: "gradient")
+
+    def step(data_iterator, output, current_microbatch=None, vp_stage=None):
+        return output, 1
+
+    forward = reported(step, hooks.forward_step)
+    backward = reported(lambda input_tensor, output_tensor: "gradient", hooks.backward_step)
     outputs = [torch.zeros(1), [torch.zeros(1)], torch.zeros(1)]
     for number, output in enumerate(outputs):
-        given = forward(None, None, None, output=output, current_microbatch=number, vp_stage=number)
+        given = forward(None, output, current_microbatch=number, vp_stage=number)
         assert given[0] is output
     for number in (1, 2, 0):
         # The schedule may hold a tensor in a list that the forward did not give so.
         output = [outputs[number]] if number == 0 else outputs[number]
-        assert backward(None, output, None, None) == "gradient"
+        assert backward(None, output) == "gradient"
     with torch.no_grad():
-        forward(None, None, None, output=outputs[0], current_microbatch=9)
-    backward(None, outputs[0], None, None)
+        forward(None, outputs[0], current_microbatch=9)
+    backward(None, outputs[0])
     recorder.close()
     numbers = [(each.details["microbatch"], each.details["chunk"]) for each in events]
     assert numbers == [(0, 0), (1, 1), (2, 2), (1, 1), (2, 2), (0, 0), (9, 0), (None, None)]
@@ -106,7 +110,7 @@ def test_the_combined_step_tells_both_microbatches():
     def combined(f_model, b_model, b_output_tensor, f_model_chunk_id=None, current_microbatch=None):
         return (next(outputs) if f_model else None), 1, None
 
-    step = hooks.combined_step(combined)
+    step = reported(combined, hooks.combined_step)
     first, *_ = step("f", None, None, 1, current_microbatch=0)
     second, *_ = step("f", "b", first, f_model_chunk_id=0, current_microbatch=1)
     step(None, "b", [second])
@@ -122,30 +126,14 @@ def test_the_combined_step_tells_both_microbatches():
 def test_the_wait_for_data_is_reported_within_the_forward():
     hooks, recorder, events = hooks_and_events()
 
-    def step(forward_step_func, data, *args, **kwargs):
-        assert iter(data) is data
-        return next(data), 1
+    def step(data_iterator, current_microbatch=None, vp_stage=None):
+        assert iter(data_iterator) is data_iterator
+        return next(data_iterator), 1
 
-    forward = hooks.forward_step(step)
-    assert forward(None, iter(["microbatch"]), None, current_microbatch=4)[0] == "microbatch"
+    forward = reported(step, hooks.forward_step)
+    assert forward(iter(["microbatch"]), current_microbatch=4)[0] == "microbatch"
     recorder.close()
     assert [(each.phase, each.details["microbatch"]) for each in events] == [
         ("data", 4),
         ("forward", 4),
     ]
-
-
-@pytest.mark.quick
-def test_the_optimizer_is_known_by_its_class():
-    hooks, recorder, events = hooks_and_events()
-
-    class Adam:
-        def step(self):
-            return True
-
-    assert hooks.whole("optimizer")(Adam.step)(Adam()) is True
-    recorder.close()
-    assert (events[0].phase, events[0].name.rpartition("<locals>.")[2]) == (
-        "optimizer",
-        "Adam.step",
-    )
