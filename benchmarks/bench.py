@@ -13,14 +13,14 @@ from loongplug.commands.options import (
     Json,
     Phase,
     Ranks,
-    Rounds,
     Steps,
     Warmup,
-    phase_named,
     user_errors,
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the demo's rows
+
+Rounds = Annotated[int, typer.Option(help="How often each side is measured.")]
 
 bench = typer.Typer(help="Measure single parts on this machine.", no_args_is_help=True)
 
@@ -157,7 +157,7 @@ def bench_data(
         run(
             files=files or (),
             tokenizer_model=tokenizer_model,
-            training_phase=phase_named(training_phase),
+            training_phase=training_phase,
             samples=samples,
             rounds=rounds,
             json_path=json_path,

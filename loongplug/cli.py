@@ -3,31 +3,23 @@
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from loongplug.commands.data import data
 from loongplug.commands.options import (
     HANDS_ON,
-    Columns,
-    ConfineMedia,
     Device,
-    IgnoreKeys,
     Json,
-    MaxPixels,
-    MaxRowMib,
-    MediaRoot,
-    MinPixels,
     Ranks,
-    SpecialTokensInText,
     Steps,
-    VideoMaxPixels,
-    VideoMinPixels,
     Warmup,
+    of_rows,
     user_errors,
+    with_options,
 )
-from loongplug.data.data_options import MAX_ROW_MIB, PixelLimits, RowAccess, Transparency
+from loongplug.data.data_options import PixelLimits, RowAccess, Transparency
 from loongplug.data.object_store import file_named
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.output_files import PREDICTIONS, check_output
@@ -112,8 +104,10 @@ def doctor(
 
 
 @app.command("eval")
+@with_options(of_rows)
 def evaluate(
     context: typer.Context,
+    *,
     model: Annotated[
         Path,
         typer.Option(help="A folder that --save-hf (Hugging Face), --save or --save-lora wrote."),
@@ -126,21 +120,11 @@ def evaluate(
     tokenizer_model: Annotated[
         Path | None, typer.Option(help="The folder with the tokenizer of a checkpoint.")
     ] = None,
-    media_root: MediaRoot = None,
-    confine_media: ConfineMedia = False,
     batch_size: Annotated[int, typer.Option(help="Questions to answer at once.")] = 32,
     max_new_tokens: Annotated[
         int, typer.Option(help="The longest answer, in tokens.")
     ] = MAX_NEW_TOKENS,
     limit: Annotated[int | None, typer.Option(help="Answer only the first N questions.")] = None,
-    max_row_mib: MaxRowMib = MAX_ROW_MIB,
-    special_tokens_in_text: SpecialTokensInText = False,
-    ignore_keys: IgnoreKeys = "",
-    columns: Columns = "",
-    min_pixels: MinPixels = None,
-    max_pixels: MaxPixels = None,
-    video_min_pixels: VideoMinPixels = None,
-    video_max_pixels: VideoMaxPixels = None,
     transparency: Annotated[
         Transparency, typer.Option(help="What transparent parts of images become: white, or drop.")
     ] = "white",
@@ -163,6 +147,7 @@ def evaluate(
         Path | None, typer.Option(help="Write every answer with its score to this JSONL file.")
     ] = None,
     json_path: Json = None,
+    **options: Any,
 ) -> None:
     """Answer the questions of a data file greedily and print the score of each task and of all."""
     with user_errors(json_path, words=[data, str(predictions or "")]):
@@ -181,7 +166,7 @@ def evaluate(
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
                 limit=limit,
-                special_tokens_in_text=special_tokens_in_text,
+                special_tokens_in_text=options["special_tokens_in_text"],
                 pixel_limits=PixelLimits.of(context.params),
                 transparency=transparency,
                 device=device,

@@ -1,15 +1,9 @@
 """Where commands print tables, and their progress bars."""
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+from rich.progress import TimeRemainingColumn as Remaining
 
 _PIPED = 10_000  # columns: no table is wider, and readers of the pipe break lines themselves
 
@@ -32,13 +26,10 @@ def threadless_bars(
     No thread draws them, since a thread would be there when ranks are forked: whoever moves a bar
     calls ``refresh``. ``estimates`` shows the time that is left instead of the time it took so far.
     """
-    shown = Console(stderr=True) if console is None else console
-    clock: ProgressColumn = TimeRemainingColumn() if estimates else TimeElapsedColumn()
+    shown = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        clock,
+        *(*columns, Remaining() if estimates else Elapsed()),
         console=shown,
         auto_refresh=False,
         disable=not shown.is_terminal,

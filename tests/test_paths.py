@@ -8,41 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.paths import configs_dir
 from loongplug.training.config import available_models
+from loongplug.training.model_files import own_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.quick
-def test_checkout_has_its_configs_beside_the_package() -> None:
-    assert configs_dir() == ROOT / "configs"
-    assert (configs_dir() / "models" / "qwen3_vl" / "qwen3_vl_tiny.yaml").is_file()
-
-
-@pytest.mark.quick
-def test_installed_package_has_them_inside_and_prefers_those(tmp_path: Path) -> None:
-    package = tmp_path / "site-packages" / "loongplug"
-    (package / "configs" / "models").mkdir(parents=True)
-    # Some other distribution's folder beside the package.
-    (package.parent / "configs" / "models").mkdir(parents=True)
-    assert configs_dir(package=package) == package / "configs"
-
-
-@pytest.mark.quick
-def test_folder_without_models_does_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_installed_package_has_them_inside_and_a_checkout_beside(
+    tmp_path: Path, inside: bool
+) -> None:
     package = tmp_path / "loongplug"
-    (package / "configs").mkdir(parents=True)
-    (tmp_path / "configs" / "models").mkdir(parents=True)
-    assert configs_dir(package=package) == tmp_path / "configs"
-
-
-@pytest.mark.quick
-def test_missing_configs_are_an_error_that_names_both_places(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        configs_dir(package=tmp_path / "loongplug")
-    assert str(tmp_path / "loongplug" / "configs") in str(caught.value)
-    assert str(tmp_path / "configs") in str(caught.value)
+    beside = tmp_path / "configs" / "models"  # of an installed one, another distribution's
+    own = package / "configs" / "models" if inside else beside
+    for folder in (beside, own):
+        folder.mkdir(parents=True, exist_ok=True)
+    assert own_folder(package=package) == own
 
 
 @pytest.mark.slow

@@ -1,96 +1,22 @@
 """Options that several commands have, and what becomes of a user's errors."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from loongplug.data.data_options import MAX_ROW_MIB
 from loongplug.output_files import Kind, check_output, figures
 
-
-def _finite(value: float | None) -> float | None:
-    """NaN and infinity pass for numbers, and NaN is not below any least one."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
-    return value
-
-
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
-Files = Annotated[
-    list[str],
-    typer.Argument(
-        help="JSONL or Parquet files, also of s3://, and saved datasets: p1 p2, or with weights"
-        " w1 p1 w2 p2."
-    ),
-]
-TokenizerModel = Annotated[
-    Path, typer.Option(help="The folder of the model's tokenizer and processors.")
-]
-Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
-MediaRoot = Annotated[
-    str | None,
-    typer.Option(help="Relative paths of media start here. Default: the data file's folder."),
-]
-ConfineMedia = Annotated[
-    bool,
-    typer.Option("--confine-media", help="Refuse media outside of that folder."),
-]
-VideoFps = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        callback=_finite,
-        help="Frames per second to take from video files. Default: the folder's.",
-    ),
-]
-MinPixels = Annotated[
-    int | None, typer.Option(help="The least pixels of each image. Default: the folder's.")
-]
-MaxPixels = Annotated[
-    int | None, typer.Option(help="The most pixels of each image. Default: the folder's.")
-]
-VideoMinPixels = Annotated[
-    int | None,
-    typer.Option(help="The least pixels of each video, counted as its processor counts."),
-]
-VideoMaxPixels = Annotated[
-    int | None,
-    typer.Option(help="The most pixels of each video, counted as its processor counts."),
-]
-MaxRowMib = Annotated[int, typer.Option(min=1, help="A larger row is a bad sample.")]
-SpecialTokensInText = Annotated[
-    bool,
-    typer.Option(
-        "--special-tokens-in-text",
-        help="Read special tokens in the text of rows as special tokens.",
-    ),
-]
-IgnoreKeys = Annotated[str, typer.Option(metavar="KEY,...", help="Keys to count, not to refuse.")]
-Columns = Annotated[
-    str, typer.Option(metavar="OURS=THEIRS,...", help="Our names for rows' keys: query=question.")
-]
-LiteralMarkers = Annotated[
-    bool, typer.Option("--literal-markers", help="Do not count <image> and the like as text.")
-]
-MultiTurnRule = Annotated[
-    Literal["split", "last"],
-    typer.Option(help="What becomes of turns that are rendered differently; split: as in packs."),
-]
-TemplateThought = Annotated[bool, typer.Option(help="As in training.")]
-IndexDir = Annotated[
-    Path | None, typer.Option(help="Where indexes of rows lie. Default: beside the data.")
-]
-Processes = Annotated[
-    int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
-]
+Phase = Annotated[Literal["pretrain", "sft"], typer.Option(help="What the rows are for.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Ranks = Annotated[int, typer.Option(help="Processes on this machine.")]
-Warmup = Annotated[int, typer.Option(help="Steps before the measured ones.")]
-Steps = Annotated[int, typer.Option(help="Measured steps.")]
-Rounds = Annotated[int, typer.Option(help="How often each side is measured.")]
+Warmup = Annotated[int, typer.Option(min=1, help="Steps before the measured ones.")]
+Steps = Annotated[int, typer.Option(min=1, help="Measured steps.")]
 # Of commands that hand on what is not an option of theirs.
 HANDS_ON: dict[str, Any] = {
     "allow_extra_args": True,
@@ -124,10 +50,60 @@ def user_errors(
         raise typer.Exit(code) from None
 
 
-def phase_named(name: str) -> Literal["pretrain", "sft"]:
-    """What ``--training-phase`` names. Raises ValueError for anything else."""
-    if name == "pretrain":
-        return "pretrain"
-    if name == "sft":
-        return "sft"
-    raise ValueError(f"--training-phase is {name!r}: expected pretrain or sft.")
+def of_rows(
+    *,
+    media_root: Annotated[
+        str | None,
+        typer.Option(help="Relative paths of media start here. Default: the data file's folder."),
+    ] = None,
+    confine_media: Annotated[
+        bool, typer.Option("--confine-media", help="Refuse media outside of that folder.")
+    ] = False,
+    min_pixels: Annotated[
+        int | None, typer.Option(help="The least pixels of each image. Default: the folder's.")
+    ] = None,
+    max_pixels: Annotated[
+        int | None, typer.Option(help="The most pixels of each image. Default: the folder's.")
+    ] = None,
+    video_min_pixels: Annotated[
+        int | None,
+        typer.Option(help="The least pixels of each video, counted as its processor counts."),
+    ] = None,
+    video_max_pixels: Annotated[
+        int | None,
+        typer.Option(help="The most pixels of each video, counted as its processor counts."),
+    ] = None,
+    max_row_mib: Annotated[
+        int, typer.Option(min=1, help="A larger row is a bad sample.")
+    ] = MAX_ROW_MIB,
+    special_tokens_in_text: Annotated[
+        bool,
+        typer.Option(
+            "--special-tokens-in-text",
+            help="Read special tokens in the text of rows as special tokens.",
+        ),
+    ] = False,
+    ignore_keys: Annotated[
+        str, typer.Option(metavar="KEY,...", help="Keys to count, not to refuse.")
+    ] = "",
+    columns: Annotated[
+        str,
+        typer.Option(metavar="OURS=THEIRS,...", help="Our names for rows' keys: query=question."),
+    ] = "",
+) -> None:
+    """The options of all commands that read rows."""
+
+
+def with_options(*others: Callable[..., None]) -> Callable[[Callable[..., None]], Any]:
+    """A command with the options of ``others``, which it takes by keywords, beside its own."""
+
+    def decorate(command: Callable[..., None]) -> Any:
+        named = {**signature(command).parameters}
+        for each in others:
+            named = {**signature(each).parameters, **named}
+        named.pop("options")
+        own = sorted(named.values(), key=lambda each: each.kind)
+        command.__signature__ = Signature(own)  # type: ignore[attr-defined]
+        return command
+
+    return decorate

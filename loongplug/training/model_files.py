@@ -18,16 +18,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from loongplug.paths import configs_dir
 from loongplug.training.typed import the_closest_is
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 MODEL = "model"  # the package all model YAML lives in
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 
 
-def own_folder() -> Path:
-    """Where LoongPlug's own YAML files lie, in folders of a family or of modules."""
-    return configs_dir() / "models"
+def own_folder(*, package: Path = _PACKAGE) -> Path:
+    """Where LoongPlug's own YAML files lie, in folders of a family or of modules.
+
+    Inside an installed package, beside it in a checkout.
+    """
+    inside, beside = (folder / "configs" / "models" for folder in (package, package.parent))
+    return inside if inside.is_dir() else beside
 
 
 class Composition:

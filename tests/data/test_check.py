@@ -189,7 +189,6 @@ def test_options_that_are_wrong_end_with_one_sentence(
     model = ("--tokenizer-model", processor_folder, "--seq-length", 40)
     for arguments, message in (
         ((tmp_path / "gone", *model), "No data file at"),
-        ((path, *model, "--training-phase", "dpo"), "expected pretrain or sft"),
         ((path, *model, "--processes", 0), "0 processes asked for: expected at least 1"),
         ((path, *model, "--seq-length", -5), "--seq-length is -5: expected at least 1"),
         ((path, "--tokenizer-model", tmp_path, "--seq-length", 40), "No tokenizer in"),
@@ -199,10 +198,11 @@ def test_options_that_are_wrong_end_with_one_sentence(
         assert (code, printed) == (1, [])
         assert errors.startswith("loongplug: error: ")
         assert message in errors
-    for rate in ("nan", "inf", 0):
-        code, printed, errors = run_check(path, *model, "--video-fps", rate)
+    wrong = (("--training-phase", "dpo"), *(("--video-fps", rate) for rate in ("nan", "inf", 0)))
+    for flag, value in wrong:
+        code, printed, errors = run_check(path, *model, flag, value)
         assert (code, printed) == (2, [])
-        assert "Invalid value for '--video-fps'" in errors
+        assert f"Invalid value for '{flag}'" in errors
     for flag in ("--min-pixels", "--max-pixels", "--video-min-pixels", "--video-max-pixels"):
         code, printed, errors = run_check(path, *model, flag, 0)
         assert (code, printed) == (1, [])

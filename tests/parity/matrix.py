@@ -182,11 +182,11 @@ def _in_child(function: Callable[[], None]) -> None:
 
 def code_files() -> list[Path]:
     """What results depend on: the product, its configs, and the cells."""
-    from loongplug.paths import configs_dir
+    from loongplug.training.model_files import own_folder
 
     folders = (Path(loongplug.__file__).resolve().parent, Path(__file__).resolve().parent)
     code = [file for folder in folders for file in folder.rglob("*.py")]
-    return sorted([*code, *configs_dir().rglob("*.yaml")])
+    return sorted([*code, *own_folder().rglob("*.yaml")])
 
 
 def code_digest() -> str:
