@@ -8,7 +8,7 @@ from pathlib import Path
 from loongplug.consoles import threadless_bars
 from loongplug.output_files import write_figures
 from loongplug.verify.forked_runs import RecordRank, device_of, plan_runs, preload, record
-from loongplug.verify.plan import Plan, Request
+from loongplug.verify.plan import Request
 
 AGREES, DIFFERS = 0, 1
 
@@ -57,22 +57,16 @@ def verify(
         found = run("layout", plan.layout, plan.ranks, record_layout)
         expected = run("reference", plan.reference, 1, None)
         progress.stop()
-        agrees = _compare(plan, found, expected, json_path=json_path)
+        from loongplug.verify.compare import compare
+        from loongplug.verify.recorded_run import read_recording
+        from loongplug.verify.report import as_json, report
+
+        comparison = compare(read_recording(found), read_recording(expected))
+        print(report(plan, comparison))
+        write_figures(json_path, as_json(plan, comparison), "verify")
     if keep is not None:
         print(f"recordings and logs: {keep}")
-    return AGREES if agrees else DIFFERS
-
-
-def _compare(plan: Plan, found: Path, expected: Path, *, json_path: Path | None) -> bool:
-    """Print the report and write the JSON; whether the recordings agree."""
-    from loongplug.verify.compare import compare
-    from loongplug.verify.recorded_run import read_recording
-    from loongplug.verify.report import as_json, report, without_infinities
-
-    comparison = compare(read_recording(found), read_recording(expected))
-    print(report(plan, comparison))
-    write_figures(json_path, without_infinities(as_json(plan, comparison)), "verify")
-    return comparison.agrees
+    return AGREES if comparison.agrees else DIFFERS
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The comparison of two recordings."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import isnan
 
 from torch import Tensor
 
@@ -25,57 +26,52 @@ LIMITS = {
     "exp_avg": GRADIENT_LIMIT,
     "exp_avg_sq": 2 * GRADIENT_LIMIT,
 }
+ALL_LIMITS = LIMITS | {"loss": LOSS_LIMIT, "gradient_norm": NORM_LIMIT}
 # A tensor that is nearly zero beside the largest of its kind is measured by that one: what it has
 # is rounding. A tensor this small still shows any error of its own above a thousandth.
 _FLOOR = 1e-5
 _ROUNDING = 2.0**-22  # of a parameter, per step
 
 
-@dataclass(frozen=True)
-class TensorError:
-    """One measure of one tensor (or one expert of it): error and found norm over expected norm."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A relative error of one step, from 0, or of what is left after the last."""
 
     what: str
     step: int | None
-    module: str
-    name: str
     error: float
-    ratio: float
 
     @property
     def fails(self) -> bool:
         """Beyond what rounding explains; an error that is not a number is."""
-        return not self.error <= LIMITS[self.what]
+        return not self.error <= ALL_LIMITS[self.what]
 
 
-@dataclass(frozen=True)
-class LossError:
-    """One microbatch: the relative difference of its loss; infinite for other samples."""
+@dataclass(frozen=True, kw_only=True)
+class TensorError(Measured):
+    """One measure of one tensor (or one expert of it), and found norm over expected norm."""
 
-    step: int
+    module: str
+    name: str
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossError(Measured):
+    """One microbatch's loss; the error is infinite for other samples."""
+
+    what: str = "loss"
     first_sample: int
-    error: float
     note: str = ""
 
-    @property
-    def fails(self) -> bool:
-        """Beyond what rounding explains."""
-        return not self.error <= LOSS_LIMIT
 
+@dataclass(frozen=True, kw_only=True)
+class NormError(Measured):
+    """A step's gradient norm on the rank that is farthest off."""
 
-@dataclass(frozen=True)
-class NormError:
-    """A step's gradient norm: the relative difference of the rank that is farthest off."""
-
-    step: int
+    what: str = "gradient_norm"
     expected: float
     found: float
-    error: float
-
-    @property
-    def fails(self) -> bool:
-        """Beyond what rounding explains."""
-        return not self.error <= NORM_LIMIT
 
 
 @dataclass(frozen=True)
@@ -86,29 +82,23 @@ class Comparison:
     losses: tuple[LossError, ...]
     norms: tuple[NormError, ...]
     apart: tuple[str, ...]
-    faults: tuple[str, ...] = field(default=())
+    faults: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
         """The verdict."""
-        fails = (
-            *(each.fails for each in self.tensors),
-            *(each.fails for each in self.losses),
-            *(each.fails for each in self.norms),
-        )
-        return not (self.apart or self.faults or any(fails))
+        measured: tuple[Measured, ...] = (*self.tensors, *self.losses, *self.norms)
+        return not (self.apart or self.faults or any(each.fails for each in measured))
 
     def worst(self, what: str, *, module: str | None = None) -> TensorError | None:
         """The largest error of one measure, over all or one module."""
-        found = [
-            each for each in self.tensors if each.what == what and module in (None, each.module)
-        ]
-        return max(found, key=lambda each: _known(each.error), default=None)
+        found = (each for each in self.tensors if each.what == what)
+        return max((e for e in found if module in (None, e.module)), key=known_error, default=None)
 
 
-def _known(error: float) -> float:
-    """What is not a number is the largest of all."""
-    return error if error == error else float("inf")
+def known_error(measured: Measured) -> float:
+    """The error, the largest of all where it is not a number."""
+    return float("inf") if isnan(measured.error) else measured.error
 
 
 def compare(found: Recording, expected: Recording) -> Comparison:
@@ -120,15 +110,13 @@ def compare(found: Recording, expected: Recording) -> Comparison:
         faults.append(f"{len(other)} weights differ before the first step: {_first(other)}")
     if len(found.steps) != len(expected.steps):
         faults.append(f"{len(found.steps)} steps, expected {len(expected.steps)}")
-    for step in range(min(len(found.steps), len(expected.steps))):
-        kind = gradients_of(step)
+    steps = range(min(len(found.steps), len(expected.steps)))
+    for what, kind, step in (
+        *(("gradients", gradients_of(step), step) for step in steps),
+        *((kind, kind, None) for kind in (FIRST_MOMENT, SECOND_MOMENT, PARAMETERS)),
+    ):
         faults += _other_names(kind, found, expected)
-        tensors += _relative("gradients", kind, found, expected, step=step)
-    for kind in (FIRST_MOMENT, SECOND_MOMENT):
-        faults += _other_names(kind, found, expected)
-        tensors += _relative(kind, kind, found, expected)
-    faults += _other_names(PARAMETERS, found, expected)
-    tensors += _moved(found, expected)
+        tensors += _tensors(what, kind, found, expected, step=step)
     return Comparison(
         tensors=tuple(tensors),
         losses=tuple(_losses(found, expected)),
@@ -139,7 +127,7 @@ def compare(found: Recording, expected: Recording) -> Comparison:
 
 
 def _other_names(kind: str, found: Recording, expected: Recording) -> Iterable[str]:
-    here, there = found.kind(kind).names, expected.kind(kind).names
+    here, there = found.kind(kind).keys(), expected.kind(kind).keys()
     if there - here:
         yield f"{kind}: the layout has none of {_first(sorted(there - here))}"
     if here - there:
@@ -151,55 +139,39 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _relative(
-    what: str, kind: str, found: Recording, expected: Recording, *, step: int | None = None
+def _tensors(
+    what: str, kind: str, found: Recording, expected: Recording, *, step: int | None
 ) -> Iterable[TensorError]:
-    """Largest absolute difference over the tensor's largest expected value."""
+    """Largest absolute difference over the tensor's largest expected value.
+
+    Of parameters, it is the gradient error that would explain their difference. Adam moves a
+    parameter by the rate times m / d, where d is about the size of its gradients. A gradient that
+    is off by e then moves it by rate * e / d: much, where d is nothing but rounding. So
+    e = difference * d / rates is what is measured, relative to the largest d of the tensor, as
+    gradients are. For d is taken the least of all steps since the first gradient.
+    """
     here, there = found.kind(kind), expected.kind(kind)
-    names = sorted(here.names & there.names)
-    floor = _FLOOR * max((_largest(there[name]) for name in names), default=0.0)
-    for name in names:
-        for piece, (ours, theirs) in _pieces(name, expected, here[name], there[name]):
-            scale = max(_largest(theirs), floor)
-            difference = _largest(ours - theirs)
+    sizes = expected.kind(ROOM) if kind == PARAMETERS else there
+    rates = sum(step.learning_rate for step in expected.steps)
+    floor = _FLOOR * max(map(_largest, sizes.values()), default=0.0)
+    for name in sorted(here.keys() & there.keys()):
+        trained = name in sizes
+        given = (here[name], there[name], sizes[name] if trained else there[name])
+        for piece, (ours, theirs, size) in _pieces(name, expected, *given):
+            difference, scale = (ours - theirs).abs(), max(_largest(size), floor)
+            if not trained:  # it may not move at all
+                scale = 1.0
+            elif kind == PARAMETERS:
+                rounding = theirs.abs() * _ROUNDING * len(expected.steps)
+                difference, scale = (difference - rounding).relu() * size, scale * rates
+            norm = theirs.norm().item()
             yield TensorError(
                 what=what,
                 step=step,
                 module=expected.tensors[name].module,
                 name=piece,
-                error=difference / scale if scale else difference,
-                ratio=_ratio(ours, theirs),
-            )
-
-
-def _moved(found: Recording, expected: Recording) -> Iterable[TensorError]:
-    """Parameters, by the gradient error that would explain their difference.
-
-    Adam moves a parameter by the rate times m / d, where d is about the size of its gradients. A
-    gradient that is off by e then moves it by rate * e / d: much, where d is nothing but rounding.
-    So e = difference * d / rates is what is measured, relative to the largest d of the tensor, as
-    gradients are. For d is taken the least of all steps since the first gradient.
-    """
-    rates = sum(step.learning_rate for step in expected.steps)
-    here, there, rooms = found.kind(PARAMETERS), expected.kind(PARAMETERS), expected.kind(ROOM)
-    floor = _FLOOR * max((_largest(rooms[name]) for name in rooms.names), default=0.0)
-    for name in sorted(here.names & there.names):
-        trained = name in rooms.names
-        room = rooms[name] if trained else there[name]
-        tensors = _pieces(name, expected, here[name], there[name], room)
-        for piece, (ours, theirs, space) in tensors:
-            difference = (ours - theirs).abs()
-            if trained:
-                difference = (difference - theirs.abs() * _ROUNDING * len(expected.steps)).relu()
-                scale = max(_largest(space), floor) * rates
-                difference = difference * space / (scale or 1.0)
-            yield TensorError(
-                what="parameters",
-                step=None,
-                module=expected.tensors[name].module,
-                name=piece,
-                error=_largest(difference),
-                ratio=_ratio(ours, theirs),
+                error=_largest(difference) / (scale or 1.0),
+                ratio=ours.norm().item() / norm if norm else float("inf"),
             )
 
 
@@ -216,32 +188,32 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def _ratio(ours: Tensor, theirs: Tensor) -> float:
-    expected = theirs.norm().item()
-    return ours.norm().item() / expected if expected else float("inf")
-
-
 def _losses(found: Recording, expected: Recording) -> Iterable[LossError]:
     for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=False)):
         here = {loss.first_sample: loss for loss in ours.microbatches}
-        for loss in theirs.microbatches:
-            other = here.pop(loss.first_sample, None)
-            if other is None:
-                yield LossError(number, loss.first_sample, float("inf"), "the layout has none")
-            elif (other.samples, other.tokens) != (loss.samples, loss.tokens):
-                yield LossError(number, loss.first_sample, float("inf"), "other samples")
+        there = {loss.first_sample: loss for loss in theirs.microbatches}
+        for first in here | there:
+            mine, other = here.get(first), there.get(first)
+            error, note = float("inf"), ""
+            if mine is None or other is None:
+                note = f"the {'layout' if mine is None else 'single rank'} has none"
+            elif (mine.samples, mine.tokens) != (other.samples, other.tokens):
+                note = "other samples"
             else:
-                error = abs(other.loss - loss.loss) / (abs(loss.loss) or 1.0)
-                yield LossError(number, loss.first_sample, error)
-        for first in here:
-            yield LossError(number, first, float("inf"), "the single rank has none")
+                error = abs(mine.loss - other.loss) / (abs(other.loss) or 1.0)
+            yield LossError(step=number, first_sample=first, error=error, note=note)
 
 
 def _norms(found: Recording, expected: Recording) -> Iterable[NormError]:
     for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=False)):
         wanted = theirs.gradient_norms[0]
-        farthest = max(ours.gradient_norms, key=lambda norm: _known(abs(norm - wanted)))
-        yield NormError(number, wanted, farthest, abs(farthest - wanted) / (wanted or 1.0))
+        errors = [
+            NormError(
+                step=number, expected=wanted, found=norm, error=abs(norm - wanted) / (wanted or 1.0)
+            )
+            for norm in ours.gradient_norms
+        ]
+        yield max(errors, key=known_error)
 
 
 def _apart(found: Recording) -> Iterable[str]:
@@ -251,11 +223,8 @@ def _apart(found: Recording) -> Iterable[str]:
         for note in step.apart:
             if (note.what, note.name) not in seen:
                 seen.add((note.what, note.name))
-                when = (
-                    "from the start"
-                    if number == 1 and note.what == "weights"
-                    else (f"in step {number}")
-                )
+                at_start = number == 1 and note.what == "weights"
+                when = "from the start" if at_start else f"in step {number}"
                 ranks = ", ".join(map(str, note.ranks))
                 yield (
                     f"{note.what} of {note.name} differ {when} between ranks {ranks} "

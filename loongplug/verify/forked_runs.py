@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from loongplug.verify.plan import Plan, Request
+from loongplug.verify.plan import Plan, Request, make_plan
 from loongplug.verify.ranks import OnEvent, new_folder, run_ranks
 
 RecordRank = Callable[..., None]
@@ -47,8 +47,7 @@ def preload(device: str) -> None:
         read_command_line([])
         torch._dynamo.trace_rules.get_torch_obj_rule_map()
         Image.preinit()
-        models = {path.parent: name for name, path in available_models().items()}
-        for name in models.values():  # one of each family
+        for name in {path.parent: name for name, path in available_models().items()}.values():
             composed = compose_model(model_name=name)
             composed.family.load_builder(composed.config)
             composed.family.megatron_arguments(composed.config)
@@ -56,11 +55,7 @@ def preload(device: str) -> None:
 
 
 def device_of(flags: Sequence[str], *, folder: Path) -> str:
-    """The device that ``--device`` stands for, asked in a process of its own: to ask touches CUDA.
-
-    Raises:
-        ValueError: it names no device, or one that is not there.
-    """
+    """The device that ``--device`` stands for, asked in another process: to ask touches CUDA."""
 
     def choose(rank: int, tell: OnEvent) -> str:
         from loongplug.platform import choose_device, requested_device
@@ -72,15 +67,12 @@ def device_of(flags: Sequence[str], *, folder: Path) -> str:
 
 
 def plan_runs(request: Request, *, folder: Path) -> Plan:
-    """:func:`loongplug.verify.plan.make_plan` in a process of its own, which leaves no trace."""
-    from loongplug.verify.plan import make_plan
-
-    def plan(rank: int, tell: OnEvent) -> Plan:
-        return make_plan(request, folder=folder)
-
-    (made,) = run_ranks(plan, 1, folder=folder / "plan")
-    assert isinstance(made, Plan)
-    return made
+    """:func:`loongplug.verify.plan.make_plan` in another process, so that it leaves no trace."""
+    plan: Plan
+    (plan,) = run_ranks(
+        lambda rank, tell: make_plan(request, folder=folder), 1, folder=folder / "plan"
+    )
+    return plan
 
 
 def record(
@@ -100,10 +92,8 @@ def record(
         RankError: a rank failed otherwise.
     """
     new_folder(folder)
-    if record_rank is None:
-        record_rank = _record_rank
     run_ranks(
-        partial(record_rank, flags=flags, folder=folder, device=device),
+        partial(record_rank or _record_rank, flags=flags, folder=folder, device=device),
         ranks,
         folder=folder / "ranks",
         on_event=lambda line: on_step(),

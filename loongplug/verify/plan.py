@@ -83,25 +83,35 @@ class _Planner:
 
     def plan(self) -> Plan:
         from loongplug.training.config import compose_asked_for, shown_name
+        from loongplug.training.defaults import default_tokenizer
         from loongplug.training.flags import read_command_line, without_flags
         from loongplug.training.rules.rule import ranks_apart
 
-        given = read_command_line(self._request.flags)
+        request, given = self._request, read_command_line(self._request.flags)
         args = given.args
         _require_comparable(args)
-        named = self._named_model(args)
-        flags = common_flags(
-            self._request.flags, steps=self._request.steps, drop_sources=self._tiny
-        )
-        flags += named
-        if self._tiny and (args.data_path or args.train_data_path):
-            flags += _folders_tokenizer(args)  # the folder itself is left aside
+        flags = common_flags(request.flags, steps=request.steps, drop_sources=self._tiny)
+        if not (args.model_name or args.config_file):  # the folder of its weights says what it is
+            file = self._folder / "model.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = "# @package _global_\n" + compose_asked_for(args).to_yaml()
+            file.write_text(text, encoding="utf-8")
+            flags += ["--config-file", str(file)]
+        if self._tiny and args.tokenizer_model is None and (args.data_path or args.train_data_path):
+            default_tokenizer(args)  # of the folder, which itself is left aside
+            flags += ["--tokenizer-model", args.tokenizer_model] if args.tokenizer_model else []
         flags += ["--device", self._device]
         if args.bf16:
             self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
         if args.rampup_batch_size is not None or args.step_batch_size_schedule is not None:
             self._notes.append("steps of one size instead of a batch size that grows")
-        flags += self._required(args)
+        # What training asks for and parity does not depend on.
+        for value, flag, default in (
+            (args.training_phase, "--training-phase", "sft"),
+            (args.micro_batch_size, "--micro-batch-size", "1"),
+            (args.lr, "--lr", str(LEARNING_RATE)),
+        ):
+            flags += [flag, default] if value is None else []
         if self._tiny and args.tokenizer_model is None:
             flags = without_flags(flags, _DATA) + self._tiny_data(args)
         elif args.seq_length is None:
@@ -114,16 +124,16 @@ class _Planner:
         ranks = self._ranks(args, own)
         flags += self._batch(args, ranks - own)
         layout = first_rank(flags, ranks=ranks, verified=True)
-        flags += _without_dropout(layout.model)
-        batch = layout.args.global_batch_size
         model = layout.model
-        reference = reference_flags(
-            flags,
-            global_batch_size=batch,
-            encoders=[model.keys[name] for name in model.encoders],
-        )
+        flags += [
+            f"model.{model.keys[name]}.lora.dropout=0.0"
+            for name, architecture in model.modules().items()
+            if architecture.lora is not None
+        ]
         sources = self._sources(layout)
-        reference += sources
+        encoders = [model.keys[name] for name in model.encoders]
+        batch = layout.args.global_batch_size
+        reference = reference_flags(flags, global_batch_size=batch, encoders=encoders) + sources
         first_rank(reference, ranks=1, verified=True)
         return Plan(
             layout=(*flags, *sources),
@@ -133,29 +143,6 @@ class _Planner:
             model=shown_name(args),
             notes=tuple(self._notes),
         )
-
-    def _named_model(self, args: Namespace) -> list[str]:
-        """A file with the model, where only the folder of its weights says what it is."""
-        from loongplug.training.config import compose_asked_for
-
-        if args.model_name or args.config_file:
-            return []
-        composed = compose_asked_for(args)
-        file = self._folder / "model.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("# @package _global_\n" + composed.to_yaml(), encoding="utf-8")
-        return ["--config-file", str(file)]
-
-    def _required(self, args: Namespace) -> list[str]:
-        """What training asks for and parity does not depend on."""
-        flags = []
-        if args.training_phase is None:
-            flags += ["--training-phase", "sft"]
-        if args.micro_batch_size is None:
-            flags += ["--micro-batch-size", "1"]
-        if args.lr is None:
-            flags += ["--lr", str(LEARNING_RATE)]
-        return flags
 
     def _tiny_data(self, args: Namespace) -> list[str]:
         """Rows and a tokenizer of our own, where the user names no tokenizer."""
@@ -191,10 +178,9 @@ class _Planner:
         overrides = [*as_overrides(sizes), *lora_overrides(model.keys, adapters)]
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
         depths = [
-            f"{value} layers of {model.keys[name]}"
-            for name in model.encoders
+            f"{value} layers of {key.partition('.')[0]}"
             for key, value in sizes.items()
-            if key.startswith(f"{model.keys[name]}.")
+            if not key.startswith("foundation.")
             and key.endswith(("num_layers", "num_hidden_layers"))
         ]
         self._notes.append(
@@ -205,13 +191,14 @@ class _Planner:
         for flag, layers in (
             ("--decoder-first-pipeline-num-layers", stages.first),
             ("--decoder-last-pipeline-num-layers", stages.last),
+            ("--recompute-num-layers", args.recompute_num_layers and 1),
+            (
+                "--num-layers-per-virtual-pipeline-stage",
+                args.num_layers_per_virtual_pipeline_stage
+                and stages.layers // (layout.pp * layout.vpp),
+            ),
         ):
-            more += [] if layers is None else [flag, str(layers)]
-        if args.recompute_num_layers:
-            more += ["--recompute-num-layers", "1"]
-        if args.num_layers_per_virtual_pipeline_stage:
-            per_stage = stages.layers // (layout.pp * layout.vpp)
-            more += ["--num-layers-per-virtual-pipeline-stage", str(per_stage)]
+            more += [flag, str(layers)] if layers else []
         return [*more, *overrides]
 
     def _ranks(self, args: Namespace, own: int) -> int:
@@ -255,17 +242,16 @@ class _Planner:
 
         args, flags = layout.args, []
         hugging_face = layout.family.load_hugging_face(layout.model)
-        if not args.load_hf and not args.load:
-            folder = self._folder / "weights"
-            if not folder.is_dir():
-                write_random_weights(folder, hugging_face, seed=SEED)
-            flags += ["--load-hf", str(folder)]
         table = adapter_table(layout.model, hugging_face)
+        weights, adapters = self._folder / "weights", self._folder / "adapters"
+        if not args.load_hf and not args.load:
+            if not weights.is_dir():
+                write_random_weights(weights, hugging_face, seed=SEED)
+            flags += ["--load-hf", str(weights)]
         if table is not None and not args.load_lora and not args.load:
-            folder = self._folder / "adapters"
-            if not folder.is_dir():
-                write_random_adapters(folder, table, seed=SEED)
-            flags += ["--load-lora", str(folder)]
+            if not adapters.is_dir():
+                write_random_adapters(adapters, table, seed=SEED)
+            flags += ["--load-lora", str(adapters)]
         return flags
 
 
@@ -273,35 +259,14 @@ def first_rank(flags: Sequence[str], *, ranks: int, **options: Any) -> "ParsedAr
     """The checked arguments of the first of so many ranks; as :func:`parse_arguments`."""
     from loongplug.training.arguments import parse_arguments
 
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
         return parse_arguments(flags, **options)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _folders_tokenizer(args: Namespace) -> list[str]:
-    """The tokenizer of ``--load-hf``, where none is named."""
-    from loongplug.training.defaults import default_tokenizer
-
-    if args.tokenizer_model is not None:
-        return []
-    default_tokenizer(args)
-    return [] if args.tokenizer_model is None else ["--tokenizer-model", args.tokenizer_model]
-
-
-def _without_dropout(model: Any) -> list[str]:
-    """Overrides that leave adapters' inputs whole, as the flags do with all others."""
-    return [
-        f"model.{model.keys[name]}.lora.dropout=0.0"
-        for name, architecture in model.modules().items()
-        if architecture.lora is not None
-    ]
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        os.environ |= before
 
 
 def least_world(args: Namespace) -> int:

@@ -9,13 +9,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import TypeAdapter
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 FILE = "recording.json"
-FORMAT = 1
 
 # Kinds of tensors that are kept once, after the last step. "room" is how large Adam's divisor has
 # been in every step: what tells how far noise can have moved a parameter.
@@ -77,39 +75,18 @@ class Recording:
 
     def write(self) -> None:
         """Write ``recording.json``, which comes last: with it the recording is whole."""
-        data = dataclasses.asdict(self) | {"format": FORMAT}
+        data = dataclasses.asdict(self)
         del data["folder"]
         (self.folder / FILE).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
-    def kind(self, kind: str) -> "KindOfTensors":
-        """The tensors of one kind."""
-        return KindOfTensors(self.folder / tensor_file(kind))
-
-
-class KindOfTensors:
-    """The tensors of one file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-        self.names = frozenset(self._file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor.to(torch.float32)
+    def kind(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of one kind, read as they are looked at."""
+        return load_file(self.folder / tensor_file(kind))
 
 
 def read_recording(folder: Path) -> Recording:
-    """Read what :meth:`Recording.write` wrote.
-
-    Raises:
-        ValueError: there is none, or one of another version.
-    """
-    path = folder / FILE
-    if not path.is_file():
-        raise ValueError(f"{folder} has no {FILE}: the run did not come to its end")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data.pop("format") != FORMAT:
-        raise ValueError(f"{path} was written by another version of loongplug verify")
+    """Read what :meth:`Recording.write` wrote."""
+    data = json.loads((folder / FILE).read_text(encoding="utf-8"))
     return TypeAdapter(Recording).validate_python({**data, "folder": folder})
 
 

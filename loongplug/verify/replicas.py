@@ -1,9 +1,4 @@
-"""Do all ranks that hold a copy of the same slice hold the same copy?
-
-Data parallel replicas, parameters that tensor parallelism does not split, tied embeddings on two
-stages, replicas of an encoder: who holds what is asked of the ranks themselves, so none of these
-is named here.
-"""
+"""Whether all ranks that hold a copy of the same slice, for whatever reason, hold the same copy."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -34,39 +29,32 @@ def replicas_apart(
 
     ``what`` says what of a parameter it is that ``select`` gives. Collective: the default group.
     """
-    mine: list[tuple[ParameterPiece, str, Tensor]] = []
+    mine: dict[ParameterPiece, tuple[str, Tensor]] = {}
     for own in held_parameters(chunks, mapping):
         tensor = select(own.parameter)
         if tensor is not None:
-            mine.append((own.piece, own.name, tensor.detach()))
-    told = [(piece, name, digest(tensor)) for piece, name, tensor in mine]
-    holders: dict[ParameterPiece, dict[int, int]] = {}
-    names: dict[ParameterPiece, str] = {}
+            mine.setdefault(own.piece, (own.name, tensor.detach()))
+    told = {piece: (name, digest(tensor)) for piece, (name, tensor) in mine.items()}
+    holders: dict[ParameterPiece, dict[int, tuple[str, int]]] = {}
     for rank, pieces in enumerate(of_all_ranks(told)):
-        for piece, name, number in pieces:
-            holders.setdefault(piece, {}).setdefault(rank, number)
-            names[piece] = name
-    tensors: dict[ParameterPiece, Tensor] = {}
-    for piece, _, tensor in mine:
-        tensors.setdefault(piece, tensor)
-    different = sorted(
-        (piece for piece, digests in holders.items() if len(set(digests.values())) > 1),
-        key=sort_key,
-    )
-    return [
-        ApartNote(
-            what, names[piece], tuple(holders[piece]), _error(tensors.get(piece), holders[piece])
-        )
-        for piece in different
+        for piece, number in pieces.items():
+            holders.setdefault(piece, {})[rank] = number
+    different = [
+        piece for piece, found in holders.items() if len({n for _, n in found.values()}) > 1
     ]
+    notes = []
+    for piece in sorted(different, key=sort_key):
+        (name, _), *_ = holders[piece].values()
+        error = _error(mine[piece][1] if piece in mine else None, [*holders[piece]])
+        notes.append(ApartNote(what, name, tuple(holders[piece]), error))
+    return notes
 
 
-def _error(tensor: Tensor | None, holders: dict[int, int]) -> float:
+def _error(tensor: Tensor | None, holders: Sequence[int]) -> float:
     """The largest difference from the first holder's copy; known to every rank."""
     first, *others = holders
-    rank = dist.get_rank()
     error = 0.0
-    if tensor is not None and rank == first:
+    if tensor is not None and dist.get_rank() == first:
         for other in others:
             dist.send(tensor.contiguous(), dst=other)
     elif tensor is not None:

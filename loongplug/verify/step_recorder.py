@@ -1,7 +1,8 @@
 """One rank of a recorded run: unchanged training, and a recorder of what it does."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from loongplug.models.hf_mapping import Bundle, Mapping
 from loongplug.platform import current_platform
 from loongplug.platform.devices import to_device
 from loongplug.verify.optimizer_state import (
-    States,
+    Read,
     gather_gradient_shards,
-    learning_rate,
     single_optimizers,
     whole_states,
 )
@@ -68,9 +68,8 @@ def record_run(
 class StepRecorder:
     """Looks on while a run trains (see :class:`loongplug.training.run.Watch`).
 
-    Gradients are taken when the optimizer is about to step: reduced, scaled, not yet clipped.
-    Weights are taken at the same time, when every rank has used them. Collective wherever it
-    looks: the default group.
+    Gradients and weights are taken when the optimizer is about to step: reduced, scaled, not yet
+    clipped. Collective wherever it looks: the default group.
     """
 
     def __init__(self, folder: Path, *, tell: OnEvent) -> None:
@@ -136,34 +135,31 @@ class StepRecorder:
     def write(self) -> None:
         """Write what was noted, on rank 0."""
         if dist.get_rank() == 0:
-            Recording(
-                folder=self._folder,
-                ranks=dist.get_world_size(),
-                steps=tuple(self._steps),
-                tensors=self._tensors,
-                start=self._start,
-            ).write()
+            steps, ranks = tuple(self._steps), dist.get_world_size()
+            Recording(self._folder, ranks, steps, self._tensors, self._start).write()
 
     def _step(self, step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         number = len(self._steps)
         apart = replicas_apart(self._chunks, self._mapping, lambda each: each.data, what="weights")
         gather_gradient_shards(self._chunks)
-        apart += replicas_apart(self._chunks, self._mapping, _gradient, what="gradients")
+        apart += replicas_apart(
+            self._chunks,
+            self._mapping,
+            lambda each: getattr(each, "main_grad", None),
+            what="gradients",
+        )
         self._write(gradients_of(number), "grad")
-        rate = learning_rate(self._optimizer)
+        groups = [group for _, group in self._groups()]
+        rate = max((float(group["lr"]) for group in groups), default=0.0)
         result = step()
         self._note_room(number + 1)
         norms = of_all_ranks((float(result[1] or 0.0), self._losses, rate))
+        losses = [loss for _, those, _ in norms for loss in those]
         self._steps.append(
             RecordedStep(
                 learning_rate=max(rate for _, _, rate in norms),
                 gradient_norms=tuple(norm for norm, _, _ in norms),
-                microbatches=tuple(
-                    sorted(
-                        (loss for _, losses, _ in norms for loss in losses),
-                        key=lambda loss: loss.first_sample,
-                    )
-                ),
+                microbatches=tuple(sorted(losses, key=lambda loss: loss.first_sample)),
                 apart=tuple(apart),
             )
         )
@@ -176,15 +172,20 @@ class StepRecorder:
 
     def _note_room(self, steps: int) -> None:
         """Adam divides by the root of its second moment: keep the least that it has been."""
+        for adam, group in self._groups():
+            correction = 1.0 - group["betas"][1] ** steps
+            for main in group["params"]:
+                moment = adam.state[main]["exp_avg_sq"] / correction
+                self._room[main] = least_room(self._room.get(main), moment, eps=group["eps"])
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Each parameter group of this rank's, with its optimizer of torch."""
         for single in single_optimizers(self._optimizer):
             for group in getattr(single.optimizer, "param_groups", ()):
-                correction = 1.0 - group["betas"][1] ** steps
-                for main in group["params"]:
-                    moment = single.optimizer.state[main]["exp_avg_sq"] / correction
-                    self._room[main] = least_room(self._room.get(main), moment, eps=group["eps"])
+                yield single.optimizer, group
 
     def _write_state(self) -> None:
-        kinds: dict[str, Callable[[nn.Parameter, States], Tensor]] = {
+        kinds: dict[str, Read] = {
             FIRST_MOMENT: lambda main, state: state["exp_avg"],
             SECOND_MOMENT: lambda main, state: state["exp_avg_sq"],
             ROOM: lambda main, state: self._room[main],
@@ -197,17 +198,14 @@ class StepRecorder:
 
     def _write(self, kind: str, what: What) -> None:
         whole = WholeTensors(self._chunks, self._mapping, what=what)
-        if dist.get_rank() != 0:
-            for _ in whole.collect(lambda _: 0):
-                pass
-            return
         planned = tuple(
             PlannedTensor(source.name, source.shape, whole.dtype(bundle))
             for bundle in whole.bundles
             for source in bundle.sources
         )
-        plan = PlannedFile(tensor_file(kind), planned)
-        with new_tensor_file(self._folder, plan) as add:
+        file = PlannedFile(tensor_file(kind), planned)
+        first = dist.get_rank() == 0  # which alone is given tensors
+        with new_tensor_file(self._folder, file) if first else nullcontext(lambda *_: None) as add:
             for _, source, tensor in whole.collect(lambda _: 0):
                 add(source.name, tensor)
 
@@ -215,9 +213,8 @@ class StepRecorder:
 def least_room(before: Tensor | None, moment: Tensor, *, eps: float) -> Tensor:
     """The least of what Adam has divided by, of any shape; ``moment`` is the corrected second one.
 
-    Where no gradient has come yet, Adam moves nothing, whatever it divides by: that is eps alone,
-    and counts only as long as nothing else does. An expert without tokens in a step is such a
-    place.
+    Where no gradient has come yet, as of an expert without tokens, Adam moves nothing, whatever it
+    divides by: that is eps alone, and counts only as long as nothing else does.
     """
     room = moment.sqrt() + eps
     if before is None:
@@ -236,11 +233,10 @@ def module_of(bundle: Bundle) -> str:
     module = name.partition(".")[0]
     if module != "text_decoder":
         return module
-    if ".embedding." in name:
-        return "text_decoder embeddings"
+    part = "embeddings" if ".embedding." in name else "head"
     if ".layers." in name:
-        return "text_decoder experts" if bundle.row.experts is not None else "text_decoder layers"
-    return "text_decoder head"
+        part = "layers" if bundle.row.experts is None else "experts"
+    return f"text_decoder {part}"
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> float:
@@ -258,8 +254,3 @@ def _samples(labels: Tensor, loss_mask: Tensor) -> int:
     """
     trained = loss_mask != 0
     return digest(labels[trained]) ^ digest(trained.nonzero()) ^ digest(loss_mask[trained])
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    gradient: Tensor | None = getattr(parameter, "main_grad", None)
-    return gradient

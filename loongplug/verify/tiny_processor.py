@@ -43,9 +43,7 @@ _CHAT = """\
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
 """
 
 # Answers end without a token, as in LLaVA's folders, and images stand before the text.
@@ -58,9 +56,7 @@ _PLAIN = """\
 {{- '<image>\\n' if part.type == 'image' else part.text + ' ' -}}
 {%- endfor -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- 'ASSISTANT:' -}}
-{%- endif -%}
+{{- 'ASSISTANT:' if add_generation_prompt else '' -}}
 """
 
 
@@ -92,13 +88,13 @@ class _Kind:
     names: Mapping[str, str] | None = None  # by which transformers asks for special tokens
 
 
-_TILE_NAMES = {
+_TILES = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
-_OMNI_NAMES = {
+_OMNI = {
     "image_token": "<|IMAGE|>",
     "video_token": "<|VIDEO|>",
     "audio_token": "<|AUDIO|>",
@@ -109,10 +105,7 @@ _OMNI_NAMES = {
 }
 _QWEN3_VL = _Kind(
     processor="Qwen3VLProcessor",
-    tokens=(
-        *_CHAT_TOKENS,
-        *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-    ),
+    tokens=(*_CHAT_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     template=_chat(
         image="<|vision_start|><|image_pad|><|vision_end|>",
         video="<|vision_start|><|video_pad|><|vision_end|>",
@@ -130,9 +123,9 @@ _KINDS: Mapping[Kind, _Kind] = {
     ),
     "internvl": _Kind(  # what stands around an image's tokens, its processor writes
         processor="InternVLProcessor",
-        tokens=(*_CHAT_TOKENS, *_TILE_NAMES.values()),
+        tokens=(*_CHAT_TOKENS, *_TILES.values()),
         template=_chat(image="<IMG_CONTEXT>\n", video="<video>\n"),
-        names=_TILE_NAMES,
+        names=_TILES,
     ),
     "qwen2_audio": _Kind(
         processor="Qwen2AudioProcessor",
@@ -141,13 +134,13 @@ _KINDS: Mapping[Kind, _Kind] = {
     ),
     "qwen2_5_omni": _Kind(
         processor="Qwen2_5OmniProcessor",
-        tokens=(*_CHAT_TOKENS, *_OMNI_NAMES.values()),
+        tokens=(*_CHAT_TOKENS, *_OMNI.values()),
         template=_chat(
             image="<|vision_bos|><|IMAGE|><|vision_eos|>",
             audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
             video="<|vision_bos|><|VIDEO|><|vision_eos|>",
         ),
-        names=_OMNI_NAMES,
+        names=_OMNI,
     ),
 }
 

@@ -51,12 +51,8 @@ def kind_of(model: MultimodalArchitecture) -> Kind:
         return "qwen2_5_omni" if "image" in media else "qwen2_audio"
     for encoder in map(model.encoder, model.encoders):
         if isinstance(encoder, VisionArchitecture) and encoder.one_size:
-            return _fixed_kind(encoder)
+            return "llava" if encoder.spatial_merge_size == 1 else "internvl"
     return "qwen3_vl" if model.video_style().timestamps else "qwen2_5_vl"
-
-
-def _fixed_kind(encoder: VisionArchitecture) -> Kind:
-    return "llava" if encoder.spatial_merge_size == 1 else "internvl"
 
 
 def write_processor_of(model: MultimodalArchitecture, folder: Path) -> None:
@@ -72,9 +68,7 @@ def longest_row(model: MultimodalArchitecture) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyLayout:
-    """What a layout asks of a model's sizes. ``first`` and ``last`` say that the pipeline's ends
-    have numbers of layers of their own.
-    """
+    """What a layout asks of a model's sizes; ``first`` and ``last``: ends with other layers."""
 
     tp: int = 1
     pp: int = 1
@@ -100,23 +94,15 @@ def tiny_stages(layout: TinyLayout, *, taps: int) -> Stages:
 
     Uneven ends hold one layer in each virtual stage, all other stages two.
     """
-    if layout.first or layout.last:
-        ends = layout.first + layout.last
-        layers = layout.vpp * (ends + 2 * (layout.pp - ends))
-        return Stages(
-            layers=layers,
-            first=layout.vpp if layout.first else None,
-            last=layout.vpp if layout.last else None,
-        )
-    return Stages(layers=up(max(2, taps + 1), layout.pp * layout.vpp))
+    first, last, vpp = layout.first, layout.last, layout.vpp
+    if not first and not last:
+        return Stages(layers=up(max(2, taps + 1), layout.pp * vpp))
+    layers = vpp * (2 * layout.pp - first - last)
+    return Stages(layers=layers, first=vpp if first else None, last=vpp if last else None)
 
 
 def tiny_sizes(
-    model: MultimodalArchitecture,
-    layout: TinyLayout,
-    *,
-    vocabulary: int,
-    tiny_media: bool,
+    model: MultimodalArchitecture, layout: TinyLayout, *, vocabulary: int, tiny_media: bool
 ) -> dict[str, Any]:
     """Sizes of the likeness by their keys below ``model``.
 
@@ -186,14 +172,13 @@ def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, tiny_media: bool) 
         "num_layers": 2,
     }
     if encoder.one_size:
-        kind = _fixed_kind(encoder)
         behind = min(1, encoder.num_layers - encoder.computed_layers)  # what only travels, too
         sizes |= {"num_layers": 2 + behind, "feature_layer": -1 - behind}
         if tiny_media:
-            images = _FIXED[kind]
+            merges = encoder.spatial_merge_size > 1
+            images = _FIXED["internvl" if merges else "llava"]
             sizes |= {"image_size": images.side, "patch_size": images.patch_size}
-            if kind == "internvl":
-                sizes["spatial_merge_size"] = 2
+            sizes |= {"spatial_merge_size": 2} if merges else {}
     elif tiny_media:
         sizes |= {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
     taps = getattr(encoder, "deepstack_layers", None)

@@ -30,18 +30,12 @@ _MAX_FILE_BYTES = 5 * 1024**3
 def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) -> None:
     """Write fp32 weights; the same seed gives the same weights.
 
-    No tensor is left at 0 or 1, where a swapped or doubled slice would not show. There is no
-    ``config.json``: transformers need not have the model.
+    There is no ``config.json``: transformers need not have the model.
     """
     folder.mkdir(parents=True)
-    files = plan_files(
-        [
-            [PlannedTensor(source.name, source.shape, torch.float32) for source in bundle.sources]
-            for bundle in model.mapping.bundles()
-        ],
-        max_bytes=_MAX_FILE_BYTES,
-    )
     sources = {s.name: s for bundle in model.mapping.bundles() for s in bundle.sources}
+    tensors = [[PlannedTensor(s.name, s.shape, torch.float32)] for s in sources.values()]
+    files = plan_files(tensors, max_bytes=_MAX_FILE_BYTES)
     for file in files:
         with new_tensor_file(folder, file) as add:
             for tensor in file.tensors:
@@ -69,7 +63,7 @@ def write_random_adapters(folder: Path, table: AdapterTable, *, seed: int) -> No
 
 
 def random_tensor(source: Source, *, seed: int) -> torch.Tensor:
-    """A tensor that depends on its name and the seed only."""
+    """A tensor that depends on its name and the seed only, with no values at 0 or 1."""
     # torch takes 32 bits of a seed on the CPU.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
     values = torch.randn(source.shape, generator=generator)

@@ -186,8 +186,3 @@ def test_copies_that_differ_and_other_weights_are_differences(against):
     )
     assert not comparison.agrees
     assert against(start=6).faults == ("1 weights differ before the first step: weight",)
-
-
-def test_a_run_without_its_end_is_no_recording(tmp_path):
-    with pytest.raises(ValueError, match="did not come to its end"):
-        read_recording(tmp_path)
