@@ -120,11 +120,13 @@ def evaluate(
     tokenizer_model: Annotated[
         Path | None, typer.Option(help="The folder with the tokenizer of a checkpoint.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Questions to answer at once.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions to answer at once.")] = 32,
     max_new_tokens: Annotated[
-        int, typer.Option(help="The longest answer, in tokens.")
+        int, typer.Option(min=1, help="The longest answer, in tokens.")
     ] = MAX_NEW_TOKENS,
-    limit: Annotated[int | None, typer.Option(help="Answer only the first N questions.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Answer only the first N questions.")
+    ] = None,
     transparency: Annotated[
         Transparency, typer.Option(help="What transparent parts of images become: white, or drop.")
     ] = "white",

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from loongplug.consoles import table_console
+from loongplug.consoles import table_console, threadless_bars
 from loongplug.data.data_options import (
     ANY_ROW,
     FOLDERS_LIMITS,
@@ -26,7 +26,6 @@ from loongplug.evaluate.report import (
     Answered,
     print_scores,
     print_wrong,
-    progress,
     scores_by_task,
     write_predictions,
 )
@@ -64,33 +63,31 @@ def evaluate(
         ValueError: one sentence on what is wrong with the folder, the data or the options.
     """
     scored = metric_named(metric, tolerance=tolerance, trusted_packages=trusted_packages)
-    for name, value in (
-        ("--batch-size", batch_size),
-        ("--max-new-tokens", max_new_tokens),
-        ("--limit", limit),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1.")
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
-    patch_sizes = PatchSizes.of_config(hf_model.config.to_dict())
-    processor = load_processor(
+    processor = _fitting_processor(
         model,
-        patch_sizes=patch_sizes,
-        audio_sizes=AudioSizes.of_config(hf_model.config.to_dict()),
+        hf_model.config,
         special_tokens_in_text=special_tokens_in_text,
         pixel_limits=pixel_limits,
         transparency=transparency,
     )
-    _require_fit(processor, hf_model.config, patch_sizes)
-
     started = time.monotonic()
     video_style = _video_style(hf_model.config)
     questions = read_questions(data, processor, access=access, limit=limit, video_style=video_style)
     # What cannot be scored is better known before the model's work: right answers try it.
     for question in questions:
-        _score(scored, question.answer, question=question)
-    with progress(len(questions), console) as on_done:
+        _answered(question, question.answer, scored)
+    with threadless_bars(console, estimates=True, transient=False) as bars:
+        task = bars.add_task("evaluating", total=len(questions))
+
+        def on_done(count: int) -> None:
+            bars.advance(task, count)
+            bars.refresh()
+            if not console.is_terminal:
+                done = round(bars.tasks[task].completed)
+                console.print(f"evaluating: {done}/{len(questions)}", highlight=False)
+
         answers = generate_answers(
             hf_model,
             processor,
@@ -101,11 +98,7 @@ def evaluate(
             video_style=video_style,
         )
     seconds = time.monotonic() - started
-
-    answered = [
-        Answered(question=question, answer=answer, score=_score(scored, answer, question=question))
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+    answered = [_answered(*each, scored) for each in zip(questions, answers, strict=True)]
     if predictions is not None:
         write_predictions(predictions, answered)
     scores, by_task = [each.score for each in answered], scores_by_task(answered)
@@ -121,38 +114,37 @@ def evaluate(
     return fmean(scores)
 
 
-def _score(metric: Metric, answer: str, *, question: Question) -> float:
+def _answered(question: Question, answer: str, metric: Metric) -> Answered:
     try:
-        return float(metric.score(answer, question.answer))
+        return Answered(question, answer, float(metric.score(answer, question.answer)))
     except ValueError as error:
         right = f"the right answer {question.answer!r:.80}"
         raise ValueError(f"{question.where}: {right} cannot be compared: {error}.") from error
 
 
-def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) -> None:
+def _fitting_processor(folder: Path, config: Any, **options: Any) -> Processor:
+    """The folder's processor, which fits the model of ``config``."""
+    sizes = PatchSizes.of_config(config.to_dict())
+    audio_sizes = AudioSizes.of_config(config.to_dict())
+    processor = load_processor(folder, patch_sizes=sizes, audio_sizes=audio_sizes, **options)
     vision = getattr(config, "vision_config", None)
-    patches: dict[str, int | None] = {}
-    if vision is not None:
-        patches = {
-            "patch_size": None if sizes is None else sizes.patch_size,
-            "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
-            "spatial_merge_size": None if sizes is None else sizes.spatial_merge_size,
-        }
     require_fit(
         processor,
         **{name: getattr(config, name, None) for name in processor.tokens},
         vocab_size=config.text_config.vocab_size,
-        **patches,
+        temporal_patch_size=getattr(vision, "temporal_patch_size", None),
+        patch_size=None if sizes is None else sizes.patch_size,
+        spatial_merge_size=None if sizes is None else sizes.spatial_merge_size,
     )
+    return processor
 
 
 def _video_style(config: Any) -> VideoStyle:
     """A model that counts time in its positions says how fast; the others read timestamps."""
-    vision = getattr(config, "vision_config", None)
-    tokens_per_second = getattr(vision, "tokens_per_second", None)
-    if tokens_per_second is not None:
-        return VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)
-    as_sounds = getattr(config, "position_id_per_seconds", None)
-    if as_sounds is not None:
-        return VideoStyle(timestamps=False, tokens_per_second=as_sounds, as_sounds=True)
+    rate = getattr(getattr(config, "vision_config", None), "tokens_per_second", None)
+    if rate is not None:
+        return VideoStyle(timestamps=False, tokens_per_second=rate)
+    rate = getattr(config, "position_id_per_seconds", None)
+    if rate is not None:
+        return VideoStyle(timestamps=False, tokens_per_second=rate, as_sounds=True)
     return TIMESTAMPS

@@ -25,9 +25,6 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
     """The model in ``folder`` on ``device``, for inference, from safetensors only.
 
     On the CPU it computes in float32, which is faster there than what it was saved in.
-
-    Raises:
-        ValueError: there is no model in the folder, or its weights do not fill the model.
     """
     from transformers import AutoConfig, AutoModelForMultimodalLM
     from transformers.utils import logging
@@ -77,7 +74,15 @@ def generate_answers(
 
     Questions of similar length share a batch. ``on_done`` hears of every batch's size.
     """
-    config = _greedy_config(model, processor, max_new_tokens=max_new_tokens)
+    from transformers import GenerationConfig
+
+    end = model.generation_config.eos_token_id
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=processor.end_token_id if end is None else end,
+        pad_token_id=processor.pad_token_id,
+    )
     videos = VideoProcessor(processor, video_style)
     loader = MediaLoader(processor, videos=videos)
     takes = signature(model.forward).parameters
@@ -101,18 +106,6 @@ def generate_answers(
             answers[index] = text
         on_done(len(chosen))
     return answers
-
-
-def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> Any:
-    from transformers import GenerationConfig
-
-    end = model.generation_config.eos_token_id
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=processor.end_token_id if end is None else end,
-        pad_token_id=processor.pad_token_id,
-    )
 
 
 def _batch(

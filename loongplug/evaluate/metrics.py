@@ -41,14 +41,15 @@ def metric_named(
             f"--tolerance is {tolerance} with --metric {name}: expected 0 or more (0.05: 5 % of the"
             " right answer), and --metric number."
         )
-    if name == "exact":
-        return Metric("exact_match", "exact match", is_match)
-    if name == "contains":
-        return Metric("contains", "contains", _contains)
-    if name == "number":
-        share = tolerance or 0.0
-        title = f"number within {share:.3g}" if share else "same number"
-        return Metric("number", title, partial(_is_near, tolerance=share))
+    share = tolerance or 0.0
+    title = f"number within {share:.3g}" if share else "same number"
+    known = {
+        "exact": Metric("exact_match", "exact match", is_match),
+        "contains": Metric("contains", "contains", _contains),
+        "number": Metric("number", title, partial(_is_near, tolerance=share)),
+    }
+    if name in known:
+        return known[name]
     if "." not in name:
         raise ValueError(
             f"--metric is {name!r}: expected exact, contains, number, or a function of a package"

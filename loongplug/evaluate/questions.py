@@ -41,11 +41,7 @@ def read_questions(
     access: RowAccess = ANY_ROW,
     video_style: VideoStyle = TIMESTAMPS,
 ) -> list[Question]:
-    """The file's rows in order, the first ``limit`` not left out; opens image headers only.
-
-    Raises:
-        ValueError: no file, no rows, or a row that cannot be asked, with its place.
-    """
+    """The file's rows in order, the first ``limit`` not left out; opens image headers only."""
     videos = VideoProcessor(processor, video_style)
     return questions_of(open_source(data, access=access), processor, videos=videos, limit=limit)
 

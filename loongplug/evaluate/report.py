@@ -1,14 +1,12 @@
 """How many answers are right, and what a person sees of an evaluation."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +16,7 @@ from loongplug.output_files import PREDICTIONS, write_output
 WRONG_ANSWERS_SHOWN = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answered:
     """A question with the model's answer, and what that is worth, from 0 to 1."""
 
@@ -34,25 +32,6 @@ def scores_by_task(answered: Sequence[Answered]) -> dict[str, list[float]]:
         if each.question.task is not None:
             found.setdefault(each.question.task, []).append(each.score)
     return dict(sorted(found.items()))
-
-
-@contextmanager
-def progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
-    """A function to call with each number of newly answered questions.
-
-    It moves a bar on a terminal, and prints a line elsewhere.
-    """
-    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-
-        def answered(count: int) -> None:
-            bar.advance(task, count)
-            if not console.is_terminal:
-                done = round(bar.tasks[task].completed)
-                console.print(f"evaluating: {done}/{total}", highlight=False)
-
-        yield answered
 
 
 def print_scores(

@@ -223,8 +223,6 @@ def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):
     write_rows(tmp_path / "open.jsonl", [{"messages": [{"role": "user", "content": "Read"}]}])
     with pytest.raises(ValueError, match=r"open.jsonl:1: the last message is the user's"):
         run(model_folder, tmp_path / "open.jsonl")
-    with pytest.raises(ValueError, match="--batch-size is 0"):
-        run(model_folder, data, batch_size=0)
     with pytest.raises(ValueError, match="--max-pixels 5 "):
         run(model_folder, data, pixel_limits=PixelLimits(max_pixels=5))
     with pytest.raises(ValueError, match="device 'tpu' is unknown"):
