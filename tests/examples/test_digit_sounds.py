@@ -6,7 +6,6 @@ import sys
 import wave
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,40 +102,6 @@ def test_speakers_and_scans_of_tests_are_in_no_training_sample(
         shown = {scan for row in read(tmp_path / f"{split}_both.jsonl") for scan in scans_of(row)}
         assert shown
         assert shown <= set(members)
-
-
-def test_sounds_are_speech_of_the_right_digits(demo: Path) -> None:
-    """One digit, told by the most similar one of the training voices, which are others."""
-    known, unknown = (
-        [
-            (shape(samples_of(demo / parts(row, "audio")[0])), heard)
-            for kind in ("audio", "both")
-            for row in read(demo / f"{split}_{kind}.jsonl")
-            for heard in [row["messages"][1]["content"].split(", ")[-1]]
-            if len(heard) == 1
-        ]
-        for split in ("train", "test")
-    )
-    assert len(known) > 80
-    assert len(unknown) > 12
-    right = [
-        min(known, key=lambda each, sound=sound: np.square(each[0] - sound).sum())[1] == digit
-        for sound, digit in unknown
-    ]
-    assert np.mean(right) > 0.6
-
-
-def shape(samples: np.ndarray) -> np.ndarray:
-    """Twelve moments of a sound as loudness in twenty-four bands: [12, 24]."""
-    frames = np.lib.stride_tricks.sliding_window_view(samples, 400)[::160] * np.hanning(400)
-    power = np.square(np.abs(np.fft.rfft(frames)))
-    edges = np.geomspace(2, 190, 25).astype(int)  # of bins of 40 Hz
-    bands = [power[:, low : max(high, low + 1)].sum(1) for low, high in pairwise(edges)]
-    loud = np.log10(np.stack(bands, axis=1) + 1e-10)
-    loud = np.maximum(loud, loud.max() - 4)
-    spoken = np.flatnonzero(loud.max(1) > loud.max() - 2.5)
-    moments = np.linspace(spoken[0], spoken[-1], 12).round().astype(int)
-    return (loud[moments] - loud[moments].mean()) / loud[moments].std()
 
 
 def test_files_are_as_models_hear_them(demo: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loongplug.observe.recorder import HostClock, TraceRecorder
+from loongplug.observe.recorder import TraceRecorder
 
 pytestmark = pytest.mark.quick
 
@@ -18,6 +18,7 @@ def recorded():
 
 def test_events_are_written_at_the_end_of_their_step():
     recorder, written = recorded()
+    begun = time.time_ns()
     with recorder.in_step(3):
         with recorder.span("forward", "forward", microbatch=1) as outer:
             with recorder.span("data", "next"):
@@ -34,6 +35,7 @@ def test_events_are_written_at_the_end_of_their_step():
     ]
     assert written[2].details == {"microbatch": 1, "bytes": 8}
     data, _, forward, step = written
+    assert begun - 1e6 < step.start <= step.end < time.time_ns() + 1e6
     assert step.start <= forward.start <= data.start <= data.end <= forward.end <= step.end
     recorder.close()
     assert (written[-1].name, written[-1].step) == ("text_decoder", None)
@@ -56,12 +58,6 @@ def test_few_events_are_held_however_long_a_step_is():
         for _ in range(10_000):
             recorder.mark("switch", "x")
         assert len(written) >= 10_000 - 4096
-
-
-def test_the_host_clock_tells_the_wall_clock():
-    before = time.time_ns()
-    now = HostClock().now().nanoseconds()
-    assert before - 1e6 < now < time.time_ns() + 1e6
 
 
 class Device:

@@ -68,15 +68,13 @@ def test_intervals_are_sets_of_moments(first, second):
 def state_at(moment: int, given_events: list[TraceEvent]) -> str:
     """The documented order, told once more and differently."""
     there = {each.phase for each in given_events if each.start <= moment < each.end}
-    for state in ("data", "exchange", "encoder_backward", "encoder_forward", "backward"):
-        if state in there:
-            return state
-    for state in ("forward", "forward_backward"):
-        if state in there:
-            return state
-    if there & {"p2p", "collective", "wait"}:
-        return "waiting"
-    return next((state for state in ("optimizer", "gradients") if state in there), "idle")
+    there |= {"waiting"} if there & {"p2p", "collective", "wait"} else {"idle"}
+    order = "data exchange encoder_backward encoder_forward backward forward forward_backward"
+    return next(
+        state
+        for state in (*order.split(), "waiting", "optimizer", "gradients", "idle")
+        if state in there | {"idle"}
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -89,6 +87,7 @@ def test_each_moment_is_in_one_state(given_events, window):
         assert moments(found[state]) == expected, state
     measured = shares(window, given_events)
     assert sum(measured.by_state.values()) == window[1] - window[0]
+    assert 0.0 <= measured.bubble <= 1.0  # also of an empty window
 
 
 def test_transfers_of_the_model_are_computing_and_others_are_bubble():
@@ -113,10 +112,6 @@ def test_transfers_of_the_model_are_computing_and_others_are_bubble():
     }
     assert measured.bubble == 0.42
     assert measured.computing_in_transfers == 20
-
-
-def test_an_empty_window_has_no_bubble():
-    assert shares((5, 5), []).bubble == 0.0
 
 
 def test_a_step_is_cut_where_the_schedule_turns():
@@ -155,15 +150,12 @@ def test_combined_steps_are_of_the_microbatches_that_they_tell():
     }
 
 
-def test_a_step_without_backward_is_not_cut():
-    assert sections((0, 9), [event("forward", 1, 2)]) == {"step": (0, 9)}
-    assert sections((0, 9), []) == {"step": (0, 9)}
-
-
 @settings(deadline=None)
 @given(events)
 def test_sections_fill_the_step(given_events):
     parts = list(sections((0, END), given_events).values())
+    if len(parts) == 1:  # nothing goes back, or forward
+        assert not {"forward", "backward"} <= {each.phase for each in given_events}
     assert parts[0][0] == 0
     assert parts[-1][1] == END
     assert all(one[1] == other[0] for one, other in pairwise(parts))
