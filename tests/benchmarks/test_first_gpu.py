@@ -1,8 +1,7 @@
-"""The driver for the first run on a GPU: whole on the CPU, and its report when steps go wrong."""
+"""The driver for the first run on a GPU: whole on the CPU, steps that go wrong, its figures."""
 
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import time
@@ -10,11 +9,21 @@ from pathlib import Path
 
 import first_gpu
 import pytest
+import torch
 from eventually import eventually
-from gpu_steps.processes import CaseError, Child, last_lines, run_in_group
+from gpu_steps.bench import Bench
+from gpu_steps.data import data_of
+from gpu_steps.kernel_trace import trace_of
+from gpu_steps.measured import _flops_per_token
+from gpu_steps.models import amounts_of, hf_config_of
+from gpu_steps.processes import last_lines, run_in_group
 from gpu_steps.report import Report, StepRecord
 from gpu_steps.rows import Row, Rows
+from gpu_steps.sizes import FULL, TINY, ModelRun
+from gpu_steps.step_trained import OFFLOAD, SEPARATE
 from gpu_steps.steps import STEPS, chosen_steps
+
+from loongplug.verify.tiny_processor import write_processor
 
 FORK = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 0.5
@@ -116,24 +125,6 @@ def _gone(process: int) -> bool:
         return True
 
 
-def _case(kind: str) -> str:
-    if kind == "raises":
-        raise RuntimeError("no kernel here")
-    if kind == "dies":
-        os._exit(7)
-    return kind
-
-
-@pytest.mark.quick
-def test_a_case_gives_its_result_or_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
-    assert Child(_case, {"kind": "works"}, device="cpu").result() == "works"
-    with pytest.raises(CaseError, match="RuntimeError: no kernel here"):
-        Child(_case, {"kind": "raises"}, device="cpu").result()
-    assert "Traceback" in capfd.readouterr().err  # in the step's log
-    with pytest.raises(CaseError, match="exit code 7"):
-        Child(_case, {"kind": "dies"}, device="cpu").result()
-
-
 @pytest.mark.quick
 def test_bad_input_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -171,3 +162,94 @@ def test_steps_of_an_earlier_run_stay_until_they_are_run_again(tmp_path: Path) -
     assert found == [(0, "first"), (3, "again"), (4, "first")]
     assert again.steps[0].rows == record(0, "first").rows
     assert Report(tmp_path, setting={"device": "cuda"}).steps == []
+
+
+@pytest.mark.parametrize("run", [FULL.frozen, FULL.trained, FULL.experts, TINY.experts])
+def test_matrices_are_those_of_transformers(run: ModelRun, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    write_processor(tmp_path / "processor")
+    eyes, decoder = amounts_of(run).entries.values()
+    config = hf_config_of(run, processor=tmp_path / "processor")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    counted = dict.fromkeys(("decoder", "encoder", "projector"), 0)
+    text = config.text_config
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        matrix = parameter.dim() >= 2 and "embed_tokens" not in name and "pos_embed" not in name
+        if not matrix:
+            continue
+        part = "encoder" if "visual" in name else "decoder"
+        count = parameter.numel()
+        if "experts" in name:  # of which a token meets some
+            count = count * text.num_experts_per_tok // text.num_experts
+        counted["projector" if "merger" in name else part] += count
+    projector = sum(each.forward["states"] for each in eyes.beside)
+    of_states = (decoder.forward["states"], eyes.forward["states"], projector)
+    assert of_states == tuple(2 * each for each in counted.values())
+
+
+def _event(category: str, name: str, begin: float, duration: float) -> dict[str, object]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration}
+
+
+@pytest.mark.quick
+def test_a_profile_is_summed_up() -> None:
+    events = [
+        _event("cuda_runtime", "cudaLaunchKernel", 0, 1000),
+        _event("kernel", "gemm", 1000, 2000),
+        _event("kernel", "gemm", 2000, 2000),  # on another stream, beside the first
+        _event("kernel", "add", 6000, 1000),
+        _event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 3500, 1000),
+        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 8000, 500),
+        _event("cuda_runtime", "cudaStreamSynchronize", 9000, 1000),
+        _event("cuda_runtime", "cudaDeviceSynchronize", 9500, 500),  # the driver's own
+        _event("overhead", "Buffer Flush", 90000, 1000),
+        {"ph": "i", "cat": "kernel", "name": "a mark", "ts": 5},
+    ]
+    trace = trace_of(events)
+    assert trace.ms == 10
+    assert trace.busy == pytest.approx(0.5)  # 1 to 4.5, 6 to 7, 8 to 8.5 of 10 ms
+    assert trace.launches == 3
+    assert [(each.name, each.ms, each.launches) for each in trace.top] == [
+        ("gemm", 4, 2),
+        ("add", 1, 1),
+    ]
+    assert (trace.waits, trace.wait_ms, trace.pageable_copies) == (1, 1, 1)
+    assert trace.copy_ms == 1.5
+    assert trace.copy_beside_compute == pytest.approx(0.5 / 1.5)
+    on_host = trace_of([_event("cpu_op", "aten::mm", 0, 10)])
+    assert on_host.busy is None
+    assert on_host.top[0].name == "aten::mm"
+
+
+def _accepted(bench: Bench, run: ModelRun, more: tuple[str, ...]) -> tuple[int, float]:
+    """The longest sample, and the operations of an average token."""
+    from loongplug.training.arguments import parse_arguments
+
+    torch.set_num_threads(1)
+    data = data_of(run, folder=bench.folder)
+    parse_arguments([*bench.run_flags(run, data, seq_length=run.seq_length), *more])
+    return max(data.tokens_of_first(len(run.sides))), _flops_per_token(run=run, data=data)
+
+
+@pytest.mark.parametrize(
+    ("run", "more"),
+    [
+        (FULL.frozen, ("--packing", "--micro-batch-size", "1", "--disable-jit-fuser")),
+        (FULL.trained, ("--micro-batch-size", "1", *SEPARATE, *OFFLOAD)),
+        (FULL.experts, ("--micro-batch-size", "4")),
+    ],
+    ids=["frozen", "trained", "experts"],
+)
+def test_runs_of_full_sizes_are_accepted(
+    run: ModelRun, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Flags and data; on the CPU, so that only what a GPU itself refuses is left."""
+    bench = Bench(
+        device="cpu", sizes=FULL, folder=tmp_path, rows=Rows(tmp_path / "rows"), ceiling=None
+    )
+    flags = (*more, "--train-iters", "8")
+    longest, flops = bench.start(_accepted, bench=bench, run=run, more=flags).result()
+    assert run.row_length - 64 < longest <= run.row_length  # little padding, in transformers too
+    assert flops > 6e9

@@ -22,10 +22,6 @@ SOURCE = Path(__file__).parent / "source"
 FLAGS = ("-O1", "-g0", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO")
 
 
-class UnknownTorchError(RuntimeError):
-    """This torch has another interface for devices of its own."""
-
-
 def reason_without() -> str | None:
     """Why the device cannot be had here, as one sentence; None where it can."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -36,10 +32,7 @@ def reason_without() -> str | None:
 
 
 def build() -> Path:
-    """The extension's file; built where it is not there, by one process for all.
-
-    Raises UnknownTorchError, with the compiler's first errors, where torch's interface is another.
-    """
+    """The extension's file; built where it is not there, by one process for all."""
     folder = _cache() / _digest()
     target = folder / f"{NAME}.so"
     with _locked(folder.with_suffix(".lock")):
@@ -87,21 +80,9 @@ def _device_module(extension: ModuleType) -> ModuleType:
 
 
 def _compile(folder: Path) -> None:
-    """In a process of its own: what builds an extension also loads it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILER, str(SOURCE / "stand_in.cpp"), str(folder), *FLAGS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        lines = (done.stdout + done.stderr).splitlines()
-        told = [line for line in lines if "error:" in line] or lines[-1:]
-        raise UnknownTorchError(
-            f"the stand-in device cannot be built; most likely torch {torch.__version__} has "
-            "another interface for devices of its own than the one that tests/stand_in was "
-            f"written for (2.15): {told[0] if told else 'the compiler said nothing'}"
-        )
+    """In a process of its own, which prints errors: what builds an extension also loads it."""
+    source = str(SOURCE / "stand_in.cpp")
+    subprocess.run([sys.executable, "-c", _COMPILER, source, str(folder), *FLAGS], check=True)
 
 
 _COMPILER = f"""

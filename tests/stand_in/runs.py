@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
+from parity.built_in import Fault
 from parity.cells import Cell
 from ranks import run_ranks
 
@@ -43,9 +44,7 @@ def on_stand_in(flags: Sequence[str]) -> list[str]:
     return [*flags[:at], "--device", "cuda", *flags[at + 2 :], *AS_ON_THE_CPU]
 
 
-def recorded(
-    flags: Sequence[str], *, ranks: int, folder: Path, fault: Callable[[], None] | None = None
-) -> Path:
+def recorded(flags: Sequence[str], *, ranks: int, folder: Path, fault: Fault | None = None) -> Path:
     """``flags`` of a CPU run, recorded on stand-in devices; gives the recording's folder.
 
     ``fault`` is built in on every rank before it starts. A rank that waits for its device in a
@@ -55,7 +54,7 @@ def recorded(
     def rank(number: int, tell: OnEvent, **options: Any) -> None:
         from loongplug.verify.step_recorder import record_run
 
-        extension = _enter(fault).extension
+        extension = _enter(number, fault).extension
         found = not_needed(counted(lambda: record_run(number, tell, **options), extension))
         assert not found, found
 
@@ -79,10 +78,10 @@ def train(
 
 
 def trained(
-    number: int, *, flags: Sequence[str], folder: Path, fault: Callable[[], None] | None = None
+    number: int, *, flags: Sequence[str], folder: Path, fault: Fault | None = None
 ) -> dict[Wait, int]:
     """Train as ``flags`` of a CPU run say, on the stand-in; gives what made the host wait."""
-    extension = _enter(fault).extension
+    extension = _enter(number, fault).extension
     return counted(lambda: _train(number, on_stand_in(flags), folder, "cuda"), extension)
 
 
@@ -92,7 +91,7 @@ def trained_as_launched(
     flags: Sequence[str],
     folder: Path,
     port: int,
-    fault: Callable[[], None] | None = None,
+    fault: Fault | None = None,
 ) -> list[Wait]:
     """Train as torchrun has a rank start, with a GPU's own defaults; gives waits without need.
 
@@ -101,7 +100,7 @@ def trained_as_launched(
     """
     from loongplug.training.run import run
 
-    extension = _enter(fault).extension
+    extension = _enter(number, fault).extension
     dist.destroy_process_group()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
@@ -123,10 +122,10 @@ def _train(number: int, flags: Sequence[str], folder: Path, device: str) -> None
     run(flags, verified=True)
 
 
-def _enter(fault: Callable[[], None] | None) -> Any:
+def _enter(number: int, fault: Fault | None) -> Any:
     from stand_in.device import enter
 
     platform = enter()
     if fault is not None:
-        fault()
+        fault(number)
     return platform

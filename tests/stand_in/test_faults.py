@@ -1,15 +1,15 @@
 """Faults that a GPU would show and CPU ranks cannot, each put back on purpose: it is found."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
+from parity.built_in import Fault, around, at
 from parity.cells import Cell
 from parity.matrix import Matrix
 from parity.placed import placed
@@ -18,20 +18,24 @@ from torch import Tensor
 from toy_step import Model, executor_of, run_step
 
 import loongplug
-from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.operations import Cargo, Kept
 from loongplug.hetero.policies import separated
-from loongplug.hetero.wire import Wire
-from loongplug.models import features
 from loongplug.platform.copies import CudaCopies
-from loongplug.platform.prefetch import PrefetchQueue
-from loongplug.training.forward_step import ForwardStep
-from loongplug.training.provider import ModelProvider
 from stand_in.device import enter
 from stand_in.runs import train, trained, trained_as_launched
 from stand_in.waits import PARTS, Wait, not_needed
 
+ONE = Cell(model="qwen3_vl_tiny")
 TP2 = Cell(model="qwen3_vl_tiny", encoder_tp=2, tp=2, sequence_parallel=True)
+PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
+STAGES = placed("1/1/1|1/2/1")
+TENSORS = (
+    *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1"),
+    *("--offload-tensors", "fc1_output", "fc2_input"),
+)
+MISSING = r"has not waited for it|without having waited"
+OF_THE_HOST = "No backend type associated with device type cpu|a tensor on the host"
+UNDER_WAY: list[Any] = []  # what nobody waits for is not freed
 
 
 def run(
@@ -41,75 +45,132 @@ def run(
     return train(trained, flags, ranks=cell.ranks, **options)
 
 
-def weights_are_loaded_on_the_host() -> None:
-    complete = ModelProvider._complete
-
-    def fault(self: ModelProvider) -> None:
-        for chunk in self.chunks:
-            chunk.cpu()
-        complete(self)
-
-    ModelProvider._complete = fault  # type: ignore[method-assign]
+@at("loongplug.training.provider:ModelProvider._complete")
+def weights_are_loaded_on_the_host(original: Any, self: Any) -> None:
+    for chunk in self.chunks:
+        chunk.cpu()
+    original(self)
 
 
-def places_of_visual_tokens_are_looked_for_on_the_device() -> None:
-    place = features.place
+@at("loongplug.training.forward_step:ForwardStep.__call__")
+def weights_of_the_loss_are_made_on_the_host(original: Any, *args: Any, **options: Any) -> Any:
+    output, loss = original(*args, **options)
+    return output, lambda losses: loss(losses * torch.ones(losses.shape))
 
-    def fault(target: Tensor, rows: Tensor, **options: Any) -> Tensor:
+
+def forgets(method: str, wait: str) -> Fault:
+    """Inside of a ``method`` of the queue of tensors, a ``wait`` of the copies does nothing."""
+
+    @at(f"loongplug.platform.prefetch:PrefetchQueue.{method}")
+    def forgetful(original: Any, *args: Any, **options: Any) -> Any:
+        with patch.object(CudaCopies, wait, lambda self, *args: None):
+            return original(*args, **options)
+
+    return forgetful
+
+
+@at("torch.distributed:all_to_all_single")
+def nobody_waits_for_the_exchange(original: Any, *args: Any) -> None:
+    UNDER_WAY.append(original(*args, async_op=True))
+
+
+@at("torch.distributed:all_to_all_single")
+def features_are_exchanged_on_the_host(
+    original: Any, target: Tensor, source: Tensor, *args: Any
+) -> None:
+    original(target, source.cpu(), *args)
+
+
+class Unawaited:
+    """What moves a message, and lets whoever waits for it go on at once."""
+
+    def __init__(self, work: Any) -> None:
+        UNDER_WAY.append(work)
+
+    def wait(self) -> None:
+        """Not at all."""
+
+
+def nobody_waits_for(kind: Cargo) -> Fault:
+    @at("loongplug.hetero.wire:Wire._post")
+    def posted(original: Any, self: Any, what: Cargo) -> None:
+        original(self, what)
+        for coming in self.ways[what].under_way.values() if what is kind else ():
+            coming[:] = [(message, rows, Unawaited(work)) for message, rows, work in coming]
+
+    return posted
+
+
+@at("loongplug.hetero.wire:Wire.send")
+def states_are_sent_from_the_host(
+    original: Any, self: Any, what: Cargo, piece: int, rows: Tensor
+) -> None:
+    original(self, what, piece, rows.cpu() if what is Cargo.STATES else rows)
+
+
+# What each ends a run of a cell with; those of a sweep are run with --all.
+ENDS = {
+    "host's weights": (TP2, weights_are_loaded_on_the_host, "not on stand_in:"),
+    "host's loss": (ONE, weights_of_the_loss_are_made_on_the_host, "to be on the same device"),
+    "exchange": (PP2, nobody_waits_for_the_exchange, MISSING),
+    "states": (STAGES, nobody_waits_for(Cargo.STATES), MISSING),
+    "take": (ONE, forgets("take", "wait"), f"{MISSING}|are not finite"),
+}
+SWEPT = {
+    "leave": (ONE, forgets("leave", "follow"), f"{MISSING}|are not finite"),
+    "let go": (ONE, forgets("let_go", "wait"), f"{MISSING}|are not finite"),
+    "send for": (ONE, forgets("send_for", "follow"), f"{MISSING}|are not finite"),
+    "features": (STAGES, nobody_waits_for(Cargo.FEATURES), MISSING),
+    "host's features": (PP2, features_are_exchanged_on_the_host, OF_THE_HOST),
+    "host's states": (STAGES, states_are_sent_from_the_host, OF_THE_HOST),
+}
+
+
+def often(value: Any) -> Any:
+    """One of many alike."""
+    return pytest.param(value, marks=pytest.mark.sweep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ENDS, *map(often, SWEPT)])
+def test_a_fault_ends_the_run(matrix: Matrix, name: str) -> None:
+    cell, fault, said = (ENDS | SWEPT)[name]
+    with pytest.raises(RankError, match=said):
+        run(matrix, cell, more=TENSORS if cell is ONE else (), fault=fault)
+
+
+def places_of_visual_tokens_are_looked_for_on_the_device(rank: int) -> None:
+    def look(original: Any, target: Tensor, rows: Tensor, **options: Any) -> Tensor:
         (rows[:, 0] > 0).nonzero()
-        return place(target, rows, **options)
+        placed: Tensor = original(target, rows, **options)
+        return placed
 
-    features.place = fault
-    from loongplug.models import decoder
-
-    decoder.place = fault
+    for module in ("features", "decoder"):
+        around(f"loongplug.models.{module}:place", look)
 
 
-def weights_of_the_loss_are_made_on_the_host() -> None:
-    call = ForwardStep.__call__
-
-    def fault(self: ForwardStep, *args: Any, **options: Any) -> Any:
-        output, loss = call(self, *args, **options)
-        return output, lambda losses: loss(losses * torch.ones(losses.shape))
-
-    ForwardStep.__call__ = fault  # type: ignore[method-assign]
+@at("loongplug.hetero.exchange:AllToAll.gather_variable_shape_embeddings")
+def features_are_looked_at_before_they_travel(
+    original: Any, self: Any, payloads: Any, units: Any
+) -> Any:
+    for each in payloads.values():
+        each.sum().item()
+    return original(self, payloads, units)
 
 
 @pytest.mark.slow
-def test_weights_that_are_loaded_while_their_module_is_on_the_host(matrix: Matrix) -> None:
-    with pytest.raises(RankError, match="not on stand_in:"):
-        run(matrix, TP2, fault=weights_are_loaded_on_the_host)
-
-
-@pytest.mark.slow
-def test_a_wait_in_the_forward(matrix: Matrix) -> None:
+@pytest.mark.parametrize(
+    ("cell", "fault", "part", "kind"),
+    [
+        (TP2, places_of_visual_tokens_are_looked_for_on_the_device, "forward", "nonzero"),
+        (PP2, features_are_looked_at_before_they_travel, "phase 1", "item"),
+    ],
+)
+def test_a_wait_in_the_step(matrix: Matrix, cell: Cell, fault: Fault, part: str, kind: str) -> None:
     """And none without the fault."""
-    for found in run(matrix, TP2):
-        assert not not_needed(found)
-    for found in run(matrix, TP2, fault=places_of_visual_tokens_are_looked_for_on_the_device):
-        (wait,) = not_needed(found)
-        assert (wait.part, wait.kind) == ("forward", "nonzero")
-
-
-def features_are_looked_at_before_they_travel() -> None:
-    gather = AllToAll.gather_variable_shape_embeddings
-
-    def fault(self: AllToAll, payloads: Any, units: Any) -> Any:
-        for each in payloads.values():
-            each.sum().item()
-        return gather(self, payloads, units)
-
-    AllToAll.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-def test_a_wait_in_phase_1(matrix: Matrix) -> None:
-    """And none without the fault."""
-    assert not any(not_needed(found) for found in run(matrix, PP2))
-    found = run(matrix, PP2, fault=features_are_looked_at_before_they_travel)
-    waits = [wait for each in found for wait in not_needed(each)]
-    assert waits
-    assert {wait.part for wait in waits} == {"phase 1"}
+    assert not any(not_needed(found) for found in run(matrix, cell))
+    waits = {wait for found in run(matrix, cell, fault=fault) for wait in not_needed(found)}
+    assert {(wait.part, wait.kind) for wait in waits} == {(part, kind)}
 
 
 def test_parts_of_a_step_are_functions_that_there_are() -> None:
@@ -122,12 +183,6 @@ def test_parts_of_a_step_are_functions_that_there_are() -> None:
             if path.exists()
         ]
         assert any(f"def {function}(" in source for source in sources), (file, function)
-
-
-@pytest.mark.slow
-def test_a_tensor_of_the_host_in_the_loss(matrix: Matrix) -> None:
-    with pytest.raises(RankError, match="Expected all tensors to be on the same device"):
-        run(matrix, Cell(model="qwen3_vl_tiny"), fault=weights_of_the_loss_are_made_on_the_host)
 
 
 def step_of(on_host: frozenset[Kept], platform: Any) -> Tensor:
@@ -156,19 +211,14 @@ def travel(rank: int, *, what: Kept, forgotten: int | None) -> int:
     expected = step_of(frozenset(), platform)
     waits = 0
 
-    def counting(name: str) -> None:
-        original = getattr(CudaCopies, name)
-
-        def wait(self: CudaCopies, *args: Any) -> None:
-            nonlocal waits
-            waits += 1
-            if waits - 1 != forgotten:
-                original(self, *args)
-
-        setattr(CudaCopies, name, wait)
+    def counting(original: Any, self: CudaCopies, *args: Any) -> None:
+        nonlocal waits
+        waits += 1
+        if waits - 1 != forgotten:
+            original(self, *args)
 
     for name in ("follow", "wait"):
-        counting(name)
+        around(f"loongplug.platform.copies:CudaCopies.{name}", counting)
     assert torch.equal(step_of(frozenset({what}), platform), expected), "other numbers"
     platform.synchronize()
     torch.ones(4, device=platform.device).add_(1)  # tells of memory that was given away too early
@@ -180,18 +230,10 @@ WAITS = {Kept.FEATURES: 16, Kept.ACTIVATIONS: 12, Kept.STATE: 4}
 # when they have just left, and the second unit's; all gradients sent for when the last has left;
 # the second unit's activations sent for when the first one's have come.
 AGAIN: dict[Kept, set[int]] = {Kept.FEATURES: {2, 4, 14}, Kept.ACTIVATIONS: {8}, Kept.STATE: set()}
-MISSING = r"has not waited for it|without having waited"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(Kept.FEATURES, marks=pytest.mark.sweep),
-        pytest.param(Kept.ACTIVATIONS, marks=pytest.mark.sweep),
-        Kept.STATE,
-    ],
-)
+@pytest.mark.parametrize("what", [often(Kept.FEATURES), often(Kept.ACTIVATIONS), Kept.STATE])
 def test_each_missing_wait_of_an_offload(what: Kept) -> None:
     (waits,) = run_ranks(travel, 1, timeout=120.0, what=what, forgotten=None)
     assert waits == WAITS[what]
@@ -200,145 +242,7 @@ def test_each_missing_wait_of_an_offload(what: Kept) -> None:
             run_ranks(travel, 1, timeout=120.0, what=what, forgotten=forgotten)
 
 
-def forgets(owner: type, method: str, wait: str) -> Callable[[], None]:
-    """Inside of ``method``, a ``wait`` of the copies does nothing."""
-
-    def fault() -> None:
-        original = getattr(owner, method)
-
-        def forgetful(self: Any, *args: Any, **options: Any) -> Any:
-            kept = getattr(CudaCopies, wait)
-            setattr(CudaCopies, wait, lambda self, *args: None)
-            try:
-                return original(self, *args, **options)
-            finally:
-                setattr(CudaCopies, wait, kept)
-
-        setattr(owner, method, forgetful)
-
-    return fault
-
-
-TENSORS = (
-    *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1"),
-    *("--offload-tensors", "fc1_output", "fc2_input"),
-)
-ONE = Cell(model="qwen3_vl_tiny")
-PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "wait"),
-    [
-        pytest.param("leave", "follow", marks=pytest.mark.sweep),
-        pytest.param("let_go", "wait", marks=pytest.mark.sweep),
-        pytest.param("send_for", "follow", marks=pytest.mark.sweep),
-        ("take", "wait"),
-    ],
-)
-def test_a_missing_wait_of_tensors_that_are_away(matrix: Matrix, method: str, wait: str) -> None:
-    with pytest.raises(RankError, match=f"{MISSING}|are not finite"):
-        run(matrix, ONE, more=TENSORS, fault=forgets(PrefetchQueue, method, wait))
-
-
-def exchanged(call: Callable[..., Any]) -> Callable[[], None]:
-    """The exchange of features calls this in place of torch's all-to-all."""
-
-    def fault() -> None:
-        from loongplug.hetero import exchange
-
-        exchange.dist = SimpleNamespace(  # type: ignore[assignment]
-            all_to_all_single=call,
-            get_rank=dist.get_rank,
-            get_process_group_ranks=dist.get_process_group_ranks,
-        )
-
-    return fault
-
-
-UNDER_WAY: list[Any] = []
-
-
-def nobody_waits(*args: Any) -> None:
-    UNDER_WAY.append(dist.all_to_all_single(*args, async_op=True))
-
-
-def on_the_host(target: Tensor, source: Tensor, *args: Any) -> None:
-    dist.all_to_all_single(target, source.cpu(), *args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (nobody_waits, MISSING),
-        pytest.param(
-            on_the_host,
-            "No backend type associated with device type cpu|a tensor on the host",
-            marks=pytest.mark.sweep,
-        ),
-    ],
-)
-def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: str) -> None:
-    with pytest.raises(RankError, match=said):
-        run(matrix, PP2, fault=exchanged(call))
-
-
-STAGES = placed("1/1/1|1/2/1")
-
-
-class Unawaited:
-    """What moves a message, and lets whoever waits for it go on at once."""
-
-    def __init__(self, work: Any) -> None:
-        UNDER_WAY.append(work)
-
-    def wait(self) -> None:
-        """Not at all."""
-
-
-def nobody_waits_for(kind: Cargo) -> None:
-    post = Wire._post
-
-    def posted(self: Wire, what: Cargo) -> None:
-        post(self, what)
-        for coming in self.ways[what].under_way.values() if what is kind else ():
-            coming[:] = [(message, rows, Unawaited(work)) for message, rows, work in coming]
-
-    Wire._post = posted  # type: ignore[method-assign]
-
-
-def states_are_sent_from_the_host() -> None:
-    send = Wire.send
-
-    def sending(self: Wire, what: Cargo, piece: int, rows: Tensor) -> None:
-        send(self, what, piece, rows.cpu() if what is Cargo.STATES else rows)
-
-    Wire.send = sending  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        pytest.param(partial(nobody_waits_for, Cargo.FEATURES), MISSING, marks=pytest.mark.sweep),
-        (partial(nobody_waits_for, Cargo.STATES), MISSING),
-        pytest.param(
-            states_are_sent_from_the_host,
-            "No backend type associated with device type cpu|a tensor on the host",
-            marks=pytest.mark.sweep,
-        ),
-    ],
-)
-def test_faults_between_modules_and_stages(
-    matrix: Matrix, fault: Callable[[], None], said: str
-) -> None:
-    with pytest.raises(RankError, match=said):
-        run(matrix, STAGES, fault=fault)
-
-
-def a_copy_stream_is_made_with_its_queue() -> None:
+def a_copy_stream_is_made_with_its_queue(rank: int) -> None:
     """Before Megatron has chosen the rank's device."""
 
     def eager(self: CudaCopies) -> None:
