@@ -117,7 +117,7 @@ class Model(nn.Module):
             media = MediaInput(loaded=torch.zeros(0, PIXELS), grids=torch.zeros(0, 3).long())
         self.passes += 1
         embed, *layers = self.get_submodule(entry.name)
-        states = embedded(media, embed, dtype=torch.float32)
+        states = embedded(media, embed)
         return Features(embeddings=nn.Sequential(*layers)(states), deepstack=())
 
     def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def _as_loaded(loaded: Tensor) -> Tensor:
+    return loaded
+
+
 @dataclass(frozen=True)
 class MediaInput:
     """A microbatch's media of one encoder (a *unit*), in the order of their tokens in the text.
@@ -31,7 +35,7 @@ class MediaInput:
 
     loaded: Tensor
     grids: Tensor
-    decode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] = _as_loaded
 
     @property
     def rows(self) -> Tensor:
@@ -40,7 +44,7 @@ class MediaInput:
         An image's or a video's patches (channels * temporal * patch * patch values), or a sound's
         frames (mel bands).
         """
-        rows = self.loaded if self.decode is None else self.decode(self.loaded)
+        rows = self.decode(self.loaded)
         expected = int(self.grids.prod(dim=-1).sum())
         assert rows.shape[0] == expected, (rows.shape, self.grids.tolist())
         return rows
@@ -56,13 +60,13 @@ class MediaToCome:
 
     They have ``numbers`` among those that ``load`` knows, which gives :attr:`MediaInput.loaded` of
     them, and ``grids`` as :attr:`MediaInput.grids`. ``decode`` is as :attr:`MediaInput.decode`,
-    given the numbers first; None: what is loaded are the rows.
+    given the numbers first.
     """
 
     grids: Tensor
     numbers: range
     load: Callable[[range], Tensor]
-    decode: Callable[[range, Tensor], Tensor] | None = None
+    decode: Callable[[range, Tensor], Tensor] = lambda numbers, loaded: loaded
 
     def part(self, numbers: range) -> MediaToCome:
         """These of the media alone, which are neighbours."""
@@ -71,8 +75,11 @@ class MediaToCome:
 
     def taken(self) -> MediaInput:
         """On the encoder's device. Collective: the ranks that encode them together."""
-        decode = None if self.decode is None else partial(self.decode, self.numbers)
-        return MediaInput(loaded=self.load(self.numbers), grids=self.grids, decode=decode)
+        return MediaInput(
+            loaded=self.load(self.numbers),
+            grids=self.grids,
+            decode=partial(self.decode, self.numbers),
+        )
 
 
 Media = MediaInput | MediaToCome

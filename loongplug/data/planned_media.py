@@ -108,7 +108,7 @@ class MediaBatch:
     def to_come(
         self,
         load: Callable[[range], Tensor],
-        decode: Callable[[range, Tensor], Tensor] | None = None,
+        decode: Callable[[range, Tensor], Tensor],
     ) -> MediaToCome:
         """What the encoder is given; see :class:`MediaToCome`."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)

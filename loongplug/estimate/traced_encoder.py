@@ -20,7 +20,7 @@ from loongplug.data.sample import Grid
 from loongplug.estimate.live_bytes import ENCODER, INPUT, FlashAttention, Tape
 from loongplug.estimate.stand_ins import answers, devices_and_buffers, spread_tokens_evenly
 from loongplug.hetero.encoder_of_step import EncoderOfStep
-from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 from loongplug.models.encoder import EncoderInput, HandedOn, payload_widths
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
@@ -67,7 +67,7 @@ class EncoderStandIn:
         """What a pass makes; its graph holds what the encoder's would."""
         taken, rows, made = None, 0, 0
         if given is not None:
-            taken = given.states if isinstance(given, HandedOn) else given.rows
+            taken = given.states if isinstance(given, HandedOn) else given.loaded
             rows = int(given.grids.prod(dim=-1).sum())
             made = sum(self.made((time, high, wide)) for time, high, wide in given.grids.tolist())
         start = torch.empty(0, requires_grad=True)
@@ -106,7 +106,7 @@ class _Pass(torch.autograd.Function):
         rows: int,
         tape: Tape,
     ) -> Tensor:
-        """``taken`` [rows, width] are media, or what the stage before has made; None without."""
+        """``taken`` are media as loaded, or what the stage before has made; None without."""
         with tape.region(ENCODER):
             kept = torch.empty(cost.kept, dtype=torch.uint8, device=_META)
         tape.work(cost.forward - cost.kept)
@@ -134,21 +134,34 @@ def media_of(
 ) -> MediaToCome:
     """Media without values, as an encoder takes them; they are on a ``tape`` once taken."""
 
+    coded = isinstance(architecture, VisionArchitecture)
+
     def load(numbers: range) -> Tensor:
-        size = sum(architecture.loaded_bytes(grids[number]) for number in numbers)
+        size = sum(_values_loaded(grids[number], architecture) for number in numbers)
         with nullcontext() if tape is None else tape.region(INPUT):
-            made = torch.empty(size, dtype=torch.uint8, device=_META)
+            made = torch.empty(size, dtype=torch.uint8 if coded else torch.float32, device=_META)
         if tape is not None:  # between passes there are those alone that backwards need
             tape.highest[INPUT] = max(tape.highest[INPUT], tape.live[INPUT])
         return made
 
     def decode(numbers: range, loaded: Tensor) -> Tensor:
         count = sum(prod(grids[number]) for number in numbers)
-        return loaded.new_empty(count, architecture.row_values, dtype=torch.float32)
+        if not coded:
+            return loaded.view(count, architecture.row_values)
+        values = loaded.float()  # those of frames, before they lie side by side
+        return values.new_empty(count, architecture.row_values)
 
     # The grids are on the host: no tape looks.
     given = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
     return MediaToCome(grids=given, numbers=range(len(grids)), load=load, decode=decode)
+
+
+def _values_loaded(grid: Grid, architecture: EncoderArchitecture) -> int:
+    """Of a medium with this grid: an image is loaded as one frame of its patches."""
+    values = prod(grid) * architecture.row_values
+    if isinstance(architecture, VisionArchitecture) and grid[0] == 1:
+        values //= architecture.temporal_patch_size
+    return values
 
 
 def trace_encoder(

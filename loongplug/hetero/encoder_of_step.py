@@ -106,7 +106,7 @@ def put_together(media: Sequence[MediaInput]) -> MediaInput:
 
     def decode(loaded: Tensor) -> Tensor:
         parts = zip(decoders, loaded.split(sizes), strict=True)
-        return torch.cat([part if own is None else own(part) for own, part in parts])
+        return torch.cat([own(part) for own, part in parts])
 
     return MediaInput(
         loaded=torch.cat([each.loaded for each in media]),

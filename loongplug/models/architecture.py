@@ -71,10 +71,6 @@ class EncoderArchitecture:
         """Numbers in one row of its input."""
         raise NotImplementedError
 
-    def loaded_bytes(self, grid: "Grid") -> int:
-        """What is loaded of a medium whose rows have this grid: its rows in float32."""
-        return 4 * prod(grid) * self.row_values
-
     def states(self, grid: "Grid") -> int:
         """How many states its layers have for a medium whose rows have this grid."""
         return prod(grid)
@@ -121,11 +117,6 @@ class VisionArchitecture(EncoderArchitecture):
     def row_values(self) -> int:
         """The values of one patch: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-    def loaded_bytes(self, grid: "Grid") -> int:
-        """A byte for each value of a pixel; an image is one frame of its patches."""
-        frames = self.temporal_patch_size if grid[0] == 1 else 1
-        return prod(grid) * self.row_values // frames
 
     def tokens(self, grid: "Grid") -> int:
         """Tokens: one for each merge block."""

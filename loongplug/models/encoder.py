@@ -87,18 +87,32 @@ def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> Me
     )
 
 
-def embedded(media: MediaInput, embed: Callable[[Tensor], Tensor], *, dtype: torch.dtype) -> Tensor:
-    """``embed`` of the media's rows as ``dtype``, whose backward makes these again.
+def embedded(
+    media: MediaInput,
+    layer: nn.Module,
+    *,
+    order: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:
+    """What ``layer`` makes of the media's rows in ``order``; its backward makes these again.
 
-    So nothing holds them between the two, only what is loaded of them. What ``embed`` computes of
-    them before it saves something is computed again, but nothing behind that.
+    So nothing holds the rows between the two, only what is loaded of them.
     """
-    return made_again(lambda: embed(media.rows.to(dtype)))
+    decode, weight = media.decode, layer.get_parameter("weight")
+
+    def compute(loaded: Tensor) -> Tensor:
+        found: Tensor = layer(order(decode(loaded).to(weight.dtype)))
+        return found
+
+    # A layer that is frozen keeps nothing.
+    return made_again(compute, media.loaded) if weight.requires_grad else compute(media.loaded)
 
 
-def made_again(compute: Callable[[], Tensor]) -> Tensor:
-    """``compute()``, of which backward makes again what it needs. No dropout is in it."""
-    found: Tensor = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+def made_again(compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    """``compute(given)``, which saves ``given`` alone: what else backward needs it makes again.
+
+    No dropout may be in it.
+    """
+    found: Tensor = checkpoint(compute, given, use_reentrant=False, preserve_rng_state=False)
     return found
 
 

@@ -153,8 +153,8 @@ class ReplicaDelivery:
                 loaded = LoadedShare(each, tell=tell, keeps=self.keeps, recorder=self.recorder)
             if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
-                decode = None if self._coded(media) is None else partial(self._decoded, media)
-                mine = media.to_come(partial(self._loaded, media, loaded), decode)
+                load = partial(self._loaded, media, loaded)
+                mine = media.to_come(load, partial(self._decoded, media))
             if media.media and loaded is not None:
                 heard.append(loaded.bad)
             elif media.media and self.news is not None:
@@ -165,8 +165,8 @@ class ReplicaDelivery:
         return self.coded if media.coded else None
 
     def _decoded(self, share: MediaBatch, numbers: range, rows: Tensor) -> Tensor:
-        assert self.coded is not None, "it is asked for where media are coded"
-        return self.coded.decoded(rows, share.part(numbers).extents)
+        coded, media = self._coded(share), share.part(numbers)
+        return rows if coded is None else coded.decoded(rows, media.extents)
 
     def _loaded(self, share: MediaBatch, loaded: LoadedShare | None, numbers: range) -> Tensor:
         """What is loaded of these of a share's media. Collective: the replica."""

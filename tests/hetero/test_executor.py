@@ -1,5 +1,6 @@
 """Plans in action: the same numbers wherever things are, memory let go, and every wait needed."""
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_step import PIXELS, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
-from loongplug.data.microbatch import MediaInput, MediaToCome
+from loongplug.data.microbatch import MediaToCome
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Encode, Kept
@@ -166,7 +167,7 @@ class Noted:
 @pytest.mark.parametrize(("joined_rows", "most"), [(0, 7), (7, 7), (100, sum(ROWS))])
 def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, most, trains):
     """The first pass begins before those of the last one are loaded. Values are never kept."""
-    model, passes, taken, rows = Model(trains=trains), [], MediaToCome.taken, MediaInput.rows
+    model, passes, taken = Model(trains=trains), [], MediaToCome.taken
     loaded, values, alive = Noted(), Noted(), []
 
     def noted(media):
@@ -174,16 +175,16 @@ def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, m
         found = taken(media)
         loaded.note(found.loaded)
         loaded.count()
-        return found
 
-    def noted_values(media):
-        found = rows.fget(media)
-        values.note(found)
-        values.count()
-        return found
+        def decode(given):
+            rows = found.decode(given)
+            values.note(rows)
+            values.count()
+            return rows
+
+        return replace(found, decode=decode)
 
     monkeypatch.setattr(MediaToCome, "taken", noted)
-    monkeypatch.setattr(MediaInput, "rows", property(noted_values))
     executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
     run_step(executor, model, ROWS, seen=lambda: alive.append((loaded.alive(), values.alive())))
     assert passes == {0: [0, 1, 2, 3, 4], 7: [0, 1, 1, 2, 3], 100: [0] * 5}[joined_rows]

@@ -10,7 +10,6 @@ from image_units import planned_whole
 from ranks import run_ranks
 
 from loongplug.data.media_loader import CodedMedia, PixelBytes
-from loongplug.data.microbatch import MediaInput
 from loongplug.data.planned_media import (
     LoadedUnit,
     MediaBatch,
@@ -76,7 +75,7 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
     )
 
 
-def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
+def delivered(rank: int) -> list[tuple[dict[str, torch.Tensor], set[int]]]:
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(3)][rank]
     groups = {"eyes": alone, "ears": pair if rank < 2 else None}
@@ -98,7 +97,7 @@ def delivered(rank: int) -> list[tuple[dict[str, MediaInput], set[int]]]:
         units = planned(rank, index, order).units
         made = {name: each(units[name]) for name, each in deliveries.items()}
         assert all(each < (index, "") for each in order)  # media are loaded when they are taken
-        media = {name: each.taken() for name, (each, _) in made.items() if each is not None}
+        media = {name: each.taken().rows for name, (each, _) in made.items() if each is not None}
         bad = set[int]().union(*(each() for _, heard in made.values() for each in heard))
         found.append((media, bad))
     return found
@@ -112,7 +111,7 @@ def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples() ->
             }
             assert media.keys() == {name for name, here in encodes.items() if here}
             for name, found in media.items():
-                assert torch.equal(found.rows, rows_of(index, name))
+                assert torch.equal(found, rows_of(index, name))
             assert bad == set().union(*(UNITS[index, name][1] for name in REPLICAS))
 
 
@@ -167,7 +166,9 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[tuple[torch.dtype, in
     found, _ = delivery(planned_whole(media, load if rank == 0 else None))
     assert found is not None
     assert not sent
-    pieces = [found.part(each).taken().rows for each in (range(2), range(2, 3))]
+    taken = [found.part(each).taken() for each in (range(2), range(2, 3))]
+    pieces = [each.rows for each in taken]
+    assert {each.loaded.dtype for each in taken} == {torch.uint8}
     return torch.cat(pieces), sent
 
 

@@ -82,36 +82,44 @@ class HuggingFaceEncoder(MegatronModule):
                     "resize images to that size in the processor."
                 )
 
-        def images() -> Tensor:  # [images, channels, height, width]
+        decode = vision.decode
+
+        def images_of(loaded: Tensor) -> Tensor:  # [images, channels, height, width]
             # [images, row of patches, column of patches, channels, row, column]
-            apart = vision.rows.to(weight.dtype).view(
-                len(sizes), side, side, architecture.in_channels, patch, patch
+            apart = (
+                decode(loaded)
+                .to(weight.dtype)
+                .view(len(sizes), side, side, architecture.in_channels, patch, patch)
             )
             return apart.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
-        def run() -> Tensor:
-            with ImagesMadeAgain(images) as given:
+        def run(loaded: Tensor) -> Tensor:
+            with ImagesMadeAgain(images_of, loaded) as given:
                 return states_of(self.tower, given.images, vision=architecture)
 
         recomputes = architecture.recompute and self.training and torch.is_grad_enabled()
         # [images, tokens, hidden]; a class token is the first
-        states = made_again(run) if recomputes else run()
+        states = made_again(run, vision.loaded) if recomputes else run(vision.loaded)
         return states[:, states.shape[1] - side**2 :].flatten(0, 1), []
 
 
 class ImagesMadeAgain(TorchFunctionMode):
     """Inside, backward of the convolution that is given ``images`` makes them again."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
+    def __init__(self, make: Callable[[Tensor], Tensor], loaded: Tensor) -> None:
         super().__init__()
-        self._make = make
-        self.images = make()
+        self._make, self._loaded = make, loaded
+        self.images = make(loaded)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func is torch.conv2d and args[0] is self.images:
-            return made_again(lambda: func(self._make(), *args[1:], **named))
-        return func(*args, **named)
+        if func is not torch.conv2d or args[0] is not self.images or not args[1].requires_grad:
+            return func(*args, **named)
+        first, make, others = [self.images], self._make, args[1:]
+        return made_again(
+            lambda loaded: func(first.pop() if first else make(loaded), *others, **named),
+            self._loaded,
+        )
 
 
 def build_encoder(

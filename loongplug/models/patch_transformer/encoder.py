@@ -155,7 +155,7 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         """The input of the layers, [tokens of all images, hidden]."""
         weight = self.patch_embed.weight
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = embedded(vision, self.patch_embed, dtype=weight.dtype)
+        patches = embedded(vision, self.patch_embed)
         tokens = patches.unflatten(0, (images, side**2))  # [images, tokens, hidden]
         if self.class_token is not None:
             tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)

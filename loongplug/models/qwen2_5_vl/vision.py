@@ -206,11 +206,10 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
             hidden_states = vision.states[:, None]
         else:
             # Pixels need no gradient, so that moving them costs no backward pass.
-            hidden_states = embedded(
-                vision,
-                lambda patches: self.patch_embed(permute_blocks(patches, plan.order)),
-                dtype=self.patch_embed.weight.dtype,
-            )[:, None]  # [patches, 1, hidden]
+            patches = embedded(
+                vision, self.patch_embed, order=lambda rows: permute_blocks(rows, plan.order)
+            )
+            hidden_states = patches[:, None]  # [patches, 1, hidden]
         states = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,

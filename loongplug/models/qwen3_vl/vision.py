@@ -147,7 +147,7 @@ class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = embedded(vision, self.patch_embed, dtype=self.patch_embed.weight.dtype)
+        patches = embedded(vision, self.patch_embed)
         return patches + positions.to(patches.dtype)
 
 

@@ -88,7 +88,7 @@ class Qwen2VisionEncoder(MegatronModule):
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit: the last layer's states [patches, hidden], no taps."""
         weight = self.patch_embed.weight
-        hidden_states = embedded(vision, self.patch_embed, dtype=weight.dtype)[:, None]
+        hidden_states = embedded(vision, self.patch_embed)[:, None]
         angles = to_device(self._angles(vision.grids), weight.device)
         states = self.blocks(
             hidden_states=hidden_states,  # [patches, 1, hidden]
