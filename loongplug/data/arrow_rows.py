@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loongplug.data.cache_folder import LOG, alone, places
+from loongplug.data.cache_folder import LOG, alone, keep, places
 from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.media_files import InlineFile, MediaRoot, require_version, version
 from loongplug.data.object_store import RemoteFile
@@ -157,23 +157,14 @@ def _listed(folder: Path) -> list[Path]:
 
 def _mapped_parquet(path: Path) -> list[Any]:
     """The rows of a Parquet file as memory-mapped batches; converts the file unless it was."""
-    before = version(path)
-    refusals = []
+    before, found = version(path), places(path, suffix=".arrow")
     with alone(path):  # of the processes of a machine one converts, the others wait
-        for place in places(path, suffix=".arrow"):
+        for place in filter(Path.is_file, found):
             with suppress(ValueError):  # made again where it is damaged or of another file
-                if place.is_file():
-                    return _mapped(place, made_of=before)
-            try:
-                _convert(path, place, before)
-            except OSError as error:
-                refusals.append(f"{place.parent}: {error.strerror}")
-            else:
                 return _mapped(place, made_of=before)
-    raise ValueError(
-        f"{path} has to be converted to Arrow once, but the result cannot be kept anywhere"
-        f" ({'; '.join(refusals)}): make room, or set XDG_CACHE_HOME to a folder that has some."
-    )
+        what = f"{path} has to be converted to Arrow once, but the result"
+        place = keep(found, lambda place: _convert(path, place, before), what)
+    return _mapped(place, made_of=before)
 
 
 def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:

@@ -12,24 +12,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.av_files import AvKind, imported_av, opened_stream
+from loongplug.data.av_files import imported_av, opened_stream
 from loongplug.data.conversation import AudioClip
 from loongplug.data.media_files import MediaFile, opened_media
 from loongplug.data.media_sizes import SAMPLE_RATE
 
-# All that FFmpeg opens, by its names; a sound may be that of a video.
-CONTAINERS = (
-    *("wav", "w64", "mp3", "flac", "ogg", "aac", "aiff", "au"),
-    *("mov", "matroska", "webm", "asf", "avi"),
-)
-_AUDIO = AvKind(
-    name="audio",
-    containers=CONTAINERS,
-    without_av="is no WAV file of whole numbers with 16,000 samples a second, and PyAV, which reads"
-    " all others, is not installed: pip install 'loongplug[video]', or convert the sound",
-    damaged="is damaged or no sound of a kind that is read",
-    cure="replace the file, or convert it to WAV",
-)
 _LEAST_RATE, _MOST_RATE = 1_000, 768_000  # samples of a second; no sound has others
 _LOUDEST = 2.0**15  # of floating point numbers, where 1 is full: some have the scale of 16 bits
 _AT_ONCE = 2**16  # samples of each channel that are read of a WAV file at a time
@@ -38,17 +25,16 @@ _AT_ONCE = 2**16  # samples of each channel that are read of a WAV file at a tim
 def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
     """How many samples :func:`decode_audio` will give; ValueError with ``where`` for no sound.
 
-    Read from the header of a WAV file. Others are decoded, as their headers may be wrong: until
-    there are more than ``enough``, for a sound that is too long anyway.
+    All but WAV files are decoded, as headers may be wrong, until there are more than ``enough``.
     """
     with opened_media("audio", path, where=where, header=True) as file:
         wav = _wav(file, path, where=where)
     if wav is not None:
         if wav.getframerate() != SAMPLE_RATE:
-            imported_av(path, _AUDIO, where=where)  # better told now than when it is decoded
+            imported_av(path, where=where)  # better told now than when it is decoded
         return samples_at_16k(wav.getnframes(), rate=wav.getframerate())
     counted, length = 0, 0
-    with opened_stream(_AUDIO, path, where=where, header=True) as (container, stream):
+    with opened_stream("audio", path, where=where, header=True) as (container, stream):
         for frame in _frames(container, stream):
             counted += frame.samples
             length = samples_at_16k(counted, rate=frame.sample_rate)
@@ -60,8 +46,8 @@ def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
 def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
     """The sound's samples, [samples] float32: the mean of its channels, where 1 is full.
 
-    Of another rate, it is resampled by FFmpeg with silence behind it, and cut. Raises ValueError
-    with ``where`` for a file that is missing, damaged or not as long as it was.
+    Of another rate, it is resampled by FFmpeg with silence behind it, and cut. ValueError with
+    ``where`` for a file that is missing, damaged or not as long as it was.
     """
     path = clip.path
     with opened_media("audio", path, where=where) as file:
@@ -79,13 +65,13 @@ def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
         )
     if rate == SAMPLE_RATE:
         return sound
-    return _resampled(sound, rate=rate, av=imported_av(path, _AUDIO, where=where))
+    return _resampled(sound, rate=rate, av=imported_av(path, where=where))
 
 
 def _decoded(clip: AudioClip, *, where: str) -> tuple[NDArray[np.float32], int]:
     """The mean of the channels, [samples], by PyAV, and the rate."""
     pieces, counted, rate = [], 0, SAMPLE_RATE
-    with opened_stream(_AUDIO, clip.path, where=where) as (container, stream):
+    with opened_stream("audio", clip.path, where=where) as (container, stream):
         for frame in _frames(container, stream):
             counted, rate = counted + frame.samples, frame.sample_rate
             if samples_at_16k(counted, rate=rate) > clip.samples:

@@ -1,19 +1,15 @@
 """Sounds to rows of frames: the log mel spectrum that encoders of Whisper's kind take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
 from loongplug.data.media_sizes import HOP, SAMPLE_RATE, AudioSizes
 from loongplug.data.sample import Grid
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Frames behind a sound's last one whose windows reach into the sound, and those until one whose
 # window does not reach to where the sound is mirrored at its end.
@@ -23,10 +19,10 @@ _SILENCE = (-10.0 + 4.0) / 4.0  # the least value that there is
 
 
 class AudioFrames:
-    """A feature extractor of Whisper's kind, and how what it makes becomes rows of frames.
+    """A feature extractor of Whisper's kind, and how what it makes becomes rows of frames of 10 ms.
 
-    A row is one frame of 10 ms, its values by mel band. Behind a sound's rows are those of the
-    silence that :class:`AudioSizes` names, as in transformers; behind frame ``longest``, zeros.
+    Behind a sound's rows are those of the silence that :class:`AudioSizes` names, as in
+    transformers; behind frame ``longest``, zeros.
     """
 
     def __init__(self, extractor: WhisperFeatureExtractor, sizes: AudioSizes) -> None:
@@ -73,13 +69,11 @@ class AudioFrames:
         return self.sizes.tokens(self.sizes.frames(grid))
 
     def frames(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
-        """Of a sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
+        """Of a sound [samples], 16,000 a second, its rows [frames, mel_bins] float32, and its grid.
 
-        Rows are float32, those of the sound filled up to ``nb_max_frames``, within 1e-6: sums are
-        taken in another order. What is silence in any case is not computed. Raises ValueError for a
-        sound that cannot be used.
+        Within 1e-6, they are those of the sound filled up to ``nb_max_frames``: what is silence in
+        any case is not computed. ValueError for a sound that cannot be used.
         """
-
         grid = self.grid(len(sound))
         count = grid[2]
         heard = -(-len(sound) // HOP) + _FADING + _CLEAR
@@ -99,12 +93,9 @@ class AudioFrames:
     def model_inputs(self, rows: Tensor, grids: Tensor) -> dict[str, Tensor]:
         """What the model in transformers is given, of the rows of sounds one after the other.
 
-        ``rows`` are [rows, mel_bins], ``grids`` [sounds, 3]. Gives ``input_features`` [sounds,
-        mel_bins, frames] float32 and ``feature_attention_mask`` [sounds, frames] int32; frames are
-        those of the longest sound here, or that there may be, for a model that looks behind sounds.
+        Frames are those of the longest sound here, or that there may be, for a model that looks
+        behind sounds: ``input_features`` [sounds, mel_bins, frames] float32, and their mask int32.
         """
-        import torch
-
         lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
         whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
         features = torch.empty(len(lengths), whole, self.sizes.mel_bins)

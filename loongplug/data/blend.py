@@ -87,11 +87,7 @@ def open_rows(
 
 
 def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None = None) -> Source:
-    """The rows of a JSONL or Parquet file, or of a folder: Parquet, saved dataset, or energon's.
-
-    Media of the last are in its shards, so nothing is left to be confined. Of an object store,
-    files alone are read, from copies.
-    """
+    """The rows of a JSONL or Parquet file, or of a folder: Parquet, saved dataset, or energon's."""
     if unknown := set(access.names.values()) - ROW_KEYS:
         raise ValueError(
             f"--columns {access.columns}: {min(unknown)} is no key of ours: expected OURS=THEIRS"
@@ -114,11 +110,9 @@ def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None
 class Blend:
     """Rows of several sources in one fixed order, evenly mixed, which takes 10 bytes a row.
 
-    Without weights, each row comes once. With weights, each source has its share of the rows,
-    and the mixture is as short as it can be with every row of every source in it at least once:
-    a source whose share is larger than its rows comes round again, and where it does so for a
-    part only, ``seed`` chooses the rows. ValueError where that makes more rows than can be kept.
-    ``rows``: the numbers of those that there are of each source, by default all.
+    Without weights, each row comes once. With weights, each source has its share of the rows, and
+    the mixture is as short as it can be with each row in it at least once: a source whose share is
+    larger comes round again, for a part by ``seed``. ``rows``: those of each source; None: all.
     """
 
     def __init__(
@@ -203,10 +197,7 @@ def sources_of(rows: Rows) -> tuple[Source, ...]:
 def _divided(
     sources: Sequence[Source], share: float, *, valid: bool, seed: int
 ) -> list[NDArray[np.int64]]:
-    """The numbers of each source's rows that are held out, if ``valid``, or of the others.
-
-    They follow from the seed and a row's number in its source, not from other rows or sources.
-    """
+    """The numbers of each source's rows that are held out, if ``valid``, or of the others."""
     # The n-th number is the same however many are drawn, and in any version of numpy.
     drawn = [np.random.RandomState([seed, 0, 1]).random_sample(len(each)) for each in sources]
     found = [np.flatnonzero((each < share) == valid) for each in drawn]

@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,26 @@ def places(path: Path, *, suffix: str) -> list[Path]:
     """Where what is made of the file may be kept, the first place that can be written."""
     name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
     return [path.with_name(f"{path.name}{suffix}"), user_cache() / f"{name}{suffix}"]
+
+
+class NotKeptError(ValueError):
+    """There is no place for what is made of a file."""
+
+
+def keep(found: list[Path], write: Callable[[Path], object], what: str) -> Path:
+    """The first of the places that takes what ``write`` puts there; NotKeptError without one."""
+    refusals = []
+    for place in found:
+        try:
+            write(place)
+        except OSError as error:
+            refusals.append(f"{place.parent}: {error.strerror}")
+        else:
+            return place
+    raise NotKeptError(
+        f"{what} cannot be kept anywhere ({'; '.join(refusals)}): make room, or set XDG_CACHE_HOME"
+        " to a folder that has some."
+    )
 
 
 def user_cache() -> Path:

@@ -165,9 +165,9 @@ def render_chat(
     prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text of one conversation; with ``prompt``, the beginning of an answer follows.
+    """The text of one conversation, and with ``prompt`` the beginning of an answer.
 
-    Raises jinja2.TemplateError where the template refuses the conversation, or is too long.
+    Raises jinja2.TemplateError where the template refuses it, or is too long.
     """
     if len(tokenizer.get_chat_template()) > _MOST_SOURCE:
         raise TemplateError(f"it is longer than {_MOST_SOURCE:,} characters")
@@ -228,8 +228,7 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def encode_text(text: str, tokenizer: Any, *, special: bool, after: After = "nothing") -> list[int]:
     """The ids of a text; with ``special``, special tokens in it are such, else they are text.
 
-    ``after`` is what the text stands behind. Tokenizers of Llama's kind write a space in front of a
-    text that begins; one that goes on has none.
+    ``after``: what it stands behind. Tokenizers of Llama's kind begin a text, alone, with a space.
     """
     if not text:
         return []

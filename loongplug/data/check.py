@@ -16,17 +16,10 @@ from rich.table import Table
 from loongplug.consoles import table_console
 from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import Source, open_source, parse_blend
+from loongplug.data.cache_folder import NotKeptError
 from loongplug.data.dataset import Survey, Surveyor
-from loongplug.data.extent_index import (
-    ExtentTable,
-    NotKeptError,
-    keep_table,
-    kept_table,
-    made_of,
-    path_of,
-)
+from loongplug.data.extent_index import ExtentTable, keep_table, kept_table, made_of, path_of
 from loongplug.data.packing import LOOK_AHEAD, packs_once
-from loongplug.data.processor import Processor
 from loongplug.data.sample import BadSample, Remark, RowExtent
 from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.workers import Pool, WorkerSettings, map_rows
@@ -46,12 +39,9 @@ def check(
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
 
-    ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
-    standard output, the first rows of each fault in their order; the progress, the sum and remarks
-    on rows to standard error. Files have an index afterwards.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to standard
+    output, all else to standard error. Files have an index afterwards. Raises ValueError with one
+    sentence on what is wrong with the folder, the files or the options.
     """
     if seq_length < 1:
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
@@ -85,12 +75,8 @@ def index(
 ) -> list[Path]:
     """Make the index of each of the files, in place of one that it has; gives where they are.
 
-    ``data`` is written as for ``--data-path``; weights play no part. Of energon datasets, the split
-    ``train`` is read. Rows that cannot be used go to standard output, the first of each fault; the
-    progress and the sum to standard error.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    ``data`` is as of :func:`check`. Of energon datasets, the split ``train`` is read. Rows that
+    cannot be used go to standard output, all else to standard error.
     """
     console = table_console(stderr=True)
     paths = dict.fromkeys(parse_blend(data, flag="FILES").paths)
@@ -129,10 +115,7 @@ def keep_survey(
 ) -> Path:
     """Survey all ``rows`` of a file, each ``heard`` in its turn, and keep the index.
 
-    ``asked``: the user asked for one.
-
-    Raises:
-        ValueError: the file changed meanwhile, or the index cannot be kept.
+    ``asked``: the user asked for one. ValueError where the file changed meanwhile.
     """
     known, differ = made_of(source, settings), False
 
@@ -185,7 +168,7 @@ class _Found:
         self._console = console
         self._started = time.monotonic()
         self._remarks = Remarks(literal_markers=literal_markers, indexed=silent)
-        self._faults = PrintedFaults()
+        self._faults: dict[str, tuple[str, int]] = {}  # where the first is, and how many there are
         self.rows = self.left_out = self.bad = 0
         self.kinds: Counter[str] = Counter()  # of faults
         self.lengths: list[tuple[int, int, int]] = []  # of rows that can be used
@@ -198,14 +181,29 @@ class _Found:
         self.bad += bool(faults)
         self.kinds.update(each.kind for each in faults)
         for each in faults:
-            self._faults.add(each)
+            self._print(each)
         self._remarks.add(row.remarks, where=row.where)
         if row.extent.tokens:
-            self.lengths.append(tokens_of(row.extent, self._processor))
+            places = self._processor.places("image", "video")
+            visual = sum(run.length for run in row.extent.runs if run.token in places)
+            media = sum(run.length for run in row.extent.runs)
+            self.lengths.append((row.extent.tokens, visual, media - visual))
+
+    def _print(self, bad: BadSample) -> None:
+        """The first of each fault, whatever numbers, names of files and quotations are in it."""
+        fault = _OWN_WORDS.sub("", bad.message)
+        # Names of files may be bytes that are no text, which could not be printed.
+        line = bad.message.encode(errors="backslashreplace").decode()
+        first, count = self._faults.get(fault, (line.split(": ")[0], 0))
+        self._faults[fault] = first, count + 1
+        if count < _MOST_ALIKE:
+            print(line, flush=True)
 
     def tell(self, head: str, said: str) -> None:
         """The sum."""
-        self._faults.end()
+        for first, count in self._faults.values():
+            if count > _MOST_ALIKE:
+                print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)
         seconds = time.monotonic() - self._started
         sums = f"{head} in {seconds:.1f} s, {said}"
         for line in (sums, *self._remarks.totals()):
@@ -214,18 +212,8 @@ class _Found:
             self._console.print(length_table(*zip(*self.lengths, strict=True)))
 
 
-def tokens_of(extent: RowExtent, processor: Processor) -> tuple[int, int, int]:
-    """Of a sample: all, those that hold places of images and videos, and those of sounds."""
-    places = processor.places("image", "video")
-    visual = sum(run.length for run in extent.runs if run.token in places)
-    return extent.tokens, visual, sum(run.length for run in extent.runs) - visual
-
-
 def length_table(tokens: Sequence[int], visual: Sequence[int], audio: Sequence[int] = ()) -> Table:
-    """Lengths of samples in tokens, and how many are of images and videos, and of sounds.
-
-    There is one of each by sample; what no sample has of sounds is left out.
-    """
+    """Lengths of samples in tokens, and how many are of images and videos, and of any sounds."""
     table = Table(title="Lengths in tokens", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name, _ in _COLUMNS:
@@ -254,29 +242,3 @@ def fill_words(tokens: Sequence[int], *, seq_length: int) -> str:
         f"{said} Padded to that length, sequences are {padded:.1%} full; with --packing,"
         f" {packed:.1%} (of these rows in this order)."
     )
-
-
-class PrintedFaults:
-    """Bad samples on standard output: the first of each fault, and how many there are more.
-
-    Two have one fault if they differ in numbers, names of files and what is quoted alone.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[str, int]] = {}  # where the first is, and how many there are
-
-    def add(self, bad: BadSample) -> None:
-        """Print it, if few are like it so far."""
-        fault = _OWN_WORDS.sub("", bad.message)
-        # Names of files may be bytes that are no text, which could not be printed.
-        line = bad.message.encode(errors="backslashreplace").decode()
-        first, count = self._found.get(fault, (line.split(": ")[0], 0))
-        self._found[fault] = first, count + 1
-        if count < _MOST_ALIKE:
-            print(line, flush=True)
-
-    def end(self) -> None:
-        """Print how many were not."""
-        for first, count in self._found.values():
-            if count > _MOST_ALIKE:
-                print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)

@@ -42,10 +42,9 @@ _REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
 @dataclass(frozen=True)
 class MediaPart[File]:
-    """A medium in a message: its kind, and its file, or the files of a video's frames.
+    """A medium in a message: its file, or the files of a video's frames.
 
-    ``fps``: of frames, how many of them make a second; of a video's file, how many of them to take
-    per second, None for what the run or the model's folder says.
+    ``fps``: frames of a second, or how many to take of a video's file, None for what others say.
     """
 
     kind: str  # image, video or audio, as templates and encoders' entries have it

@@ -38,8 +38,7 @@ class PixelLimits:
     def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
         """Give a processor of transformers the limits of images or, with ``video_``, of videos.
 
-        ``patch`` is the pixels that become one visual token. ValueError for limits that leave no
-        size, or less than one such token.
+        ValueError for limits that leave no size, or less than a visual token of ``patch`` pixels.
         """
         names = tuple(f"{prefix}{side}_pixels" for side in ("min", "max"))
         given, size = self.given(), transform.size
@@ -63,13 +62,10 @@ FOLDERS_LIMITS = PixelLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class RowAccess:
-    """Where the media of rows may lie, and how large a row may be.
+    """Where the media of rows may lie, and how large a row may be, by a command's options.
 
-    Relative paths in rows start at ``media_root``, by default the folder of the rows' file; with
-    ``confine_media``, no medium is opened that lies elsewhere. Of a row above ``max_row_mib`` no
-    more is read, and it is refused. ``ignore_keys``, with commas between them, may be anywhere in a
-    row without a use. ``columns``, OURS=THEIRS with commas between them, gives our names to keys of
-    rows.
+    Relative paths start at ``media_root``, by default the folder of the rows' file. ``ignore_keys``
+    and ``columns`` (OURS=THEIRS) have commas in them.
     """
 
     media_root: str | Path | None = None

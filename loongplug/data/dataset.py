@@ -45,7 +45,6 @@ from loongplug.data.tokens import (
     Tokens,
     TrainingPhase,
     require_length,
-    shortest_sample,
     tokenize_conversation,
 )
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -98,9 +97,8 @@ class Surveyor:
     ) -> Survey:
         """The survey of a row, with all that is wrong with its media, else with the first fault.
 
-        Opens the media's headers, unless the row's extent is ``known``. With ``decodes``, decodes
-        them too, each file once while it is remembered; a fault that shows only then, and one of
-        length, leave the row its tokens.
+        Opens the media's headers, unless the row's extent is ``known``; with ``decodes``, decodes
+        them too. A fault that shows only then, and one of length, leave the row its tokens.
         """
         where = rows.where(index)
         context = Context(self.processor, self.videos, where)
@@ -171,11 +169,7 @@ class Surveyor:
     def known_media(
         self, conversation: Conversation, rows: Rows, index: int, known: Mapping[int, MediumExtent]
     ) -> dict[int, Medium]:
-        """The media of a row whose extents are ``known``, by their numbers; opens no header.
-
-        Raises:
-            ChangedFileError: the row has fewer.
-        """
+        """The media of a row whose extents are ``known``, by their numbers; opens no header."""
         where = conversation.where
         with bad_as("media"):
             named = conversation.media(rows.media_root(index))
@@ -217,12 +211,11 @@ def _fault(medium: Medium) -> tuple[str | None, tuple[Remark, ...]]:
 
 
 class ChatDataset:
-    """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
+    """Rows as samples, by index, with a bounded cache.
 
-    Reads headers of media only, and none of rows whose ``extents`` are known: a sample comes out
-    the same on every rank, whether that rank loads the images or not.
-    ``video_style`` is the model family's, and ``plain_positions`` whether it counts tokens alone.
-    ``video_fps`` is how many frames to take per second of video files whose row does not say.
+    Reads headers of media only, and none of rows whose ``extents`` are known. ``video_style`` is
+    the model family's, and ``plain_positions`` whether it counts tokens alone. ``video_fps`` is how
+    many frames to take per second of video files whose row does not say.
     """
 
     def __init__(
@@ -237,11 +230,6 @@ class ChatDataset:
         video_fps: float | None = None,
         cache_bytes: int = 64 * 2**20,
     ) -> None:
-        if seq_length < (least := shortest_sample(processor)):
-            raise ValueError(
-                f"--seq-length {seq_length} is too small: the chat template alone takes {least}"
-                " tokens for a question and an answer that say nothing."
-            )
         self.processor = processor
         self.seq_length = seq_length
         self._plain_positions = plain_positions

@@ -64,9 +64,8 @@ class TarSample:
 class EnergonRows:
     """The samples of a prepared dataset, by index: in the order of the shards and within them.
 
-    A sample's row is its part ``json``: a row of any format that JSONL files have, or only its
-    list of turns or messages. Images, videos and sounds are parts of the sample. Of those that the
-    row does not name, the sample's parts are taken in their order.
+    A sample's row is its part ``json``: a row of any format, or only its list of turns or messages.
+    Of media that the row does not name, the sample's parts are taken in their order.
     """
 
     def __init__(self, folder: Path, *, split: str | None, access: RowAccess = ANY_ROW) -> None:

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from loongplug.data.bad_samples import Remarks
 from loongplug.data.blend import Blend, Rows, Source, sources_of
-from loongplug.data.cache_folder import places
+from loongplug.data.cache_folder import keep, places
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.sample import MASKED, MEDIA_KINDS, MediaRun, MediumExtent, Remark, RowExtent
@@ -161,10 +161,6 @@ def _mapped(place: Path) -> dict[str, NDArray[Any]]:
     return {name: _shaped(content[span], name) for name, span in spans.items()}
 
 
-class NotKeptError(ValueError):
-    """There is no place for an index."""
-
-
 @dataclass(frozen=True)
 class IndexedExtents:
     """The extents of all rows, by the index of each of their files."""
@@ -226,12 +222,9 @@ def command_for(source: Source, settings: SurveySettings) -> str:
 def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     """The source's index, memory-mapped; None without one.
 
-    One that somebody asked for comes first: it may be made again because another was wrong. It is
-    refused where it does not fit, unless one that nobody asked for does.
-
-    Raises:
-        ValueError: it is damaged, or of other rows or settings; with the command that makes it
-            again.
+    One that somebody asked for comes first: it may be made again because another was wrong. Where
+    it is damaged, or of other rows or settings, and no other fits, it is refused by a ValueError
+    with the command that makes it again.
     """
     expected, problems = made_of(source, settings), []
     rules = [*([_LAST] if settings.multi_turn == "last" else []), ""]
@@ -267,26 +260,16 @@ def keep_table(
 ) -> Path:
     """Write the index, of what is ``known`` of the source, in the first place that takes it.
 
-    Where no row's turns differ, it holds for any ``--multi-turn``; else each rule has its own. One
-    that nobody ``asked`` for has a digest of its settings in its name, and replaces none of others.
+    Where no row's turns differ, it holds for any ``--multi-turn``. One that nobody ``asked`` for
+    has a digest of its settings in its name, and replaces none of others.
     """
     name = "" if asked else _digest(known)
     known = {**known, "settings": {**known["settings"]}}
     if not turns_differ:
         known["settings"]["multi_turn"] = _ANY
     name += _LAST if known["settings"]["multi_turn"] == "last" else ""
-    refusals = []
-    for place in _places_of(source, settings, name):
-        try:
-            table.write(place, known)
-        except OSError as error:
-            refusals.append(f"{place.parent}: {error.strerror}")
-        else:
-            return place
-    raise NotKeptError(
-        f"The index of {path_of(source)} cannot be kept anywhere ({'; '.join(refusals)}): make"
-        " room, or set XDG_CACHE_HOME to a folder that has some."
-    )
+    what = f"The index of {path_of(source)}"
+    return keep(_places_of(source, settings, name), lambda place: table.write(place, known), what)
 
 
 def _digest(known: Mapping[str, Any]) -> str:

@@ -37,11 +37,10 @@ _TOKENIZER_FILES = (
 
 
 def content_digest(*paths: Path, most: int | None = None, head: int = 0) -> str:
-    """A digest of the file's size and content, as 16 hexadecimal digits.
+    """A digest of the size and content of a file, or of several as one, as 16 hexadecimal digits.
 
-    Several files count as one that has the content of all. Of a file above ``most`` bytes (else
-    SAMPLED_BYTES), its ``head`` and blocks at even distances are read, the first and the last among
-    them: an edit that keeps the file's size and lies between two does not show.
+    Above ``most`` bytes (else SAMPLED_BYTES), the ``head`` and blocks at even distances are read,
+    the first and the last among them: an edit between two that keeps the size does not show.
     """
     ends = list(accumulate(path.stat().st_size for path in paths))
     size = ends[-1]
@@ -72,10 +71,9 @@ def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int
 def fingerprint(
     sources: Sequence[Source], processor: Processor, **settings: Any
 ) -> dict[str, dict[str, Any]]:
-    """The stream of samples as plain data, by what the user would call its parts.
+    """The stream of samples as plain data, by what the user would call its parts; data may move.
 
-    Paths of the ``sources`` are not part of it: data may move. ``settings`` are what else decides
-    on the stream: lengths, seeds, weights, flags of the templates.
+    ``settings``: what else decides on the stream: lengths, seeds, weights, flags of the templates.
     """
     return {
         "rows": {

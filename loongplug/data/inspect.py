@@ -1,8 +1,8 @@
 """What ``loongplug data inspect`` does: show samples as the model will see them, and how long."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from loongplug.data.survey_settings import SurveySettings
 from loongplug.data.workers import map_rows
 from loongplug.output_files import MADE_BY, check_pictures
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 def inspect(
     data: Sequence[str],
@@ -35,9 +32,7 @@ def inspect(
     """Print ``samples`` samples, evenly chosen, and what all of them come to.
 
     With a folder ``plots``, reads every row and writes ``lengths.png`` and ``images.png`` there.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    ValueError with one sentence on what is wrong with the folder, the files or the options.
     """
     if samples < 0:
         raise ValueError(f"--samples is {samples}: expected 0 or more.")
@@ -60,15 +55,9 @@ def inspect(
     if plots is None:
         return
 
-    progress, title = Console(stderr=True), "measuring rows"
+    rows_of = partial(map_rows, processes=processes, console=Console(stderr=True))
     measured = list(
-        map_rows(
-            lambda row: surveyor(rows, row).extent,
-            len(rows),
-            processes=processes,
-            console=progress,
-            title=title,
-        )
+        rows_of(lambda row: surveyor(rows, row).extent, len(rows), title="measuring rows")
     )
     usable = [(each.tokens, len(each.numbers)) for each in measured if each.tokens]
     if left_out := len(measured) - len(usable):
@@ -146,12 +135,7 @@ def _quantiles(name: str, values: NDArray[np.int64]) -> str:
 
 
 def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None:
-    """Write a histogram of the values [samples] as a PNG."""
-    histogram(values, label=label).savefig(path, dpi=120, metadata=MADE_BY)
-
-
-def histogram(values: NDArray[np.int64], *, label: str) -> "Figure":
-    """A figure of the values [samples]; one bar per number while they are few."""
+    """Write a histogram of the values [samples] as a PNG; one bar per number while they are few."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -165,4 +149,4 @@ def histogram(values: NDArray[np.int64], *, label: str) -> "Figure":
     for axis in (axes.xaxis, axes.yaxis):  # both count
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    figure.savefig(path, dpi=120, metadata=MADE_BY)

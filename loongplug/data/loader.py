@@ -46,12 +46,8 @@ class RowLengths:
 class MicrobatchLoader(Iterator[Microbatch]):
     """Endless microbatches for each of a rank's virtual chunks; as an iterator, for the first.
 
-    Each is made once for each chunk, with the text that it ``needs`` and, for the first, the media.
-    ``token_ids`` has, by encoder, those of the tokens that hold its features' places. The schedule
-    runs chunks at different times; what the others have yet to ask for is kept for them, at most
-    the microbatches of one step.
-
-    ``deliveries``, by encoder, give media as what its passes take: nobody waits for them before.
+    The schedule runs chunks at different times; what the others have yet to ask for is kept for
+    them, at most the microbatches of one step.
     """
 
     def __init__(
@@ -69,13 +65,13 @@ class MicrobatchLoader(Iterator[Microbatch]):
         on_made: Callable[[], None] | None = None,
         parts: RowParts | None = None,
     ) -> None:
-        """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
+        """``token_ids``: by encoder, those of tokens that hold the places of its features.
 
-        ``parts``: which part of each row this rank holds, if it does not hold whole ones.
-
-        ``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
-
+        ``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
+        ``deliveries``: by encoder, what gives media as its passes take them.
+        ``needs``: by chunk, what text it takes. ``pins``: text in page-locked memory.
         ``on_made`` is called with each microbatch that was taken from the source.
+        ``parts``: which part of each row this rank holds, if it does not hold whole ones.
         """
         self.source = source
         self._processor = processor
@@ -185,66 +181,55 @@ def collate(
 
     Text is padded to ``seq_length`` on the right, with position 0 and mask 0, and made once for
     all chunks; with ``pins``, in page-locked memory. ``units`` by encoder come without places, and
-    their media are for the first chunk.
-
-    Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Tokens with one of an encoder's ``token_ids`` hold the places of its features. Where a rank does
-    not hold whole rows, the text is that of its part of each, of which ``parts`` says which it is.
+    their media are for the first chunk. Each sample has a row of its own, or, where they are
+    ``packed``, all follow each other in one. Tokens with one of an encoder's ``token_ids`` hold the
+    places of its features. ``parts``: which part of each row's text a rank holds, if not all.
     """
     assert units.keys() <= token_ids.keys(), "an encoder's features have places"
     rows = [list(samples)] if packed else [[sample] for sample in samples]
-    shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
-
     lengths = [length for sample in samples for length in sample.extent.lengths or (0,)]
     assert packed or len(lengths) == len(samples), "a rule asks for packing"
     segments = tuple(filter(None, lengths)) if packed else None
     own = None if parts is None else parts.of(seq_length, segments=segments)
     assert own is None or own.split.length == seq_length, (own, seq_length)
-    held = None if own is None else own.part.places
 
-    def placed(values: NDArray[np.generic]) -> Tensor:
-        made = torch.from_numpy(values if held is None else values.take(held, axis=-1))
-        return made.pin_memory() if pins else made
+    fills: dict[str, tuple[int, type[np.generic]]] = {
+        "input_ids": (pad_token_id, np.int64),
+        "labels": (pad_token_id, np.int64),
+        "loss_mask": (0, np.float32),
+        "position_ids": (0, np.int64),
+    }
 
-    def filled(
-        values: str, padding: int, dtype: type[np.generic], but: Container[int] = ()
-    ) -> Tensor:
-        target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
+    def filled(name: str, but: Container[int] = ()) -> Tensor:
+        """[b, s], and of positions [3, b, s]."""
+        (padding, kind), axes = fills[name], (3,) * (name == "position_ids")
+        target: NDArray[np.generic] = np.full((*axes, len(rows), seq_length), padding, dtype=kind)
         for number, (row, span, sample) in enumerate(spans):
             if number not in but:
-                target[row, span] = getattr(sample, values)
-        return placed(target)  # [b, s]
+                target[..., row, span] = getattr(sample, name)
+        held = torch.from_numpy(target if own is None else target.take(own.part.places, axis=-1))
+        return held.pin_memory() if pins else held
 
     def counts() -> Tensor | None:
         bad = set[int]().union(*(each() for each in heard))
-        return filled("loss_mask", 0, np.float32, but=bad) if bad else loss_mask
+        return filled("loss_mask", but=bad) if bad else made["loss_mask"]
 
-    position_ids = np.zeros((3, *shape), dtype=np.int64)
-    places: dict[str, list[list[NDArray[np.int64]]]] = {
-        name: [[_NOWHERE] for _ in rows] for name in token_ids
+    asked = {
+        name: [getattr(chunk, name) for chunk in needs]
+        for name in ("input_ids", "labels", "loss_mask")
     }
-    for row, span, sample in spans:
-        position_ids[:, row, span] = sample.position_ids
-        for name, ids in token_ids.items():
-            (found,) = among(sample.input_ids, ids).nonzero()
-            places[name][row].append(found + span.start)
-    anywhere = TextNeeds.any_of(needs)
-    input_ids = filled("input_ids", pad_token_id, np.int64) if anywhere.input_ids else None
-    labels = filled("labels", pad_token_id, np.int64) if anywhere.labels else None
-    loss_mask = filled("loss_mask", 0, np.float32) if anywhere.loss_mask else None
-    positions = placed(position_ids)  # [3, b, s]
+    made = {name: filled(name) if any(chunks) else None for name, chunks in asked.items()}
+    position_ids = filled("position_ids")
     first = {
-        name: replace(units.get(name, Unit()), places=tuple(map(np.concatenate, each)))
-        for name, each in places.items()
+        name: replace(units.get(name, Unit()), places=_places(spans, len(rows), ids))
+        for name, ids in token_ids.items()
     }
     later = {name: replace(unit, media=None) for name, unit in first.items()}
     return tuple(
         Microbatch(
-            input_ids=input_ids if chunk.input_ids else None,
-            position_ids=positions,
-            labels=labels if chunk.labels else None,
-            loss_mask=loss_mask if chunk.loss_mask else None,
+            **{name: made[name] if asked[name][index] else None for name in asked},
+            position_ids=position_ids,
             tokens=sum(lengths),
             units=later if index else first,
             segments=segments,
@@ -253,8 +238,18 @@ def collate(
             own=own,
             counts=counts if heard else None,
         )
-        for index, chunk in enumerate(needs)
+        for index in range(len(needs))
     )
+
+
+def _places(
+    spans: Iterable[tuple[int, slice, Sample]], rows: int, ids: Sequence[int]
+) -> tuple[NDArray[np.int64], ...]:
+    """Where tokens with these ids lie in each row."""
+    found: list[list[NDArray[np.int64]]] = [[_NOWHERE] for _ in range(rows)]
+    for row, span, sample in spans:
+        found[row].append(among(sample.input_ids, ids).nonzero()[0] + span.start)
+    return tuple(map(np.concatenate, found))
 
 
 def _spans(

@@ -154,8 +154,8 @@ def file_on_disk(file: MediaFile) -> Path:
 def open_media_file(file: MediaFile, *, header: bool = False) -> BinaryIO:
     """The file's bytes, to be closed by the caller; of a member, no others can be reached.
 
-    Of a file on an object store the whole is fetched and kept, unless no more than the ``header``
-    is read. OSError, too, for what is no plain file, and for a confined file that lies elsewhere.
+    Of a file on an object store no more than the ``header`` is fetched, or all, which is kept.
+    OSError, too, for what is no plain file, and for a confined file that lies elsewhere.
     """
     if isinstance(file, InlineFile):
         return io.BytesIO(file.content)

@@ -1,14 +1,14 @@
 """Kinds of media: images, videos and sounds, an object for each with all that differs by kind."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.conversation import (
@@ -25,11 +25,8 @@ from loongplug.data.media_files import MediaFile, decode_image, file_version, im
 from loongplug.data.media_sizes import SAMPLE_RATE
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
-from loongplug.data.sample import Grid, MediumExtent, OddVideos, told
+from loongplug.data.sample import MEDIA_KINDS, Grid, MediumExtent, OddVideos, told
 from loongplug.data.video import VideoProcessor, decode_video, patch_times, video_size
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _AT_ONCE = 16  # files of an object store that are asked for at a time
 
@@ -47,7 +44,7 @@ class Context:
 class Placeholder:
     """What stands for a medium, where the chat template wrote ``token`` once.
 
-    ``text`` takes its place, and each ``token`` in that text stands for ``run`` tokens.
+    In the ``text``, each ``token`` stands for ``run`` tokens.
     """
 
     token: str
@@ -58,8 +55,7 @@ class Placeholder:
 class Kind[Of: Medium](ABC):
     """A kind of media: what becomes of them on their way from a row to an encoder.
 
-    Methods raise ValueError, with the context's place, for a medium that cannot be used. What is
-    not abstract here is so of images and videos.
+    Methods raise ValueError for a medium that cannot be used. What is not abstract is so of images.
     """
 
     name: str  # as templates and encoders' entries have it
@@ -133,12 +129,6 @@ class _Images(Kind[MediaFile]):
     name, media = "image", MediaFile
 
     def opened(self, named: Named, context: Context) -> MediaFile:
-        processor = context.processor
-        if processor.images is None or "image_token_id" not in processor.tokens:
-            raise ValueError(
-                f"{context.where}: the row has an image, but this model takes sounds and text"
-                " alone: drop the row."
-            )
         assert not isinstance(named.source, tuple)
         return named.source
 
@@ -177,15 +167,6 @@ class _Videos(Kind[AnyVideo]):
     name, media, waits = "video", AnyVideo, False
 
     def opened(self, named: Named, context: Context) -> AnyVideo:
-        tokens, where = context.processor.tokens, context.where
-        if "video_token_id" not in tokens:
-            taken, cure = "images", ", or list some frames as images"
-            if "image_token_id" not in tokens:
-                taken, cure = "sounds", ""
-            raise ValueError(
-                f"{where}: the row has a video, but this model takes {taken} and text alone: drop"
-                f" the row{cure}."
-            )
         return self.known(named, None, context)
 
     def known(self, named: Named, extent: MediumExtent | None, context: Context) -> AnyVideo:
@@ -245,11 +226,6 @@ class _Sounds(Kind[AudioClip]):
 
     def opened(self, named: Named, context: Context) -> AudioClip:
         processor, where = context.processor, context.where
-        if "audio_token_id" not in processor.tokens:
-            raise ValueError(
-                f"{where}: the row has a sound, but this model takes none: drop the row, or write"
-                " what is heard as text."
-            )
         if processor.audio is None:
             raise ValueError(
                 f"{where}: the row has a sound, but there is no feature extractor in"
@@ -314,6 +290,12 @@ def extent_of(medium: Medium, grid: Grid) -> MediumExtent:
 
 def opened(named: Named, context: Context) -> tuple[Medium, MediumExtent]:
     """What a row names, and its extent by its header; ValueError where it cannot be used."""
+    if f"{named.kind}_token_id" not in context.processor.tokens:
+        taken = [each for each in MEDIA_KINDS if f"{each}_token_id" in context.processor.tokens]
+        raise ValueError(
+            f"{context.where}: the row has a medium of kind {named.kind}, but this model takes"
+            f" {', '.join(taken)} and text alone: drop the row."
+        )
     medium = KINDS[named.kind].opened(named, context)
     return medium, extent_of(medium, kind_of(medium).grid(medium, context))
 

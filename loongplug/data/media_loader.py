@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from loongplug.data.conversation import Medium
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_kinds import KINDS, Context, each_of, extent_of, kind_of
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.planned_media import EncoderUnits, LoadedUnit, MediaBatch
+from loongplug.data.planned_media import LoadedUnit, MediaBatch
 from loongplug.data.processor import ImagePatches, Processor
 from loongplug.data.sample import MAKE_AGAIN, BadSample, BadSampleError, Grid, MediumExtent, bad_as
 from loongplug.data.video import VideoProcessor
@@ -31,8 +32,8 @@ class PixelBytes:
     """Rows of patches as bytes, and what an image or a video processor makes of each.
 
     A row of bytes has a patch's pixels of one frame, by channel, row and column; a row of values
-    has those of all ``frames`` of a temporal patch, in which an image is repeated. ``values``,
-    [channels, 256] float32, has what the processor makes of each byte: its own pixels, bit by bit.
+    has those of all its ``frames``. ``values``, [channels, 256] float32, has what the processor
+    makes of each byte: its own pixels, bit by bit.
     """
 
     values: Tensor
@@ -64,30 +65,19 @@ class PixelBytes:
         )
         return cls(values=made.float().view(3, _VALUES), frames=transform.temporal_patch_size)
 
-    def width(self, row_values: int) -> int:
-        """Bytes of a row that has so many values."""
-        return row_values // self.frames
+    def decoded(self, rows: Tensor, patches: int | None = None) -> Tensor:
+        """Rows of values float32 of images, or of a video with so many ``patches`` of a frame.
 
-    def decoded(self, rows: Tensor) -> Tensor:
-        """Rows of values float32 of an image's rows, on their device, without a wait of the host.
-
-        [rows, channels * pixels] uint8 to [rows, channels * frames * pixels].
+        [frames * patches, channels * pixels] uint8 to [rows, channels * frames of a row * pixels],
+        on their device, without a wait of the host. A video's last frame may fill up its rows.
         """
-        return self._values(rows)[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
-
-    def of_video(self, rows: Tensor, grid: Grid) -> Tensor:
-        """As :meth:`decoded`, of a video's rows, frame by frame; the last may fill up its patch.
-
-        [frames * height * width, channels * pixels] uint8 to
-        [time * height * width, channels * frames of a patch * pixels].
-        """
-        time, height, width = grid
-        each = self._values(rows).view(-1, height * width, len(self.values), rows.shape[1] // 3)
-        if missing := time * self.frames - len(each):
-            each = torch.cat([each, each[-1:].expand(missing, -1, -1, -1)])
-        # [time, frames of a patch, height * width, channels, pixels]
-        patches = each.view(time, self.frames, *each.shape[1:])
-        return patches.permute(0, 2, 3, 1, 4).reshape(time * height * width, -1)
+        each = self._values(rows).unflatten(0, (-1, patches or max(1, len(rows))))
+        if missing := -len(each) % self.frames:
+            last = each[-1:].expand(missing + (len(each) == 1), -1, -1, -1)
+            each = last if len(each) == 1 else torch.cat([each, last])
+        # [time, frames of a row, patches, channels, pixels]
+        together = each.unflatten(0, (-1, self.frames))
+        return together.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1)
 
     def _values(self, rows: Tensor) -> Tensor:
         """[rows, channels * pixels] uint8 to [rows, channels, pixels] float32."""
@@ -110,13 +100,10 @@ class CodedMedia:
 
     def width(self, row_values: int) -> int:
         """Bytes of a row, where a row of values has so many: of images and videos alike."""
-        return self._images.width(row_values)
+        return row_values // self._images.frames
 
     def decoded(self, rows: Tensor, media: Sequence[MediumExtent]) -> Tensor:
-        """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
-
-        [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
-        """
+        """Rows of values float32 of the media's rows of bytes, as of :meth:`PixelBytes.decoded`."""
         found: list[Tensor] = []
         for kind, group in groupby(media, key=lambda medium: medium.kind):
             together = list(group)
@@ -126,7 +113,7 @@ class CodedMedia:
                 found.append(self._images.decoded(part))
                 continue
             for medium, frames in zip(together, part.split(counts), strict=True):
-                found.append(self._videos().of_video(frames, medium.grid))
+                found.append(self._videos().decoded(frames, prod(medium.grid[1:])))
         assert not len(rows), "each is of a medium"
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -164,11 +151,9 @@ class MediaLoader:
         return MediaInput(loaded=rows, grids=torch.tensor(grids))
 
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
-        """Of one or more media of one encoder: rows of images and videos are bytes.
+        """Of one or more media of one encoder; rows of images and videos are bytes.
 
-        Those are as :class:`CodedMedia` takes them; frames of sounds are [frames, mel_bins]
-        float32. Raises ValueError, with ``where``, for a file that is missing, damaged or not of
-        its kind.
+        Raises ValueError, with ``where``, for a file that is missing, damaged or not of its kind.
         """
         assert len({kind_of(medium).coded for medium in media}) == 1, "one encoder's"
         versions = each_of(lambda medium: kind_of(medium).version(medium, where=where), media)
@@ -257,28 +242,3 @@ class UnitLoader:
                     f" {expected}: do not change media files while they are in use.{cure}"
                 )
         return loaded
-
-
-class StepMaker:
-    """Makes samples of rows, the rows of units' media, and plans; stateless but for caches."""
-
-    def __init__(
-        self, dataset: ChatDataset, encoders: Mapping[str, EncoderUnits], *, cache_bytes: int
-    ) -> None:
-        self._dataset = dataset
-        self._encoders = encoders
-        self.load = UnitLoader(dataset, cache_bytes=cache_bytes)
-
-    def __call__(self, job: tuple[int, ...] | MediaBatch | PlanJob) -> Any:
-        if isinstance(job, MediaBatch):
-            return self.load(job)
-        if isinstance(job, PlanJob):
-            by_plan = self._encoders[job.encoder].assignment.by_plan
-            assert by_plan is not None, "it is asked for"
-            return by_plan.plan(job.media)
-        return self._dataset.text_parts(job)
-
-
-class PlanJob(NamedTuple):
-    encoder: str
-    media: Sequence[Sequence[Grid]]

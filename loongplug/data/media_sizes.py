@@ -1,16 +1,11 @@
-"""TODO."""
-
-from __future__ import annotations
+"""Sizes by which models cut sounds to frames and images to patches, as their configs say them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from loongplug.data.folder_files import whole_number
 from loongplug.data.sample import Grid
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLE_RATE = 16_000  # of a second; what all these encoders hear
 HOP = 160  # samples from one frame to the next
@@ -45,7 +40,7 @@ class AudioSizes:
         return 3 if self.pooled else 1
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> AudioSizes | None:
+    def of_config(cls, config: Mapping[str, Any]) -> Self | None:
         """By a model's config.json; None without an encoder of sounds, ValueError for others."""
         inner = config.get("thinker_config")  # of Qwen2.5-Omni, beside what speaks
         audio = (inner if isinstance(inner, Mapping) else config).get("audio_config")
@@ -100,7 +95,7 @@ class PatchSizes:
     image_size: int | None = None
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> PatchSizes | None:
+    def of_config(cls, config: Mapping[str, Any]) -> Self | None:
         """By a model's config.json; None where it does not say, ValueError for what are none."""
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping) or vision.get("patch_size") is None:

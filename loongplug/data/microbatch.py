@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from loongplug.context.token_split import OwnPart, TokenSplit
 from loongplug.data.sample import Grid
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _as_loaded(loaded: Tensor) -> Tensor:
@@ -27,10 +24,9 @@ class MediaInput:
     """A microbatch's media of one encoder (a *unit*), in the order of their tokens in the text.
 
     ``loaded`` is what lies in memory, on the encoder's device: :attr:`rows`, or what ``decode``
-    makes them of, as the bytes of pixels. ``grids`` are the rows of each medium as time, height,
-    width, [media, 3] int64 on the host, in patches or, for a sound, (1, 1, frames); an image's time
-    is 1, or the number of its tiles. A microbatch without media has zero rows in both: it takes
-    part in everything as a zero-length unit.
+    makes them of. ``grids`` are the rows of each medium as time, height, width, [media, 3] int64 on
+    the host, in patches or, for a sound, (1, 1, frames); an image's time is 1, or the number of its
+    tiles. A microbatch without media has zero rows in both, and takes part in everything.
     """
 
     loaded: Tensor
@@ -39,11 +35,7 @@ class MediaInput:
 
     @property
     def rows(self) -> Tensor:
-        """What the encoder takes one by one, [rows, values of a row] float32, made at each call.
-
-        An image's or a video's patches (channels * temporal * patch * patch values), or a sound's
-        frames (mel bands).
-        """
+        """What the encoder takes one by one, [rows, values of a row] float32, made at each call."""
         rows = self.decode(self.loaded)
         expected = int(self.grids.prod(dim=-1).sum())
         assert rows.shape[0] == expected, (rows.shape, self.grids.tolist())
@@ -59,8 +51,7 @@ class MediaToCome:
     """Media that come when a pass takes them, and that nothing else holds then.
 
     They have ``numbers`` among those that ``load`` knows, which gives :attr:`MediaInput.loaded` of
-    them, and ``grids`` as :attr:`MediaInput.grids`. ``decode`` is as :attr:`MediaInput.decode`,
-    given the numbers first.
+    them; ``decode`` is as :attr:`MediaInput.decode`, given the numbers first.
     """
 
     grids: Tensor
@@ -102,10 +93,9 @@ class Share:
 class Unit:
     """What a microbatch has for one encoder; all but ``media`` is the same on a replica's ranks.
 
-    ``places`` has, of each row, where the media's tokens lie, ascending; ``grids`` are as
-    :attr:`MediaInput.grids`. ``shares`` say which of the encoder's replicas encodes what of it:
-    together all, each replica at most one. ``media`` are those of the share that this rank
-    encodes, None on ranks that encode none, and in later chunks.
+    ``places`` has, of each row, where the media's tokens lie, ascending. ``shares`` say which of
+    the encoder's replicas encodes what of it: together all, each replica at most one. ``media`` are
+    of the share that this rank encodes, None on ranks that encode none, and in later chunks.
     """
 
     places: tuple[NDArray[np.int64], ...] = ()
@@ -145,16 +135,6 @@ class TextNeeds:
         """
         return cls(input_ids=first, labels=last, loss_mask=last or balances)
 
-    @classmethod
-    def any_of(cls, needs: Iterable[TextNeeds]) -> TextNeeds:
-        """What at least one of them names."""
-        needs = tuple(needs)
-        return cls(
-            input_ids=any(each.input_ids for each in needs),
-            labels=any(each.labels for each in needs),
-            loss_mask=any(each.loss_mask for each in needs),
-        )
-
 
 ALL_TEXT = TextNeeds(input_ids=True, labels=True, loss_mask=True)
 
@@ -163,19 +143,14 @@ ALL_TEXT = TextNeeds(input_ids=True, labels=True, loss_mask=True)
 class Microbatch:
     """One microbatch in decoder layout: b samples padded on the right to s tokens, or one pack.
 
-    It is made once, for the chunk that consumes it: what that has no use for is None (see
-    :class:`TextNeeds`). Text is on the host; media come at the pass that encodes them.
+    What its chunk has no use for is None (:class:`TextNeeds`). Text is on the host; media come at
+    the pass that encodes them. The labels are already shifted: ``labels[:, t]`` is the token that
+    follows ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
 
-    The labels are already shifted: ``labels[:, t]`` is the token that follows
-    ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
-
-    In a pack, b is 1 and the samples follow each other in the row, each of their renderings
-    attending to itself only; ``segments`` are then the tokens of each, on the host. Padding
-    stands behind the last.
-
-    With context parallelism, the tensors have the columns of this rank's ``own`` part of the rows
-    alone, s of them. All else is the same on all ranks of a row: segments, lengths and the units'
-    places are the whole row's.
+    In a pack, b is 1 and the samples follow each other, each of their renderings attending to
+    itself only; ``segments`` are the tokens of each. Padding stands behind the last. With context
+    parallelism, the tensors have the columns of this rank's ``own`` part of the rows alone, s of
+    them; segments, lengths and the units' places are the whole row's.
     """
 
     input_ids: Tensor | None  # [b, s] int64
@@ -210,11 +185,7 @@ class Microbatch:
         return int(self.position_ids.shape[1]) * self.split.length
 
     def heard(self) -> Microbatch:
-        """The same without a token that counts in samples with bad media. Waits for word of them.
-
-        Where it is asked for a microbatch's forward, its media are loaded, or are this rank's to
-        load: what comes of them has to be there for that forward.
-        """
+        """The same, where no token counts in samples with bad media; waits for word of them."""
         if self.loss_mask is None or self.counts is None:
             return self
         mask = self.counts()

@@ -70,9 +70,8 @@ def remote_version(file: RemoteFile) -> Version:
 def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
     """The file's bytes as they are now, to be closed by the caller.
 
-    From the copy that was kept of this version, or with ``keep`` is, unless the disk is full; else
-    pieces are read as they are asked for. Raises OSError for a file that is not there, may not be
-    read or lies elsewhere, StoreError where the store cannot be asked.
+    From a copy that was kept, or with ``keep`` is, unless the disk is full; else by pieces. OSError
+    for a file that is not there, may not be read or lies elsewhere; StoreError for the store's own.
     """
     opened, version = _opened(file)
     place = _place(file, version)

@@ -20,11 +20,9 @@ class PackPlanner:
     """Deals a stream of samples out into packs of at most ``seq_length`` tokens.
 
     A pack starts with the first sample p that is in none yet. It is filled up, longest first,
-    with samples that still fit, of those at positions p + 1 to p + look_ahead - 1. So no sample
-    waits behind more than that for its turn, and at most ``look_ahead`` samples are held back.
-
-    The packs follow from the lengths, ``seq_length`` and ``look_ahead`` alone. A planner made
-    from another one's :attr:`state` goes on with the same packs, or with another ``look_ahead``.
+    with samples that still fit, of those at positions p + 1 to p + look_ahead - 1. The packs follow
+    from the lengths, ``seq_length`` and ``look_ahead`` alone; a planner made from another one's
+    :attr:`state` goes on with the same packs, or with another ``look_ahead``.
     """
 
     def __init__(

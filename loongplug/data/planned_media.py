@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, islice, repeat
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,10 +34,7 @@ class UnitMedium(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MediaBatch:
-    """The media of one microbatch for an encoder, in the order of their tokens, not loaded.
-
-    Every rank of a replica knows it from extents, and so what it will cost to encode.
-    """
+    """The media of one microbatch for an encoder, in the order of their tokens, not loaded."""
 
     index: int  # of the microbatch among those that a source of this replica gives, from 0
     encoder: str
@@ -54,10 +51,7 @@ class MediaBatch:
         kinds: Sequence[str],
         only: range | None = None,
     ) -> Self:
-        """The unit of samples of these rows for an encoder that takes such media.
-
-        ``only``: without the media of other samples than those at these places.
-        """
+        """The unit of these rows for an encoder of such media; ``only``: of the samples there."""
         return cls(
             index=index,
             encoder=encoder,
@@ -119,9 +113,8 @@ class MediaBatch:
 class PlannedShare:
     """What one of the encoder's replicas encodes of a unit, before the media are there.
 
-    But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
-    the rows on the rank that loads them, None on others: it waits until they are loaded. Call it
-    once.
+    ``load`` waits until its rows are loaded: call it once; None on ranks that do not load them. All
+    else is the same on every rank of a model replica.
     """
 
     share: Share
@@ -138,36 +131,20 @@ class PlannedUnit:
     replica: int = 0  # the decoder's, of which the microbatch is
 
 
-class StepPlans(Protocol):
-    """Plans of steps: who encodes what of each microbatch's media, which are given by grids."""
-
-    def plan(self, media: Sequence[Sequence[Grid]]) -> Any:
-        """The plan of a step, in whatever process."""
-
-    def keep(self, media: Sequence[Sequence[Grid]], plan: Any) -> None:
-        """Take the plan that another process made of a step."""
-
-    def shares(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]] | None:
-        """Who encodes what; None where the step is as without a plan."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """The replica of the encoder that encodes each microbatch's media; the same on all ranks.
 
-    It is pure. Replicas take turns, from a step's first microbatch on. ``by_cost`` assigns by what
-    media cost: it is given their grids and the number of ``replicas``, and may let several replicas
-    share a microbatch's media. It does so with those that are left at a step's end, fewer than
-    there are replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked
-    for together.
-
-    ``by_plan`` goes before that, for a whole step; it says None where that is as without it.
+    Replicas take turns, from a step's first microbatch on. ``by_cost`` is given grids of media and
+    the number of ``replicas``, and may let several share a microbatch's media: of those that are
+    left at a step's end, fewer than replicas, or, for ``whole_steps``, of all microbatches of a
+    step. ``by_plan`` goes before that, for a whole step; None says that it is as without it.
     """
 
     replicas: int = 1
     by_cost: Callable[..., Sequence[tuple[Share, ...]]] | None = None
     whole_steps: bool = False
-    by_plan: StepPlans | None = None
+    by_plan: Any = None  # None: no step is planned
 
     def together(self, step: int) -> range:
         """The microbatches of a step of so many that are assigned together."""
@@ -207,10 +184,7 @@ ONE_REPLICA = Assignment()
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderUnits:
-    """How units are made for one encoder: of which kinds of media, and for which replicas.
-
-    Media are loaded for those replicas that ``loads`` names.
-    """
+    """How units are made for one encoder: of which media, and for whom they are loaded."""
 
     kinds: tuple[str, ...]
     assignment: Assignment = ONE_REPLICA
@@ -228,8 +202,7 @@ def planned_units(
 ) -> list[dict[str, PlannedUnit]]:
     """The units of each of these microbatches of a step of so many, by encoder.
 
-    They are of these ``replicas`` of the decoder. ``load`` makes the future of what is to be loaded
-    here.
+    They are of these ``replicas`` of the decoder; ``load`` makes the future of what is loaded here.
     """
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
     for name, encoder in encoders.items():
@@ -255,11 +228,9 @@ def planned_units(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedUnit:
-    """The rows of a unit or of a share of it.
+    """The rows of a unit or of a share of it; zero where media cannot be decoded.
 
-    Those of media that cannot be decoded are zero, which is black for bytes. ``rows`` of images
-    and videos are bytes (:class:`~loongplug.data.media_loader.CodedMedia`), those of sounds
-    [rows, values of a row] float32.
+    Those of images and videos are bytes, of sounds [rows, values of a row] float32.
     """
 
     rows: Tensor
@@ -291,11 +262,7 @@ class PlannedMicrobatch:
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """The samples that are taken; waits for them. Ask for them in the microbatches' order.
-
-        Raises:
-            ValueError: one cannot be used; with file and line.
-        """
+        """The samples that are taken, to be asked for in the microbatches' order; it waits."""
         found = self.text()
         return found if self.taken is None else found[self.taken.start : self.taken.stop]
 

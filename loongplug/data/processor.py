@@ -1,18 +1,18 @@
 """Processors of a model's folder: its tokenizer and what cuts its images to rows of patches."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 from transformers import (
     GotOcr2ImageProcessorPil,
     LlavaImageProcessorPil,
@@ -25,10 +25,6 @@ from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.data_options import PixelLimits, Transparency
 from loongplug.data.media_sizes import PatchSizes
 from loongplug.data.sample import Grid
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _CHANNELS = 3
 _MOST_RATIO = 200  # of an image's sides, as Qwen's processors have it
@@ -71,10 +67,7 @@ class ImagePatches(ABC):
 
     @abstractmethod
     def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
-        """What the model in transformers is given, of the rows of images one after the other.
-
-        ``pixels`` are [patches, patch_dim], ``grid_thw`` [images, 3].
-        """
+        """What the model in transformers is given, of the rows of images one after the other."""
 
 
 class QwenPatches(ImagePatches):
@@ -98,7 +91,6 @@ class QwenPatches(ImagePatches):
         return 1, height // patch, width // patch
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-
         transform = copy(self.transform)
         transform.patchify = cut_once  # transformers' repeats frames, in float32
         features = self._transformed(transform, images)
@@ -161,7 +153,6 @@ class FixedPatches(ImagePatches):
         return tiles, self._rows, self._columns
 
     def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-
         grids = [self.grid(image.height, image.width) for image in images]
         # [frames, channels, height, width]
         frames = self._transformed(self.transform, images)["pixel_values"]
@@ -207,10 +198,7 @@ def _size_of_frames(transform: Any) -> tuple[int, int]:
 
 
 def cut(frames: Tensor, *, patch: int, merge: int) -> Tensor:
-    """Rows [patches, channels * patch * patch] of frames [frames, channels, height, width].
-
-    Of whole merge blocks, ordered as :class:`~loongplug.data.processor.ImagePatches` says.
-    """
+    """Rows [patches, channels * patch * patch] of frames [frames, channels, height, width]."""
     count, channels, height, width = frames.shape
     rows, columns = height // patch, width // patch
     sizes: Sequence[int] = (rows // merge, merge, patch, columns // merge, merge, patch)
@@ -223,8 +211,6 @@ def cut_once(
     image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
 ) -> tuple[NDArray[np.uint8], int, int]:
     """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
-    import torch
-
     rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
     return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
@@ -233,10 +219,8 @@ def cut_once(
 class Processor:
     """What turns a conversation into tokens, patches and frames, with the ids that both share.
 
-    The image processor is always the Pillow one, so that a machine with torchvision makes
-    the same pixels as one without. ``tokens`` are those that hold the places of media or mark them,
-    and ``token_ids`` their ids, by the names of fields of models. A kind of media without one
-    (``video_token_id``) is not taken.
+    ``tokens`` are those that hold the places of media or mark them, and ``token_ids`` their ids, by
+    the names of fields of models. A kind of media without one (``video_token_id``) is not taken.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -244,7 +228,7 @@ class Processor:
     folder: Path
     tokens: Mapping[str, str]
     token_ids: Mapping[str, int]
-    special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
+    special_texts: "SpecialTexts | None"  # what is text in a row's text; None: none of it
     multi_turn: MultiTurn  # where the template renders earlier turns differently
     trains_thoughts: bool  # that the template puts before an answer
     end_token: str
@@ -278,9 +262,8 @@ class Processor:
 
 
 def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None) -> None:
-    """Refuse a processor that was made for another model.
+    """Refuse a processor that was made for another model, whose values are ``expected``, by name.
 
-    ``expected`` are the model's token ids, patch sizes and merge size, by the processor's names.
     What the folder or the model does not have (None) is not compared.
     """
     ids, patches = processor.token_ids, processor.images
@@ -310,7 +293,7 @@ class SpecialTexts:
     ids: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, more: Sequence[str]) -> SpecialTexts:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, more: Sequence[str]) -> Self:
         """Those that the tokenizer calls special, and ``more``."""
         added = {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special

@@ -68,11 +68,8 @@ def load_processor(
 
     ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
     folder does not say its own, and ``audio_sizes`` the model's, which count in any case; without
-    them, all is as the folder says. Images or sounds that the family has no token for are left out.
-    ``pixel_limits`` stand above the folder's; the rest is as of the flags.
-
-    Raises ValueError for what is missing, damaged, not known or does not fit the model, and for
-    limits that leave no size.
+    them, all is as the folder says. ValueError for what is missing, damaged, not known or does not
+    fit the model, and for ``pixel_limits``, which stand above the folder's, that leave no size.
     """
     folder = Path(folder)
     _require_files(folder)

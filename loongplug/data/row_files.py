@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from loongplug.data.cache_folder import LOG, places
+from loongplug.data.cache_folder import LOG, keep, places
 from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.media_files import (
     ConfinedFolder,
@@ -32,17 +32,6 @@ from loongplug.data.media_files import (
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.sample import told
 from loongplug.output_files import put_whole
-
-# How files begin that people take for rows.
-_OTHER_KINDS = {
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"\x1f\x8b": "compressed by gzip",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
-}
 
 _WORTH_KEEPING = 4 * 2**20  # bytes; a smaller file is read as quickly as its index is opened
 _PIECE = 16 * 2**20  # bytes of a line that are held at a time
@@ -105,7 +94,6 @@ class JsonlIndex:
         self._media_root = media_root_of(self._shown, access)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
-        _require_text(self.path)
         self._version = version(self.path)
         self._array = is_array(self.path)
         self._index = line_index(self.path, array=self._array)
@@ -155,25 +143,11 @@ class JsonlIndex:
         return line
 
 
-def _require_text(path: Path) -> None:
-    """ValueError for a file of another kind, once and not for each of its lines."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    for magic, kind in _OTHER_KINDS.items():
-        if head.startswith(magic):
-            raise ValueError(
-                f"{path} is {kind}: expected JSONL, one JSON object on each line in UTF-8, or one"
-                " JSON array of them. Convert it first."
-            )
-
-
 def line_index(path: Path, *, array: bool = False) -> NDArray[np.int64]:
     """Byte offset and line number, from 1, of each row of the file, [rows, 2].
 
-    A row is a line that is not blank; with ``array``, the file is one JSON array, and its elements
-    are the rows. Memory-mapped where an index file of this version of the file exists, else read;
-    that of a large file is kept, beside it or in the user's cache folder. An index that is damaged
-    or of other data is made again. Raises ValueError for a file that is written to meanwhile.
+    A row is a line that is not blank or, with ``array``, an element of the JSON array that the file
+    is. That of a large file is kept, and memory-mapped where it is of this version of the file.
     """
     before = version(path)
     kept_at = places(path, suffix=".index") if before[0] >= _WORTH_KEEPING else []
@@ -186,10 +160,8 @@ def line_index(path: Path, *, array: bool = False) -> NDArray[np.int64]:
     index = np.fromiter(chain.from_iterable(found), dtype=np.int64).reshape(-1, 2)
     if version(path) != before:
         raise ValueError(f"{path} changed while it was read: wait until it is written whole.")
-    for place in kept_at:
-        with suppress(OSError, ValueError):
-            _keep(index, place, before)
-            return _mapped(place, before)
+    with suppress(OSError, ValueError):
+        return _mapped(keep(kept_at, lambda place: _keep(index, place, before), ""), before)
     return index
 
 

@@ -148,15 +148,13 @@ def mrope_position_ids(
 ) -> NDArray[np.int64]:
     """Position ids [3, n] for the tokens [n] of one sample without padding, as Qwen-VL's count.
 
-    Text counts on in all three, and so do sounds. A picture's tokens lie on their merged grid,
-    which starts where the text before it ended, and what follows starts after the grid's longer
-    side in height or width. Grids are in patches, (time, height, width), in the order of their
-    tokens.
+    Text and sounds count on in all three. A picture's tokens lie on their merged grid, which starts
+    where the text before it ended; what follows starts after the grid's longer side in height or
+    width. Grids are in patches, in the order of their tokens.
 
-    Without ``video_times`` (Qwen3-VL), a video is written frame by frame with a timestamp
-    as text before each, so that each of its frames is a picture of its own. With them
-    (Qwen2.5-VL), a video is one picture, whose frames are at its times, [frames] ascending from 0.
-    With ``after_times`` (Qwen2.5-Omni), what follows starts after its last time as well.
+    Without ``video_times`` (Qwen3-VL), each frame of a video is a picture behind a timestamp in the
+    text. With them (Qwen2.5-VL), a video is one picture, whose frames are at its times, [frames]
+    ascending from 0. With ``after_times`` (Qwen2.5-Omni), what follows starts after the last, too.
 
     Raises ValueError when the tokens and the grids do not match.
     """

@@ -20,10 +20,9 @@ from loongplug.data.packing import Pack, PackingState, PackPlanner, packs_once
 def microbatch_positions(
     consumed_samples: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Stream positions of the microbatch a rank makes when this many samples are consumed.
+    """Stream positions of the microbatch that a rank makes when this many samples are consumed.
 
-    The microbatches that all ranks make at one time are neighbours; together they consume
-    ``micro_batch_size * dp_size`` samples.
+    The microbatches that all ranks make at one time are neighbours.
     """
     start = consumed_samples + dp_rank * micro_batch_size
     return range(start, start + micro_batch_size)
@@ -120,10 +119,8 @@ def padded_slots(
 class PackStream:
     """The packs of an endless stream of samples, of all ranks, one after the other.
 
-    ``length`` tells the tokens of the sample at a position. It is asked first for those that are
-    held back at ``place``, then for the others in their order, for each once; an index may have
-    been made again since the place was noted. No collectives: ranks with equal lengths get the same
-    packs.
+    ``length`` tells the tokens of the sample at a position: first of those that are held back at
+    ``place``, as an index may have been made again, then of the others in their order, each once.
     """
 
     def __init__(
@@ -154,7 +151,7 @@ class PackStream:
         consumed: int,
         taken: Callable[[Pack, bool], None] = lambda pack, own: None,
     ) -> Iterator[Slot]:
-        """The packs of these ranks, from so many ``consumed`` on: ranks take one each at a time.
+        """The packs of these ranks, from so many ``consumed`` on; ranks take one each at a time.
 
         ``taken`` is called with each pack, and whether it is one of theirs.
         """
@@ -170,10 +167,7 @@ class PackStream:
 
 
 def packs_of_epochs(lengths: NDArray[np.int32], *, seed: int, packing: Packing, epochs: int) -> int:
-    """How many packs of the stream hold all samples of its first epochs.
-
-    The last of them may be filled up with samples of the next epoch.
-    """
+    """How many packs of the stream hold all samples of its first epochs."""
     order = SampleOrder(len(lengths), seed=seed)
     packs = PackStream(lambda at: int(lengths[order.index(at)]), packing=packing)
     while packs.next()[0] < epochs * len(lengths):  # a pack's first sample has waited longest
@@ -185,8 +179,8 @@ def packs_of_epochs(lengths: NDArray[np.int32], *, seed: int, packing: Packing, 
 class Evaluation:
     """The places of an evaluation, all ranks' together: a row each or, with ``packs``, a pack.
 
-    Rows come in their order, each once. Places behind the last row are blank. All follows from the
-    rows' number or lengths alone, so that ranks need not ask each other when an evaluation ends.
+    Rows come in their order, each once. Places behind the last row are blank. It follows from the
+    rows' number or lengths alone, so that ranks need not ask each other.
     """
 
     rows: int  # that are evaluated
@@ -316,10 +310,7 @@ class StepSizes:
         return steps
 
     def samples(self, steps: int) -> int:
-        """How many the first ``steps`` steps of a run take.
-
-        A step that has begun is finished: a size lasts until at or after the next one's begin.
-        """
+        """How many the first ``steps`` steps take; one that has begun is finished."""
         consumed = 0
         for (_, size), (end, _) in pairwise(self.sizes):
             taken = min(steps, max(0, -(-(end - consumed) // size)))

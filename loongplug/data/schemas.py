@@ -39,12 +39,6 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _file_name(name: str) -> str:
-    if "\0" in name:
-        raise PydanticCustomError("no_file_name", "No file's name can have a NUL character")
-    return name
-
-
 def _parsed(value: Any) -> Any:
     """What JSON text says, else the value, if JSON can say it."""
     try:
@@ -71,9 +65,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-Name = Annotated[Text, AfterValidator(_file_name)]
 Rate = Annotated[float, Field(ge=LEAST_FPS, allow_inf_nan=False)]
-Frames = Annotated[list[Name], Field(min_length=1)]
+Frames = Annotated[list[Text], Field(min_length=1)]
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed)]
 Tools = Annotated[list[JsonObject], BeforeValidator(_parsed)]
 Calls = Annotated[list[Annotated[JsonObject, AfterValidator(_call)]], BeforeValidator(_parsed)]
@@ -93,7 +86,7 @@ def _path_or_bytes(value: Any) -> Any:
 
 # The name of an image or a sound, or itself where rows can hold bytes.
 File = Annotated[
-    Annotated[Name, Tag("<string>")] | Annotated[InlineFile, Tag("<bytes>")],
+    Annotated[Text, Tag("<string>")] | Annotated[InlineFile, Tag("<bytes>")],
     Discriminator(lambda value: "<bytes>" if isinstance(value, InlineFile) else "<string>"),
     BeforeValidator(_path_or_bytes),
 ]
@@ -135,20 +128,20 @@ class TextPart(_Schema):
 
 
 class Url(_Schema):
-    url: Name
+    url: Text
 
 
 UrlOrString = Annotated[
-    Annotated[Name, Tag("<string>")] | Annotated[Url, Tag("<object>")], _string_or("<object>")
+    Annotated[Text, Tag("<string>")] | Annotated[Url, Tag("<object>")], _string_or("<object>")
 ]
 
 Source = Annotated[
-    Annotated[Name, Tag("<string>")] | Annotated[Frames, Tag("<frames>")], _string_or("<frames>")
+    Annotated[Text, Tag("<string>")] | Annotated[Frames, Tag("<frames>")], _string_or("<frames>")
 ]
 
 _BY_LIST = Discriminator(lambda value: "<list>" if isinstance(value, list) else "<one>")
 Files = Annotated[Annotated[File, Tag("<one>")] | Annotated[list[File], Tag("<list>")], _BY_LIST]
-Videos = Annotated[Annotated[Name, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
+Videos = Annotated[Annotated[Text, Tag("<one>")] | Annotated[list[Source], Tag("<list>")], _BY_LIST]
 
 
 class PartRow(_Schema):

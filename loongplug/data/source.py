@@ -6,11 +6,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
-from typing import Any
+from typing import Any, NamedTuple
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.media_loader import PlanJob, StepMaker
+from loongplug.data.media_loader import UnitLoader
 from loongplug.data.planned_media import (
     EncoderUnits,
     LoadedUnit,
@@ -21,7 +21,7 @@ from loongplug.data.planned_media import (
     StepDraft,
     planned_units,
 )
-from loongplug.data.sample import UNUSABLE, Sample, as_indexed
+from loongplug.data.sample import UNUSABLE, Grid, Sample, as_indexed
 from loongplug.data.sample_order import (
     START,
     Evaluation,
@@ -43,19 +43,15 @@ class LocalSource:
     ``parts`` are, by rank in ascending order, which samples of its microbatches are taken, None for
     all: a rank that decodes takes its own; one that encodes alone, parts of several in turn.
 
-    Which rows a microbatch has follows from their number or from their extents. These are those of
-    the dataset's index; without one, of the samples, which are made first. Text and media are made
-    by one pool of ``workers``, a bounded number ahead, and media up to a number of bytes. Every
-    rank of a replica makes all of its text, and all make the same; with an index and without
-    ``text``, a rank makes none. Media are loaded as ``encoders``, by name, say. No communication.
+    Which rows a microbatch has follows from their number or from their extents: of the dataset's
+    index or, without one, of the samples, which are made first. Text and media are made by one pool
+    of ``workers``, a bounded number ahead, and media up to a number of bytes. Every rank of a
+    replica makes the same text; with an index and without ``text``, none. No communication.
 
     ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an endless
-    stream, over and over. ``bad_samples`` says what becomes of a sample that cannot be used.
-
-    With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
-    whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
-    given, packs are planned from the first sample on, however many are consumed. By an index, text
-    is made of the samples in this rank's packs alone.
+    stream, over and over. With ``look_ahead``, rows are packs, and whatever counts samples here
+    counts packs: a microbatch is one of them. Where ``resume`` is not given, packs are planned from
+    the first sample on, however many are consumed.
     """
 
     def __init__(
@@ -102,9 +98,9 @@ class LocalSource:
         self._loading: set[_Load] = set()
         share = max(1, workers.processes)  # together they keep what one would
         dataset.share_cache(share)
-        making = StepMaker(dataset, encoders, cache_bytes=_MEDIA_CACHE_BYTES // share)
-        self._bytes_of = making.load.bytes_of
-        self._pool: Pool[Any, Any] = Pool(making, settings=workers)
+        load = UnitLoader(dataset, cache_bytes=_MEDIA_CACHE_BYTES // share)
+        self._bytes_of = load.bytes_of
+        self._pool: Pool[Any, Any] = Pool(partial(_made, dataset, encoders, load), settings=workers)
         order = SampleOrder(len(dataset), seed=seed)
         own: dict[str, Any] = {"dp_ranks": tuple(parts), "dp_size": dp_size}
         samples: Callable[[], Sequence[Sample]] | None = None
@@ -140,9 +136,8 @@ class LocalSource:
         self._samples = samples  # of the next slot; None: they are of no use here
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
-        """The microbatches of the next step, in their order.
+        """The microbatches of the next step, in their order, each planned when it is asked for.
 
-        Each is planned when it is asked for, unless the assignment compares all of a step. Raises
         ValueError, with file and line, for a row that cannot be used.
         """
         step = next(self._steps) * len(self._parts)
@@ -178,9 +173,7 @@ class LocalSource:
         """Say who encodes what of as many microbatches as are assigned together."""
         draft = self._drafts.popleft() if self._drafts else self._drafted()
         for name, (media, work) in draft.plans.items():
-            by_plan = self._encoders[name].assignment.by_plan
-            assert by_plan is not None, "it was asked for"
-            by_plan.keep(media, work.result())
+            self._encoders[name].assignment.by_plan.keep(media, work.result())
         units = planned_units(
             draft.numbers,
             draft.media,
@@ -224,7 +217,7 @@ class LocalSource:
         for name, encoder in self._encoders.items():
             if encoder.assignment.by_plan is not None and self._pool.settings.processes:
                 grids = tuple(each.grids for each in media[name])
-                plans[name] = grids, self._pool.submit(PlanJob(name, grids), soon=True)
+                plans[name] = grids, self._pool.submit(_Plan(name, grids), soon=True)
         self._number = numbers.stop
         return StepDraft(numbers, self._step, texts, media, plans)
 
@@ -303,10 +296,9 @@ class LocalSource:
         return loaded
 
     def _work_ahead(self) -> None:
-        """Begin to load what is needed next, and to plan behind it.
+        """Begin to load what is needed next, and plan behind it; by an index, it waits for nothing.
 
-        It waits for nothing by an index; without one, it waits for rows where a pack, or a step
-        that is assigned as a whole, takes more of them than are read ahead.
+        Without one, a pack or a whole step may take more rows than are read ahead.
         """
         settings = self._pool.settings
         most = settings.processes * settings.depth
@@ -345,3 +337,22 @@ class _Load:
     unit: MediaBatch
     nbytes: int  # of its rows, once loaded
     work: Future[LoadedUnit] | None = None
+
+
+class _Plan(NamedTuple):
+    encoder: str
+    media: Sequence[Sequence[Grid]]
+
+
+def _made(
+    dataset: ChatDataset,
+    encoders: Mapping[str, EncoderUnits],
+    load: UnitLoader,
+    job: tuple[int, ...] | MediaBatch | _Plan,
+) -> Any:
+    """Samples of rows, the rows of a unit's media, or a plan; stateless but for caches."""
+    if isinstance(job, MediaBatch):
+        return load(job)
+    if isinstance(job, _Plan):
+        return encoders[job.encoder].assignment.by_plan.plan(job.media)
+    return dataset.text_parts(job)

@@ -51,8 +51,8 @@ def encode_hidden(
 ) -> list[int]:
     """The ids of a rendered text: special tokens are those that the template wrote.
 
-    What marks stand for is encoded as text, together with the text around it; ValueError where the
-    tokenizer makes a special token of any. ``after`` is as in :func:`encode_text`.
+    What marks stand for is encoded as text, with the text around it; ValueError where the tokenizer
+    makes a special token of any.
     """
     ids: list[int] = []
     end = 0

@@ -46,16 +46,11 @@ class SurveySettings:
     @property
     def options(self) -> dict[str, Any]:
         """Those that a command line gives, but for places; ``data index`` has all of them."""
+        own = ("training_phase", "video_fps", "special_tokens_in_text", "multi_turn")
+        rows = ("max_row_mib", "confine_media", "ignore_keys", "columns")
         return {
-            "training_phase": self.training_phase,
-            "video_fps": self.video_fps,
-            "special_tokens_in_text": self.special_tokens_in_text,
-            "multi_turn": self.multi_turn,
-            "train_template_thought": self.train_template_thought,
-            "max_row_mib": self.access.max_row_mib,
-            "confine_media": self.access.confine_media,
-            "ignore_keys": self.access.ignore_keys,
-            "columns": self.access.columns,
+            **{name: getattr(self, name) for name in (*own, "train_template_thought")},
+            **{name: getattr(self.access, name) for name in rows},
             **self.pixel_limits.given(),
         }
 

@@ -76,14 +76,11 @@ def tokenize_conversation(
     """Apply the chat template and write the media's placeholders, in their order.
 
     ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text;
-    neither on answers that the row leaves out (:attr:`Message.trained`), on what the tokenizer puts
-    in front of any text, or on tokens that mark or stand for media. None gives the prompt for the
-    assistant's next answer. Where the template ends answers without a token, the tokenizer's
-    eos_token is written behind each.
+    neither on answers that the row leaves out, on what the tokenizer puts in front of any text, or
+    on tokens that mark or stand for media. None gives the prompt for the assistant's next answer.
 
     An answer is tokenized, and trained on, as it is served: behind the prompt that asks for it.
-    Where one rendering does not show all so, ``processor.multi_turn`` says what is made. A thought
-    without content that the template puts before it is trained on with ``trains_thoughts``. Special
+    Where one rendering does not show all so, ``processor.multi_turn`` says what is made. Special
     tokens are those of the template and the placeholders, unless ``processor`` allows the row's.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
@@ -155,16 +152,6 @@ def tokenize_prompt(
 ) -> NDArray[np.int64]:
     """The tokens [n] after which the assistant would speak next, placeholders written."""
     return tokenize_conversation(conversation, processor, phase=None, placeholders=placeholders).ids
-
-
-def shortest_sample(processor: Processor) -> int:
-    """How many tokens the template alone takes for an exchange in which nothing is said."""
-    messages = (Message("user", ()), Message("assistant", ()))
-    with told(f"{processor.folder}: "):
-        text = rendered(messages, processor)
-    tokenizer = processor.tokenizer
-    added = len(leading_ids(tokenizer)) + habits_of(tokenizer).leaves_answers_open
-    return len(tokenizer.encode(text, add_special_tokens=False)) + added
 
 
 def _renderings(

@@ -1,14 +1,14 @@
 """Videos: how a model family writes their times, their grids and their patches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
 from loongplug.data.data_options import Transparency
@@ -18,10 +18,6 @@ from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import require_scaling
 from loongplug.data.sample import Grid, OddVideos, told
 from loongplug.data.video_files import decode_frames, video_header
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _USUAL_FPS = 2.0
 
@@ -44,8 +40,7 @@ class VideoStyle:
     def times(self, frames: int, *, fps: float, temporal_patch_size: int) -> NDArray[np.int64]:
         """What the time axis of a block counts at each of so many temporal patches, [frames].
 
-        In float32 and in the order of transformers: near a whole number, another order would count
-        another one.
+        In float32 and in the order of transformers: near a whole number, another counts otherwise.
         """
         seconds = np.float32(temporal_patch_size / fps)
         numbers, rate = np.arange(frames, dtype=np.float32), np.float32(self.tokens_per_second)
@@ -73,10 +68,7 @@ def _own_config(folder: Path) -> dict[str, Any]:
 
 
 def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[float]:
-    """The middle between the times of each temporal patch's first and last frame, in seconds.
-
-    Where frames are missing to fill the last patch, the last frame counts again.
-    """
+    """The middle between the times of each temporal patch's first and last frame, in seconds."""
     last = len(times) - 1
     starts = range(0, len(times), temporal_patch_size)
     return [(times[i] + times[min(i + temporal_patch_size - 1, last)]) / 2 for i in starts]
@@ -85,10 +77,9 @@ def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[flo
 class VideoProcessor:
     """The video processor of transformers in a model's folder, in the style of its family.
 
-    It is loaded when the first video asks for it: a folder without one serves images and text.
-    All frames that a row names are used. Of a video file, frames are taken as that processor
-    says: ``fps`` per second, where neither the row nor this argument says, as often as the
-    folder's configuration does, and within its limits.
+    It is loaded when the first video asks for it: a folder without one serves images and text. All
+    frames that a row names are used; of a video file, ``fps`` per second, where the row does not
+    say, else as often as the folder's configuration says, and within its limits.
     """
 
     def __init__(
@@ -113,10 +104,7 @@ class VideoProcessor:
         where: str,
         header: VideoHeader | None = None,
     ) -> VideoClip:
-        """The frames to take of a video file; reads its header, unless it is given.
-
-        ``fps``: None where the row does not say. ValueError for a file that is missing or no video.
-        """
+        """The frames to take of a video file; reads its header, unless it is given."""
         from transformers.video_utils import VideoMetadata
 
         header = header or video_header(path, where=where)
@@ -134,8 +122,6 @@ class VideoProcessor:
 
     def grid(self, video: AnyVideo, *, where: str) -> Grid:
         """The grid of :meth:`coded` rows, by headers; ValueError for frames of unequal size."""
-        import torch
-
         size = video_size(video, where=where)
         count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
@@ -152,8 +138,6 @@ class VideoProcessor:
 
         [frames * height * width, channels * pixels] uint8; ValueError for one that cannot be used.
         """
-        import torch
-
         transparency = self._processor.transparency
         frames = decode_video(video, where=where, odd=self.odd, transparency=transparency)
         frames += frames[-1:] * self._missing(video)
@@ -198,9 +182,7 @@ class VideoProcessor:
 
 
 def _frame_rows(patches: Tensor, grid: Grid, *, frames: int, together: int) -> Tensor:
-    """The rows of bytes of a video's first ``frames``, of patches as a processor cuts them.
-
-    A patch has so many ``together``.
+    """The rows of bytes of a video's first ``frames``, of patches with so many ``together``.
 
     [time * height * width, channels * frames of a patch * pixels] uint8 to
     [frames * height * width, channels * pixels].

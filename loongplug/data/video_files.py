@@ -7,32 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.av_files import AvKind, opened_stream
+from loongplug.data.av_files import opened_stream
 from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.media_files import MediaFile
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
-# All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
-# (hls, concat, image2) lead to other files, and to the network.
-CONTAINERS = ("mov", "matroska", "webm", "avi", "mpegts", "mpeg", "ogg", "flv", "asf", "gif")
 _MOST_APART = 1.05  # frames between a stamp, which is rounded, and index / rate
-_VIDEO = AvKind(
-    name="video",
-    containers=CONTAINERS,
-    without_av="is a video file, and PyAV, which reads them, is not installed: pip install"
-    " 'loongplug[video]', or give the video's frames as image files",
-    damaged="is damaged or no video of a kind that is read",
-    cure="replace the file, or convert it to MP4",
-)
 
 
 def video_header(path: MediaFile, *, where: str) -> VideoHeader:
-    """Read the container's header and decode the first frame, which knows how it is turned.
+    """The header of a file, by its container and its first frame, which knows how it is turned.
 
-    Where the container does not say how many frames there are, their packets are counted; none
-    is decoded. Raises ValueError with ``where`` for a file that is missing, damaged or no video.
+    Where the container does not say how many frames there are, their packets are counted. Raises
+    ValueError with ``where`` for a file that is missing, damaged or no video.
     """
-    with opened_stream(_VIDEO, path, where=where, header=True) as (container, stream):
+    with opened_stream("video", path, where=where, header=True) as (container, stream):
         fps = float(stream.average_rate or 0)
         pixels = stream.codec_context.width * stream.codec_context.height
         if pixels > _MOST_PIXELS:
@@ -55,14 +44,13 @@ def decode_frames(
 ) -> list[NDArray[np.uint8]]:
     """The frames of the clip, upright and in RGB, [height, width, 3] each.
 
-    Decodes the file up to the last of them. Where the header counts more frames than there are,
-    as in clips that were cut without encoding them again, the last one stands for those behind it.
-    ``odd`` is called with what is so of the file. Raises ValueError with ``where`` for a file that
-    is missing or damaged, or where less than half of the frames can be decoded.
+    Where the header counts more frames than there are, as in clips that were cut without encoding
+    them again, the last one stands for those behind it. ``odd`` is called with what is so of the
+    file. ValueError with ``where`` where less than half of the frames can be decoded.
     """
     wanted, taken = frozenset(clip.indices), dict[int, NDArray[np.uint8]]()
     count, start, apart, total = 0, None, 0.0, clip.header.frames
-    with opened_stream(_VIDEO, clip.path, where=where) as (container, stream):
+    with opened_stream("video", clip.path, where=where) as (container, stream):
         from av.video.reformatter import VideoReformatter
 
         stream.thread_type = "AUTO"

@@ -41,8 +41,7 @@ class WorkerSettings:
     """How much of a stream runs ahead: ``processes * depth`` results at most wait for their use.
 
     No media are begun while those that wait come to more than ``most_bytes``. Without processes,
-    each result is made when it is asked for. ``pin_memory`` moves results to page-locked memory,
-    from which copies to a GPU need not be waited for.
+    each result is made when it is asked for. ``pin_memory``: results are in page-locked memory.
     """
 
     processes: int = 0
@@ -182,8 +181,7 @@ class Ordered[Job, Made](Iterator[Made]):
 def garbage_stays_here() -> Iterator[None]:
     """Processes that are forked meanwhile never collect what this one has made before.
 
-    Some of it may have threads, which a forked process lacks: a video's decoder that nobody holds
-    any more waits for its threads when it is freed, and there that never ends.
+    A video's decoder waits for its threads when it is freed, which a forked process lacks.
     """
     somebody_froze = gc.get_freeze_count() > _FROZEN_FROM_THE_START
     gc.freeze()
@@ -199,8 +197,7 @@ def map_rows[T](
 ) -> Iterator[T]:
     """What ``task`` makes of each row from 0 to ``count``, in their order, with a progress bar.
 
-    By so many ``processes``, or one for each processor. Raises ValueError when one was killed, and
-    otherwise as a :class:`Pool` does.
+    By so many ``processes``, or one for each processor; ValueError when one was killed.
     """
     if processes is None:
         processes = len(os.sched_getaffinity(0))

@@ -176,9 +176,9 @@ def slow(path: Path) -> None:
     [
         (missing, "no audio file at"),
         (cut_off, "is cut off: its header says 4000 bytes of sound, but 3990"),
-        (text, "damaged or no sound of a kind that is read"),
-        (damaged, "damaged or no sound of a kind that is read"),
-        (long_chunk, "damaged or no sound of a kind that is read"),
+        (text, "damaged or no audio of a kind that is read"),
+        (damaged, "damaged or no audio of a kind that is read"),
+        (long_chunk, "damaged or no audio of a kind that is read"),
         (pipe, "cannot be opened: it is not a plain file"),
         (slow, "has 16 bits and 1 samples a second: expected up to 32 bits, and 1000 to"),
     ],
@@ -215,5 +215,5 @@ def test_without_av_one_sentence_says_what_helps(
     (tmp_path / "a.mp3").write_bytes(bytes(1_000))
     monkeypatch.setitem(sys.modules, "av", None)
     for name in ("slow.wav", "float.wav", "a.mp3"):
-        with pytest.raises(ValueError, match=f"^{WHERE}: .*{name} is no WAV file .*loongplug.vid"):
+        with pytest.raises(ValueError, match=f"^{WHERE}: .*{name} is read by PyAV.*loongplug.vid"):
             audio_length(tmp_path / name, where=WHERE, enough=ENOUGH)

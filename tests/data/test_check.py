@@ -72,7 +72,7 @@ def bad_file(
         ({"messages": []}, [("row", r"messages is \[\]")]),
         (row("\ud800 hi", "1"), [("row", "lone surrogate")]),
         ({"text": "\ud800 hi"}, [("row", "lone surrogate")]),
-        (row("Read", "1", images=("a\0b.png",)), [("row", "NUL")]),
+        (row("Read", "1", images=("a\0b.png",)), [("media", "cannot be opened: embedded null")]),
         (row("Read", "1", images=(f"{'a' * 300}.png",)), [("media", "cannot be opened")]),
         ("3", [("row", "a JSON int where an object was expected")]),
     ]

@@ -147,12 +147,3 @@ def test_longest_sample_that_fits(
     assert len(open_rows(rows, processor, seq_length=12)[0].input_ids) == 12
     with pytest.raises(ValueError, match="has 12 tokens, but --seq-length is 11"):
         open_rows(rows, processor, seq_length=11)[0]
-
-
-def test_sequence_too_short_for_any_sample(
-    processor: Processor, write_rows: Callable[..., Path], row: Row
-) -> None:
-    rows = write_rows(row("Read", "1"))
-    open_rows(rows, processor, seq_length=10)
-    with pytest.raises(ValueError, match=r"--seq-length 9 is too small: .* takes 10 tokens"):
-        open_rows(rows, processor, seq_length=9)

@@ -95,7 +95,7 @@ def test_values_of_frames_are_those_of_transformers_to_the_bit(
     expected = transform([given], return_tensors="pt", input_data_format="channels_last")
     rows, grid = videos.coded(video, where="rows.jsonl:1")
     assert list(grid) == expected["video_grid_thw"][0].tolist()
-    values = PixelBytes.of_videos(videos.transform).of_video(rows, grid)
+    values = PixelBytes.of_videos(videos.transform).decoded(rows, grid[1] * grid[2])
     assert torch.equal(values, expected["pixel_values_videos"].float())
     # Each frame once, a byte for a value.
     assert rows.dtype == torch.uint8

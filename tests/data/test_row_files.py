@@ -1,4 +1,3 @@
-import gzip
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -205,18 +204,3 @@ class TestArray:
         assert (index.read(0), index.read(2)) == ({"a": 1}, {"a": 2})
         with pytest.raises(ValueError, match=r"rows.json:1 row 2: the row has 1.0 MiB"):
             index.read(1)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"PAR1....", "a Parquet file"),
-        (gzip.compress(b"{}"), "compressed by gzip"),
-        ('{"a": 1}'.encode("utf-16"), "text in UTF-16"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused_once(tmp_path: Path, content: bytes, kind: str) -> None:
-    path = tmp_path / "rows"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"rows is {kind}: expected JSONL"):
-        JsonlIndex(path)

@@ -13,7 +13,6 @@ from loongplug.data.processor import Processor
 from loongplug.data.tokens import (
     Tokens,
     TrainingPhase,
-    shortest_sample,
     tokenize_conversation,
     tokenize_prompt,
 )
@@ -163,12 +162,6 @@ def test_a_template_that_reorders_is_refused(processor: Processor) -> None:
             phase="pretrain",
             placeholders=[BLOCK, *images([1])],
         )
-
-
-def test_shortest_sample(processor: Processor) -> None:
-    empty = conversation(("user", ""), ("assistant", ""))
-    tokens = tokenize_conversation(empty, processor, phase="sft", placeholders=images([]))
-    assert shortest_sample(processor) == len(tokens.ids) == 10
 
 
 def with_template(processor: Processor, template: str) -> Processor:

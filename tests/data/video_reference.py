@@ -165,4 +165,4 @@ def reference(family: Family, row: Row, folder: Path) -> dict[str, Any]:
 def patches(videos: VideoProcessor, video: Any, *, where: str) -> tuple[torch.Tensor, Grid]:
     """The rows of values of a video, and their grid."""
     rows, grid = videos.coded(video, where=where)
-    return PixelBytes.of_videos(videos.transform).of_video(rows, grid), grid
+    return PixelBytes.of_videos(videos.transform).decoded(rows, grid[1] * grid[2]), grid
