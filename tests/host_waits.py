@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loongplug.estimate.live_bytes import Tape
-from loongplug.estimate.stand_ins import devices_and_buffers
+from loongplug.estimate.tracing import devices_and_buffers
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.devices import to_device
 from loongplug.platform.platforms import CpuPlatform

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput, MediaToCome, Microbatch, Unit
 from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import Kept, StepPlan
+from loongplug.hetero.modes import FULL_HETERO_DP
+from loongplug.hetero.operations import EncoderStep, Kept, StepPlan
 from loongplug.hetero.policies import Policy
 from loongplug.models.encoder import embedded
 from loongplug.models.entries import Entry, Role
@@ -202,7 +202,14 @@ def executor_of(
 
     platform: Any = Device(copies) if device is None else device
     wires: Any = Wires()
-    return Executor(planned, wires, entry=entry, taps=0, outside_schedule=True, platform=platform)
+    return Executor(
+        planned=planned,
+        exchange=wires,
+        entry=entry,
+        taps=0,
+        outside_schedule=True,
+        platform=platform,
+    )
 
 
 def run_step(
@@ -217,11 +224,11 @@ def run_step(
     """:func:`run_encoders` with one, whose state may be on the host."""
     if executor.host.state is None:
         wrapped: Any = model.parts[ENTRY.name]
-        executor.host.state = EncoderState(wrapped, [], platform=executor._platform)
+        executor.host.state = EncoderState(wrapped, [], platform=executor.platform)
     return run_encoders(
         {ENTRY.name: executor},
         model,
-        microbatches(rows, device=executor._platform.device),
+        microbatches(rows, device=executor.platform.device),
         training=training,
         backwards=backwards,
         seen=seen,
@@ -297,9 +304,8 @@ def run_encoders(
 class _Encodes:
     """What an engine asks of an encoder's, where there are no ranks."""
 
-    steps = True
+    mode = FULL_HETERO_DP
     here = False
-    fills_bubbles = False
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

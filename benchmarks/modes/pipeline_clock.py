@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from loongplug.hetero.encoder_place import EncoderPlace
-from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     BEGIN,
     END,
     Backward,
     Cargo,
     Encode,
+    EncoderStep,
     Exchange,
     Operation,
     Receive,

@@ -238,7 +238,7 @@ def _in_turn(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tupl
     """Which of the encoder's replicas encodes each microbatch's unit."""
     side = engine.encoders[encoder.name]
     replicas = 1
-    if side.steps and not case.apart:
+    if side.mode.around_schedule and not case.apart:
         assert side.place.edge is not None, "it lies where the decoder lies"
         replicas = len(side.place.edge.replicas)
     return in_turn(media_of(case)[encoder.name], replicas)

@@ -13,8 +13,7 @@ from loongplug.hetero.bubble_drafts import streamed
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
 from loongplug.hetero.recorded_schedule import Pipeline
-from loongplug.hetero.step_costs import PassCosts, PieceCost
-from loongplug.hetero.step_programs import plan_time
+from loongplug.hetero.step_programs import PassCosts, PieceCost, plan_time
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER

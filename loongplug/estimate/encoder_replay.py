@@ -24,7 +24,7 @@ from loongplug.estimate.live_bytes import (
     TRANSIENT,
     Tape,
 )
-from loongplug.estimate.stand_ins import Away
+from loongplug.estimate.tracing import Away
 from loongplug.hetero import engine
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.engine import EncoderEngine
@@ -92,7 +92,7 @@ class EncoderReplay:
         # By microbatch, in the decoder's graph, and how many features there are.
         self._taken: dict[int, tuple[GradientEdge, int]] = {}
         own = copy(of_run)  # each rank has an executor of its own, in the same place
-        if own.apart:
+        if own.mode.apart:
             own.hear(trains)
         executor = self._executor = own.executor()
         none = torch.empty(0, device=_META)

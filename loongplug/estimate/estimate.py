@@ -1,6 +1,6 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,10 @@ from loongplug.estimate.live_bytes import (
     TRANSIENT,
     Tape,
 )
-from loongplug.estimate.microbatches import StepOf, media_rows, own_ranks_of, pieces_of
-from loongplug.estimate.model_state import State, Stepping, rank_state
-from loongplug.estimate.ranks import EstimatedRank, as_rank
-from loongplug.estimate.traced_encoder import EncoderStandIn, PassBytes, media_of, trace_encoder
+from loongplug.estimate.ranks import EstimatedRank, State, as_rank, rank_state
+from loongplug.estimate.run_of_flags import StepOf, media_rows, own_ranks_of
 from loongplug.estimate.traced_stage import TracedStage, TurnBytes
+from loongplug.estimate.tracing import EncoderStandIn, PassBytes, media_of, trace_encoder
 from loongplug.hetero.operations import BEGIN, END, Event, When
 from loongplug.hetero.recorded_schedule import Pipeline, Turn, events, first_stage, shortened, turns
 from loongplug.models.architecture import EncoderArchitecture
@@ -67,35 +66,27 @@ class RankMemory:
         return f"stage {self.stage}" + ("" if self.role in ROLES else f" of {self.role}")
 
 
-def estimate(
-    parsed: ParsedArguments,
-    step_of: StepOf,
-    *,
-    stepping: Stepping,
-    on_stage: Callable[[int, int], None] = lambda stage, stages: None,
-) -> list[RankMemory]:
+def estimate(parsed: ParsedArguments, step_of: StepOf) -> list[RankMemory]:
     """The fullest rank of each pipeline stage: of the decoder's first replica, then of encoders.
 
     ``step_of`` gives the microbatches of a step; an encoder on ranks of its own is seen at its
-    busiest replica. ``stepping`` is how the run's optimizer works, which the machine decides;
-    ``on_stage`` is told which of how many stages comes next. No collectives; there must be no
-    process group. Makes no tensor with memory that grows with the model.
+    busiest replica. No collectives; there must be no process group. Makes no tensor with memory
+    that grows with the model.
     """
     args, model = parsed.args, parsed.model
     own, stages = own_ranks_of(args, model), args.pipeline_model_parallel_size
     # Encoders first, stage by stage: those behind hear whether they train.
     steps: list[tuple[int, Sequence[Microbatch]]] = []
     for each in own:
-        pieces = pieces_of(each, step_of, encoder=model.encoder(each.name), packed=args.packing)
+        pieces = step_of(each.parts(packed=args.packing))
         steps += [(each.rank(stage), pieces) for stage in range(each.layout.pp)]
-    count, microbatches = len(steps), step_of(0)
+    count, microbatches = len(steps), step_of({0: None})
     steps += [(stage * args.world_size // stages, microbatches) for stage in range(stages)]
     trains = {each.name: [False] * each.layout.pp for each in own}
     traced: dict[Any, PassBytes] = {}  # all stages that encode have the same encoders
     counted = {} if args.target_device == "cpu" else communicators_of(args, model)
     found = []
-    for number, (first, microbatches) in enumerate(steps):
-        on_stage(number, len(steps))
+    for first, microbatches in steps:
         with as_rank(parsed, first) as rank:
             if rank.engine.own is not None:
                 (entry,) = rank.chunks[0].encoders
@@ -104,7 +95,7 @@ def estimate(
                 rank,
                 parsed,
                 microbatches,
-                states=rank_state(rank.chunks, args, stepping=stepping),
+                states=rank_state(rank.chunks, args),
                 traced=traced,
                 trains=trains,
             )
@@ -242,7 +233,7 @@ class EstimatedStep:
         given = {
             name: self._given(name, rank, tape)
             for name, each in self._rank.engine.encoders.items()
-            if each.steps and self._rank.engine.own in (None, name)
+            if each.mode.around_schedule and self._rank.engine.own in (None, name)
         }
         self._first.payload = (  # type: ignore[method-assign]
             lambda entry, unit: self._stand_ins[entry.name].payload(unit, tape)
@@ -290,7 +281,7 @@ class EstimatedStep:
         if when.event not in (Event.FORWARD, Event.GRADIENT):
             return features
         for entry in self._first.encoders:
-            if self._rank.engine.encoders[entry.name].steps:
+            if self._rank.engine.encoders[entry.name].mode.around_schedule:
                 continue
             assert when.microbatch is not None
             unit = self._microbatches[when.microbatch].units[entry.name]

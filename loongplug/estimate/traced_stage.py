@@ -19,8 +19,7 @@ from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.estimate.live_bytes import DECODER
-from loongplug.estimate.stand_ins import Away
-from loongplug.estimate.traced_encoder import drop, tracing
+from loongplug.estimate.tracing import Away, drop, tracing
 from loongplug.hetero.recorded_schedule import Turn
 from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient

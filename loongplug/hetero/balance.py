@@ -37,10 +37,9 @@ class Balance:
     """Assigns by cost where assigning in turn leaves the replicas unevenly loaded.
 
     That is where the slowest has at least (1 + ``threshold``) times the mean. Where whole units
-    leave it so, too, and by more than a tenth, units are cut: each share is one more pass
-    through the encoder with fewer rows to it, so a smaller gain is not worth it. ``of_frame`` has
-    what one of height x width rows costs, ``tokens`` a medium's in the text. A unit without media
-    is encoded as one of the size ``blank``.
+    leave it so by more than a tenth, units are cut: each share is one more pass. ``of_frame`` has
+    what a frame of height x width rows costs, ``tokens`` a medium's in the text. A unit without
+    media is encoded as one of the size ``blank``.
     """
 
     of_frame: Callable[[int, int], int]
@@ -60,11 +59,8 @@ class Balance:
 
     def costs(self, units: Sequence[Sequence[Grid]]) -> list[int]:
         """The cost of each unit."""
-        of_frame = self.of_frame
-        return [
-            sum([time * of_frame(height, width) for time, height, width in grids or (self.blank,)])
-            for grids in units
-        ]
+        of_frame, blank = self.of_frame, (self.blank,)
+        return [sum([t * of_frame(h, w) for t, h, w in grids or blank]) for grids in units]
 
     def assign(
         self, units: Sequence[Sequence[Grid]], *, replicas: int
@@ -75,8 +71,7 @@ class Balance:
         """
         costs = self.costs(units)
         whole = plan(costs, replicas, self.threshold)
-        found: tuple[tuple[Share, ...], ...]
-        found = tuple((Share(encoder_replica=each),) for each in whole)
+        found: tuple[tuple[Share, ...], ...] = tuple((Share(encoder_replica=x),) for x in whole)
         if imbalance(costs, whole, replicas=replicas) < max(self.threshold, 1 / _EVEN):
             return found
         slowest, total = max(loads(costs, whole, replicas=replicas)), sum(costs)
@@ -227,12 +222,10 @@ def imbalance(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas
 
 
 def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
-    """Longest first, each to the least loaded replica; then improved by moves and swaps.
+    """The replica of each unit: longest first to the least loaded; then moves and swaps.
 
     The slowest gives a unit away, perhaps for a smaller one, to the least loaded with which the
-    slower of the two is faster afterwards. Units count by their place in the order of costs, so
-    that the loads do not depend on the order the units come in; of equal ones, the earlier is
-    placed first.
+    slower of the two is faster afterwards. Loads do not depend on the order the units come in.
     """
     order = sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit))
     least = [(0, replica) for replica in range(replicas)]  # a heap of loads, and whose they are
@@ -264,9 +257,7 @@ def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
 def _exchange(
     mine: Sequence[_Unit], others: Sequence[_Unit], *, gap: int
 ) -> tuple[int, _Unit, _Unit]:
-    """With which loads that are ``gap`` apart come closest: what one gives in all, its unit, and
-    what it takes for that.
-    """
+    """The exchange by which loads ``gap`` apart come closest: its gain, what goes, what comes."""
     found = []
     for out in mine[:: -(-len(mine) // _CANDIDATES)]:
         at = bisect_left(others, (out[0] - gap // 2,))

@@ -6,13 +6,9 @@ encode while their first activations or first gradients are not there yet, and g
 the encoder in the schedule's cool-down. What is left is done before the schedule and behind it.
 
 Costs are integers that every rank counts, so that all come to the same plan without a word. A
-replica encodes its pieces in the order of microbatches and of the pieces within each, sends them in
-this order, and goes backward through them in this order; the first stage takes features and gives
-gradients back in the order of its forwards and backwards of the first chunk, which is the same. So
-the sends and receives of a pair of ranks are in one order on both sides, in each direction.
-
-Nobody waits for these sends. A replica without a piece has no work here, and still has to give
-every parameter a gradient.
+replica encodes, sends and goes backward through its pieces in the order of microbatches and within
+each; the first stage takes features and gives gradients back in the same. So the sends and receives
+of a pair of ranks are in one order on both sides, in each direction. Nobody waits for these sends.
 """
 
 from collections import defaultdict, deque
@@ -22,9 +18,8 @@ from itertools import product
 from math import inf
 
 from loongplug.hetero.balance import cut, in_passes
-from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.step_costs import FREE, DecoderPass, EncoderPlan, Name, Step
-from loongplug.hetero.step_programs import plan_time
+from loongplug.hetero.operations import EncoderWork
+from loongplug.hetero.step_programs import FREE, DecoderPass, EncoderPlan, Name, Step, plan_time
 
 # By replica, of each piece: before which pass it goes forward, and backward.
 _Places = list[dict[Name, list[int]]]
@@ -123,14 +118,13 @@ def _tails(step: Step) -> dict[DecoderPass, int]:
 class _Draft:
     """A plan in the making: whoever is free takes what fits, from the step's begin to its end.
 
-    A rank that waits for the decoder does encoder work that is done before the pass has to begin:
-    when its input is there, or, if that is later, when a pass must begin for the decoder to be
-    through in time. What the first stage would soon wait for may make the decoder wait. Pieces are
-    encoded in their order, by whoever comes first.
+    A rank that waits for the decoder does encoder work that ends before its next pass has to begin
+    for the decoder to be through in time. What the first stage would soon wait for may make the
+    decoder wait. Pieces are encoded in their order, by whoever comes first.
     """
 
     def __init__(self, step: Step, tails: Mapping[DecoderPass, int], habits: Habits) -> None:
-        """``tails`` are from the begin of each pass to the end of the schedule, at the least."""
+        """``tails`` are those of :func:`_tails`."""
         self._step, self._tails = step, tails
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(step.replicas)

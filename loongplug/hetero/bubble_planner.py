@@ -14,9 +14,16 @@ from loongplug.data.microbatch import Share
 from loongplug.data.sample import Grid
 from loongplug.hetero.balance import cut, in_passes, shares_of
 from loongplug.hetero.bubble_drafts import streamed
-from loongplug.hetero.encoder_steps import EncoderWork, Stream
-from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Name, PassCosts, PieceCost, Step
-from loongplug.hetero.step_programs import separated_time
+from loongplug.hetero.operations import EncoderWork, Stream
+from loongplug.hetero.step_programs import (
+    DecoderPass,
+    EncoderPlan,
+    Name,
+    PassCosts,
+    PieceCost,
+    Step,
+    separated_time,
+)
 
 Units = Sequence[Sequence[Grid]]  # of each microbatch, the grids of its media for the encoder
 
@@ -29,7 +36,7 @@ class StreamedCosts:
     """What a step takes, in operations of one rank, counted alike on every rank.
 
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
-    microbatch takes in the decoder, by place (:class:`~.step_costs.DecoderPass`). With several
+    microbatch takes in the decoder, by place (:class:`~.step_programs.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
     text. ``of_passes`` is of passes through the encoder.
 

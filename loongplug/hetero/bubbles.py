@@ -6,10 +6,9 @@ belongs before the pass. Nobody waits for a send before the step's end: with glo
 send is done when it is received, and the next stage may be at work of its own.
 
 There is a process group for each direction: activations, gradients, and, with virtual stages, the
-same from the last stage around to the first one. So in a group a rank's messages to another are of
-one kind, in the order of its passes, which is the order in which the other one receives them. In
-one queue for both directions, a receive that is posted early could lie before the send that the
-other rank waits for.
+same from the last stage around to the first one. So in a group a rank's messages to another are in
+the order of its passes, as the other one receives them. In one queue for both directions, a receive
+that is posted early could lie before the send that the other rank waits for.
 """
 
 from collections import deque
@@ -30,9 +29,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from loongplug.hetero.communicators import pipeline_pairs
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.operations import before_pass
+from loongplug.hetero.placement import pipeline_pairs
 from loongplug.hetero.wire import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
 from loongplug.parallel.exchange_groups import connected_group

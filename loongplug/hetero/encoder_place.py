@@ -9,17 +9,18 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.communicators import (
+from loongplug.hetero.modes import Mode
+from loongplug.hetero.operations import Cargo, EncoderStep
+from loongplug.hetero.placement import (
+    ApartPiece,
+    Edge,
     Pair,
+    Placement,
     apart_pairs,
     piece_pairs,
     stage_pairs,
     there_and_back,
 )
-from loongplug.hetero.encoder_steps import EncoderStep
-from loongplug.hetero.modes import Mode
-from loongplug.hetero.operations import Cargo
-from loongplug.hetero.placement import ApartPiece, Edge, Placement
 from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
 from loongplug.models.entries import Entry
 from loongplug.parallel.exchange_groups import connected_group, create_exchange_group
@@ -40,7 +41,7 @@ _STATES = Cargo.STATES, Cargo.STATE_GRADIENTS
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlace:
-    """What is known once the process groups are there.
+    """An encoder's place, as one rank knows it.
 
     ``state`` is the one that the encoder trains in, None where it lies on other ranks.
     ``replica_group`` has the ranks of the encoder replica that this rank encodes with, of its own
@@ -66,20 +67,16 @@ class EncoderPlace:
     deals: dist.ProcessGroup | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
-        """The pieces that ``rank`` encodes, or has a stage of, in their order.
-
-        There are none where it encodes whole units, or is not one of the encoder's own.
-        """
+        """The pieces that ``rank``, if it is of the encoder's own, has a stage of, in order."""
         if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
             return ()
         replica = self.layout.coordinates(rank).dp
         return tuple(each for each in self.pieces[training] if each.replica == replica)
 
     def step(self, rank: int, *, training: bool, decoder: Pipeline, **of_step: Any) -> EncoderStep:
-        """What a policy is asked of a step of ``rank``.
+        """What a policy knows of a step of ``rank``; ``of_step`` does not follow from the place.
 
-        ``decoder`` is that one's first stage; ``of_step`` is what does not follow from the place,
-        as :class:`EncoderStep` has it.
+        ``decoder`` is the decoder's first stage.
         """
         of_step["training"] = training
         if self.edge is not None:
@@ -234,10 +231,7 @@ class PlaceOfEncoder:
         *,
         options_of: str,
     ) -> dict[Cargo, dist.ProcessGroup | None]:
-        """Groups of ``ranks`` for what goes one way between ``pairs``, and for what comes back.
-
-        Collective over all ranks.
-        """
+        """Groups of ``ranks`` for what ``pairs`` send, and for what comes back. Collective."""
         options = {"options_of": options_of, "device": current_platform().device, **self.options}
         return {
             what: connected_group(f"{self.entry.name}_{what.name}", ranks, some, **options)

@@ -1,6 +1,4 @@
-"""What can be on the host while the decoder works: all that a rank holds for its encoder, and what
-a unit's backward through it needs.
-"""
+"""What can be on the host meanwhile: a rank's encoder, and what a unit's backward needs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,14 +142,12 @@ def _versions_of_frozen(
 
 @contextmanager
 def movable_saves(*, device: torch.device, stays: set[int]) -> Iterator[dict[int, Movable]]:
-    """Inside, a unit is encoded; what its graph saves on ``device`` is entered in what is given.
+    """Inside, what a unit's graph saves on ``device`` is entered in what is given, by its address.
 
-    That is by the storage's address, each once, however many tensors of it were saved. Storages
-    whose addresses are in ``stays`` are not entered, as others hold them (weights, inputs), nor
-    what is small. A backward finds there what is on the device by then.
-
-    Torch gives operations another object than the one that they have saved, so weights lack
-    attributes there: Megatron's fused accumulation into gradient buffers does not work with it.
+    Not entered are storages whose addresses are in ``stays``, as others hold them (weights,
+    inputs), nor what is small. A backward finds there what is on the device by then. Torch gives
+    it other objects than were saved, so weights lack attributes there: Megatron's fused
+    accumulation into gradient buffers does not work with it.
     """
     saved: dict[int, Movable] = {}
 

@@ -53,8 +53,8 @@ class EncoderEngine:
     _executor: Executor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._mode = self.found.mode
-        assert self._mode.fills_bubbles == (self.costs is not None), self._mode.name
+        self.mode = self.found.mode
+        assert self.mode.fills_bubbles == (self.costs is not None), self.mode.name
 
     @cached_property
     def place(self) -> EncoderPlace:
@@ -62,38 +62,23 @@ class EncoderEngine:
         return self.found.build()
 
     @property
-    def fills_bubbles(self) -> bool:
-        """Whether steps of training may stream."""
-        return self._mode.fills_bubbles
-
-    @property
-    def steps(self) -> bool:
-        """Whether something is put around the decoder's schedules."""
-        return self._mode.around_schedule
-
-    @property
-    def apart(self) -> bool:
-        """Whether the encoder lies on ranks of its own."""
-        return self._mode.apart
-
-    @property
     def here(self) -> bool:
-        """Whether these are ranks of its own, and this is one of them; collective as `place`."""
-        return self.apart and self.place.state is not None
+        """Whether it has ranks of its own, and this is one of them; collective as :attr:`place`."""
+        return self.mode.apart and self.place.state is not None
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Before the first step: the wrapped chunks and the optimizer of all modules.
+        """Take the chunks and the optimizer of all modules, before the first step. Collective.
 
-        Collective over all ranks for an encoder on ranks of its own: others hear if it trains.
+        Of an encoder on ranks of its own, others hear if it trains.
         """
-        if self.apart:
+        if self.mode.apart:
             trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
             stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             if self.here:
                 trains[stage] = unwrapped(chunks[0]).trains(self.found.entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
             self.hear(trains.tolist())
-        if Kept.STATE in self._mode.on_host:
+        if Kept.STATE in self.mode.on_host:
             name = self.found.entry.name
             self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
@@ -106,32 +91,28 @@ class EncoderEngine:
         self.executor().trains_before = self.here and any(trains[:stage])
 
     def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
-        """The plan of a step, as this rank does it.
-
-        ``of_step`` is what is known of the step as fields of :class:`EncoderStep`: at least its
-        ``encoder_replicas``, and whether the encoder ``trains`` in it.
-        """
+        """The plan of a step on this rank; ``of_step`` are fields of :class:`EncoderStep`."""
         step = self.place.step(
             dist.get_rank(),
             training=training,
             decoder=self.decoder,
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-            on_host=self._mode.on_host,
+            on_host=self.mode.on_host,
             joined_rows=self.joined_rows,
             **of_step,
         )
-        return self._mode.policy(step)
+        return self.mode.policy(step)
 
     def executor(self) -> Executor:
         """The executor of the steps' plans, one for the run. Collective like :attr:`place`."""
         if self._executor is None:
-            assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
+            assert self.mode.around_schedule, "the decoder's forward encodes"
             self._executor = Executor(
-                self.plan,
-                self._exchange(),
+                planned=self.plan,
+                exchange=self._exchange(),
                 entry=self.found.entry,
                 taps=self.taps,
-                outside_schedule=self._mode.outside_schedule,
+                outside_schedule=self.mode.outside_schedule,
                 platform=current_platform(),
                 carrier=self._carrier(),
                 streaming=self._streaming(),
@@ -172,7 +153,7 @@ class EncoderEngine:
         if not place.groups:
             return None
         behind, most = self._stages - 1 - self._stage_of(rank), inf
-        if self.apart:
+        if self.mode.apart:
             long = (3 + behind) * self.decoder.group  # a step that is not over before
             most, *_ = forwards_first(self.decoder, long, behind=behind)
         return Carrier(
@@ -203,10 +184,7 @@ class EncoderEngine:
         return StepPlanner(self.costs, stages=stages)
 
     def bubbles(self) -> Callable[[Schedule], Schedule]:
-        """What is put around a schedule whose bubbles the executor's steps may fill.
-
-        Collective over all ranks.
-        """
+        """What is put around a schedule whose bubbles the steps may fill. Collective."""
         assert self.costs is not None, "steps may stream"
         executor, decoder = self.executor(), decoder_layout()
         groups = create_pipeline_groups(
@@ -246,16 +224,15 @@ class Engine:
     @cached_property
     def _bubbles(self) -> Callable[[Schedule], Schedule] | None:
         """Where steps may stream, of one encoder. Collective over all ranks."""
-        streaming = [each for each in self.encoders.values() if each.fills_bubbles]
+        streaming = [each for each in self.encoders.values() if each.mode.fills_bubbles]
         assert len(streaming) <= 1, "one streams"
         return streaming[0].bubbles() if streaming else None
 
     @property
     def states(self) -> dict[str, ModuleState | None]:
-        """The entries' states by name, None where one lies on other ranks.
+        """The entries' states by name, None where one lies on other ranks. Collective at first.
 
-        The decoder is among them only where it lies on other ranks. Collective over all ranks when
-        asked for the first time.
+        The decoder is among them only where it lies on other ranks.
         """
         found = {name: each.place.state for name, each in self.encoders.items()}
         return found if self.decodes else {**found, TEXT_DECODER: None}
@@ -263,14 +240,11 @@ class Engine:
     @property
     def apart(self) -> tuple[EncoderEngine, ...]:
         """The engines of encoders on ranks of their own."""
-        return tuple(each for each in self.encoders.values() if each.apart)
+        return tuple(each for each in self.encoders.values() if each.mode.apart)
 
     @property
     def own(self) -> str | None:
-        """The encoder that has this rank for itself; None where the decoder has it.
-
-        Collective like an encoder's place.
-        """
+        """The encoder that has this rank for itself; None where the decoder has it. Collective."""
         here = [name for name, each in self.encoders.items() if each.here]  # every rank asks all
         assert len(here) <= 1, here
         return here[0] if here else None
@@ -283,7 +257,7 @@ class Engine:
     @property
     def steps(self) -> bool:
         """Whether something is put around the decoder's schedules."""
-        return any(each.steps for each in self.encoders.values())
+        return any(each.mode.around_schedule for each in self.encoders.values())
 
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
         """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
@@ -299,8 +273,8 @@ class Engine:
             schedule = get_schedule(*args, **kwargs)
             if self._bubbles is not None:
                 schedule = self._bubbles(schedule)
-            nested = [each for each in self.encoders.values() if each.steps]
-            nested.sort(key=lambda each: each.fills_bubbles)
+            nested = [each for each in self.encoders.values() if each.mode.around_schedule]
+            nested.sort(key=lambda each: each.mode.fills_bubbles)
             for each in reversed(nested):
                 schedule = each.executor().around(schedule)
             return schedule
@@ -312,7 +286,7 @@ class Engine:
         chunk.feature_sources = {
             name: each.executor()
             for name, each in self.encoders.items()
-            if each.steps and (self.decodes or each.here)
+            if each.mode.around_schedule and (self.decodes or each.here)
         }
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:

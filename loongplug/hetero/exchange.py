@@ -50,27 +50,18 @@ class AllToAll:
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
-        """From the ranks that encoded to the consumers.
+        """What a consumer needs of every unit, [rows, width]; nothing on other ranks.
 
-        Args:
-            payloads: of each unit that this rank encoded a share of, [rows of the share, width].
-
-        Returns:
-            on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
-            elsewhere.
+        ``payloads`` are of units that this rank encoded a share of, [rows of the share, width].
         """
         return self._move(payloads, feature_moves(self._edge, units, rank=self._rank), units)
 
     def scatter_variable_shape_embeddings(
         self, gradients: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
-        """From the consumers back to the ranks that encoded.
+        """The gradient of each share that this rank encoded, by unit, [rows of the share, width].
 
-        Args:
-            gradients: on the consumers, of every unit the rows that this one needed.
-
-        Returns:
-            the gradient of each share that this rank encoded by unit, [rows of the share, width].
+        ``gradients`` are, on the consumers, of the rows that this one needed of every unit.
         """
         return self._move(gradients, gradient_moves(self._edge, units, rank=self._rank), units)
 

@@ -151,7 +151,10 @@ class ExecutedStep:
 
     def _encode(self, pieces: tuple[int, ...], *, movable: bool) -> None:
         units = list(map(self.unit, pieces))
-        with self.host.saves(self, movable=movable) as saved:
+        moves: AbstractContextManager[dict[int, Movable] | None] = nullcontext()
+        if movable:  # weights, which others hold, stay
+            moves = movable_saves(device=self.host.device, stays=self.stays)
+        with moves as saved:
             payload = self.encoder.payload(units, states=self._given(pieces))
         if saved is not None:
             self.saved[pieces[0]] = list(saved.values())
@@ -242,20 +245,9 @@ class HostMoves:
     """What one rank moves to the host and back for one encoder, in a queue, in a run."""
 
     def __init__(self, platform: Platform) -> None:
-        self._device = platform.device
+        self.device = platform.device
         self.queue = PrefetchQueue(platform.copies())
         self.state: EncoderState | None = None  # where it leaves for the host
-
-    def saves(
-        self, step: ExecutedStep, *, movable: bool
-    ) -> AbstractContextManager[dict[int, Movable] | None]:
-        """Inside, something is encoded; what its backward needs is given where it is ``movable``.
-
-        Weights are not among that.
-        """
-        if not movable:
-            return nullcontext()
-        return movable_saves(device=self._device, stays=step.stays)
 
     def move(self, to: To, what: Kept, pieces: Sequence[int], step: ExecutedStep) -> None:
         """What leaves is the ``step``'s, and what comes back is it again."""
@@ -282,4 +274,4 @@ class HostMoves:
         rows = step.rows_of(what)
         if rows is None:
             return step.saved.pop(piece)
-        return [Movable(device=rows.pop(piece), where=self._device)]
+        return [Movable(device=rows.pop(piece), where=self.device)]

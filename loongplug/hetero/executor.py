@@ -1,6 +1,7 @@
 """Has the operations of a step's plan done around and within Megatron's own schedule."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.piece_carrier import Carrier
-from loongplug.hetero.step_costs import DecoderPass
+from loongplug.hetero.step_programs import DecoderPass
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
@@ -37,49 +38,38 @@ Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 _ONE_TO_A_MICROBATCH = MappingProxyType({True: 1, False: 1})
 
 
+@dataclass(kw_only=True, eq=False)
 class Executor:
     """One rank's encoder side of a run's steps; the decoder's feature source.
 
     The plan says what is done, and when; :class:`ExecutedStep` does it. Collective where the plan's
     operations are: every rank of the exchange's group has a plan that enters the same ones in the
     same order.
+
+    ``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
+    ``exchange`` is of steps that exchange, ``carrier`` of those whose pieces go from rank to rank.
+    ``taps`` are how many features of a token the encoder has for the decoder's first layers.
+    ``outside_schedule``: the schedule has nothing to gather or to reduce for it, in any step and on
+    any rank. With ``streaming`` steps of training may stream.
     """
 
-    def __init__(
-        self,
-        planned: Callable[..., StepPlan],
-        exchange: AllToAll | None,
-        *,
-        entry: Entry,
-        taps: int,
-        outside_schedule: bool,
-        platform: Platform,
-        carrier: Carrier | None = None,
-        streaming: Streaming | None = None,
-        recorder: Recorder = NOTHING,
-    ) -> None:
-        """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
+    planned: Callable[..., StepPlan]
+    exchange: AllToAll | None
+    entry: Entry  # the encoder's
+    taps: int
+    outside_schedule: bool
+    platform: Platform
+    carrier: Carrier | None = None
+    streaming: Streaming | None = None
+    recorder: Recorder = NOTHING
+    # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
+    # a stage, whether anything in it or before it does, and whether anything before it does.
+    encoder_trains: bool | None = field(default=None, init=False)
+    trains_before: bool = field(default=False, init=False)
+    _step: ExecutedStep | None = field(default=None, init=False)
 
-        ``exchange`` is of steps that exchange, ``carrier`` of those whose pieces go from rank to
-        rank. ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
-        decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
-        reduce for it, in any step and on any rank. With ``streaming`` steps of training may stream.
-        """
-        self._planned = planned
-        self._exchange = exchange
-        self.carrier = carrier
-        self._entry = entry
-        self._taps = taps
-        self._outside_schedule = outside_schedule
-        self._platform = platform
-        self._recorder = recorder
-        self.streaming = streaming
-        self.host = HostMoves(platform)
-        # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
-        # a stage, whether anything in it or before it does, and whether anything before it does.
-        self.encoder_trains: bool | None = None
-        self.trains_before = False
-        self._step: ExecutedStep | None = None
+    def __post_init__(self) -> None:
+        self.host = HostMoves(self.platform)
 
     def around(
         self, schedule: Schedule, *, pieces: Mapping[bool, int] = _ONE_TO_A_MICROBATCH
@@ -104,7 +94,7 @@ class Executor:
             several = isinstance(data_iterator, list)
             first, *others = data_iterator if several else [data_iterator]
             count = num_microbatches * pieces[not forward_only]
-            with self._recorder.span("data", "the step's microbatches"):
+            with self.recorder.span("data", "the step's microbatches"):
                 microbatches: list[Microbatch] = [next(first) for _ in range(count)]
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
@@ -137,7 +127,7 @@ class Executor:
             chunks = model if isinstance(model, list) else [model]
             finalize = get_model_config(chunks[0]).finalize_model_grads_func
             if not forward_only and finalize is not None:
-                none = torch.zeros([], dtype=torch.int, device=self._platform.device)
+                none = torch.zeros([], dtype=torch.int, device=self.platform.device)
                 finalize(chunks, none, force_all_reduce=force_all_reduce)
             return []
 
@@ -146,12 +136,12 @@ class Executor:
     def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
         """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
         model = unwrapped(chunk)
-        encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
+        encoder = EncoderOfStep(chunk, model, entry=self.entry, training=training)
         if self.encoder_trains is not None:
             encoder.trains = training and self.encoder_trains
             encoder.trains_before = training and self.trains_before
-        units = [each.units[self._entry.name] for each in microbatches]
-        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        units = [each.units[self.entry.name] for each in microbatches]
+        spec = units_of(microbatches, model=model, entry=self.entry, taps=self.taps)
         streaming = self.streaming if training else None
         streamed = None if streaming is None else streaming.planner.plan([x.grids for x in units])
         stream = None
@@ -161,7 +151,7 @@ class Executor:
         crossings = None
         if self.carrier is not None:
             crossings = self.carrier.crossings(spec, training, streamed)
-        plan = self._planned(
+        plan = self.planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
@@ -169,8 +159,8 @@ class Executor:
             rows=tuple(0 if x.media is None else int(x.media.grids.prod(-1).sum()) for x in units),
             stream=stream,
         )
-        if self._outside_schedule:
-            chunk.outside_schedule.add(self._entry.name)
+        if self.outside_schedule:
+            chunk.outside_schedule.add(self.entry.name)
         self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
@@ -179,7 +169,7 @@ class Executor:
             spec=spec,
             pieces=None if stream is None else stream.pieces,
             streamed=streamed,
-            exchange=self._exchange,
+            exchange=self.exchange,
             carrier=None if crossings is None else self.carrier,
             host=self.host,
         )

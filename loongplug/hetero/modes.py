@@ -27,9 +27,8 @@ class Mode:
     ``place`` is called with the decoder's layout, the encoder's entry and its ``tp``; ``policy``
     says when units are encoded. With ``around_schedule`` its operations are done around and within
     Megatron's schedule, by an executor; else the decoder's forward does all there is. With
-    ``outside_schedule`` encoders work before the schedule and behind it, or between its passes, so
-    that it has nothing to gather or to reduce for them. With ``fills_bubbles`` they may do the
-    latter in steps of training, whose costs have to be known. ``encoder_tp`` is the encoder's
+    ``outside_schedule`` Megatron's schedule has nothing to gather or to reduce for encoders. With
+    ``fills_bubbles`` they may work between its passes in training. ``encoder_tp`` is the encoder's
     tensor parallel size where its YAML gives none; None stands for the decoder's. ``on_host`` is
     what is there while the decoder works.
     """
@@ -46,10 +45,7 @@ class Mode:
 
     @property
     def on_every_stage(self) -> bool:
-        """Whether the encoder lies on all of the decoder's stages.
-
-        Every replica may encode any units of a step then, and as many as it likes.
-        """
+        """Whether the encoder lies on all of the decoder's stages."""
         return self.place is all_ranks_dp
 
 

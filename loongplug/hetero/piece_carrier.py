@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.bubble_planner import StreamedStep
-from loongplug.hetero.exchange import moved, own_storage, put_together, taken
+from loongplug.hetero.exchange import moved, own_storage
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.piece_routes import Crossings, Deal, StageLinks, state_moves
 from loongplug.hetero.row_moves import ExchangeSpec, RowMove, size
@@ -25,9 +25,7 @@ class Dealer:
     """One rank's part of what a ``group`` deals of a microbatch.
 
     All get theirs in one all-to-all, and each gradient goes back to who held the row in another.
-    Where all need all rows, those who hold some broadcast them; of the gradient each has a copy, so
-    that nothing is shared on the way back. All ranks know who holds and who needs what, and enter
-    for each microbatch that has rows at all.
+    All ranks know who holds and who needs what, and enter for each microbatch that has rows at all.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, recorder: Recorder = NOTHING) -> None:
@@ -41,27 +39,11 @@ class Dealer:
         assert deal.ranks == self._ranks, (deal, self._ranks)
         mine = deal.holds[self._ranks.index(self._rank)]
         assert len(held) == size(mine), (held.shape, deal, self._rank)
-        if not deal.rows or len(self._ranks) == 1:
-            return held
-        if deal.copies < len(self._ranks):
-            return self._exchanged(held, deal.there(self._rank))
-        shared = (
-            (rows, self.shared(held, rows=size(rows), source=source))
-            for source, rows in zip(deal.ranks, deal.holds, strict=True)
-            if rows
-        )
-        return put_together(shared, rows=deal.rows, like=held)
+        return self._exchanged(held, deal, deal.there)
 
     def gradients(self, came: Tensor, deal: Deal) -> Tensor:
-        """The gradient of what this rank needed to that of what it held.
-
-        Collective: the group, but where each has a copy of all.
-        """
-        if not deal.rows or len(self._ranks) == 1:
-            return came
-        if deal.copies < len(self._ranks):
-            return self._exchanged(came, deal.back(self._rank))
-        return own_storage(taken(came, deal.holds[self._ranks.index(self._rank)]))
+        """The gradient of what this rank needed to that of what it held. Collective: the group."""
+        return self._exchanged(came, deal, deal.back)
 
     def shared(self, held: Tensor, *, rows: int, source: int) -> Tensor:
         """What the ``source`` alone holds, [rows, width]. Collective: the group."""
@@ -73,12 +55,17 @@ class Dealer:
             dist.broadcast(found, src=source, group=self._group)
         return found
 
-    def _exchanged(self, rows: Tensor, moves: Iterator[RowMove]) -> Tensor:
+    def _exchanged(
+        self, rows: Tensor, deal: Deal, way: Callable[[int], Iterator[RowMove]]
+    ) -> Tensor:
         """Rows that have gone over in one all-to-all, [rows, width]."""
+        if not deal.rows or len(self._ranks) == 1:
+            return rows
+        moves = [*way(self._rank)]
         with self._recorder.span("exchange", "deal") as span:
-            found, nbytes = moved({0: rows}, [*moves], like=rows[:0], group=self._group)
+            found, nbytes = moved({0: rows}, moves, like=rows[:0], group=self._group)
             span.note(bytes=nbytes)
-        return found[0]
+        return own_storage(found[0])
 
 
 @dataclass(kw_only=True)

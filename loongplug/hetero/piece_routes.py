@@ -20,7 +20,7 @@ import torch
 
 from loongplug.hetero.bubble_planner import Piece
 from loongplug.hetero.operations import Cargo
-from loongplug.hetero.placement import ApartPiece, Edge, Meeting
+from loongplug.hetero.placement import ApartPiece, Edge, Pair
 from loongplug.hetero.row_moves import ExchangeSpec, RowMove, Rows, common, joined, size, within
 from loongplug.hetero.wire import StepMoves
 from loongplug.parallel.layout import Layout
@@ -31,10 +31,7 @@ class Deal:
     """The rows of a microbatch that each of some ranks ``holds``, and those that it ``needs``.
 
     Each row is held once, and needed by as many as each other one. ``ranks`` are those of the
-    group, in its order: a tensor parallel one of the decoder's, or that of all context parts, too,
-    where ranks of these hold rows that others need. With sequence parallelism, each rank needs the
-    rows of its own chunk of the sequence; without, the ranks of a tensor parallel group need the
-    same.
+    group, in its order: a tensor parallel one of the decoder's, or that of all context parts, too.
     """
 
     ranks: tuple[int, ...]
@@ -79,7 +76,7 @@ class Crossing:
     piece: int
     unit: int
     rows: slice
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[Pair, ...]
     microbatch: int | None = None
 
 

@@ -3,16 +3,24 @@
 A placement is the same on every rank. What one rank needs of it is an :class:`Edge`: who encodes
 and who consumes within its own model replica. An entry on ranks of its own, apart from the one
 that it leads into, has replicas in any number, and a :class:`ApartPiece` for each pair that meets.
+
+NCCL has a communicator in a process group for what all ranks do together, and one for each two
+ranks that send each other messages. Each has a CUDA stream, and memory on the device.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import batched, chain, combinations
+from itertools import batched, chain, combinations, pairwise
 
 from loongplug.models.entries import Entry
 from loongplug.parallel.layout import Layout, encoder_layout
 
-Meeting = tuple[int, int]  # of the world: a rank that encodes, and one that decodes
+Pair = tuple[int, int]  # of the world's ranks: who sends, and who receives
+
+# Of Megatron's groups, those that a step, its optimizer or a save works in, by the layout's kinds.
+_DENSE = ("tp", "cp", "pp", "dp_cp", "tp_pp", "tp_cp_dp_pp")
+_OF_EXPERTS = ("ep", "etp", "edp", "etp_ep", "etp_ep_pp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,7 @@ class Edge:
         assert not left, (self.consumers, number)
         return tuple(batched(self.consumers, each))
 
-    def meetings(self, replica: int, *, cp: int) -> tuple[Meeting, ...]:
+    def meetings(self, replica: int, *, cp: int) -> tuple[Pair, ...]:
         """Which rank of a replica meets which tensor parallel rank of each context part.
 
         All ranks of the replica have the same, and one of them brings it: replicas take turns when
@@ -122,10 +130,8 @@ class Placement:
     def pieces(self, name: str, *, micro_batch_size: int) -> tuple[ApartPiece, ...]:
         """The pieces of the entry ``name``, which lies apart: one for each pair that meets.
 
-        They are a microbatch of all decoder replicas, in the order of the samples. The encoder's
-        replicas divide these among themselves, each a run of neighbours, as even as whole samples
-        allow: of B, replica j of n has those from floor(j B / n) up to floor((j + 1) B / n). One
-        may have none.
+        They are a microbatch of all decoder replicas, in the order of the samples. Of B, replica j
+        of n of the encoder's has those from floor(j B / n) up to floor((j + 1) B / n).
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
@@ -152,8 +158,7 @@ class Placement:
 
     def edge(self, name: str, *, rank: int) -> Edge:
         """The edge from the entry ``name``, in the model replica of ``rank``."""
-        consumer = self._consumer_of(name)
-        return self._edge(name, consumer.layout.group("tp_cp_pp", rank))
+        return self._edge(name, self._consumer_of(name).layout.group("tp_cp_pp", rank))
 
     def edges(self, name: str) -> tuple[Edge, ...]:
         """The edge from the entry ``name`` in each model replica."""
@@ -221,13 +226,8 @@ def all_ranks_dp(decoder: Layout, *, entry: Entry, tp: int) -> Placement:
 def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> Placement:
     """Every entry on ranks of its own, by its layout's ``first_rank`` (``rank_offset`` in a YAML).
 
-    Args:
-        decoder: the layout of the entry named ``into``.
-        encoders: those of the encoders, by name; all lead into the decoder. They have tensor,
-            pipeline and data parallel sizes alone.
-
-    Raises:
-        ValueError: two entries have ranks in common, or ranks before or between them have none.
+    All ``encoders``, by name, lead ``into`` the decoder. Raises ValueError where two entries have
+    ranks in common, or ranks before or between them have none.
     """
     entries = (
         *(PlacedEntry(name=name, layout=layout, into=into) for name, layout in encoders.items()),
@@ -294,3 +294,53 @@ def _ranks(ranks: set[int]) -> str:
     if len(ranks) == last - first + 1:
         return f"ranks {first} to {last}"
     return f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def piece_pairs(edges: Iterable[Edge], *, cp: int) -> list[Pair]:
+    """Who sends whom features within model replicas, of an encoder that lies on all ranks."""
+    meetings = (
+        edge.meetings(replica, cp=cp) for edge in edges for replica in range(len(edge.replicas))
+    )
+    return sorted({(source, target) for source, target in chain(*meetings) if source != target})
+
+
+def pipeline_pairs(ranks: Sequence[int], *, virtual: bool) -> dict[str, list[Pair]]:
+    """Who sends what to whom in a pipeline of these ranks, by the name of the process group."""
+    there = {"activations": [*pairwise(ranks)]}
+    if virtual:
+        there["activations_around"] = [(ranks[-1], ranks[0])]
+    back = {name.replace("activations", "gradients"): reverse(there[name]) for name in there}
+    return there | back
+
+
+def apart_pairs(pieces: Iterable[ApartPiece], *, cp: int) -> list[Pair]:
+    """Who sends features of these ``pieces`` to whom."""
+    return sorted({*chain(*(each.edge.meetings(each.replica, cp=cp) for each in pieces))})
+
+
+def stage_pairs(layout: Layout) -> list[Pair]:
+    """Who hands states on to whom, between the stages of an encoder."""
+    return [pair for ranks in layout.groups("pp") for pair in pairwise(ranks)]
+
+
+def there_and_back(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """The pairs of the process group of a kind of rows, and of that of what comes back for them."""
+    there = [*pairs]
+    return [there, reverse(there)]
+
+
+def reverse(pairs: Iterable[Pair]) -> list[Pair]:
+    """The way back."""
+    return [(receiver, sender) for sender, receiver in pairs]
+
+
+def count(groups: Iterable[Iterable[Pair]]) -> Counter[int]:
+    """The communicators of each rank in process groups in which these pairs send messages."""
+    joined = chain(*({frozenset(pair) for pair in pairs} for pairs in groups))
+    return Counter(chain(*joined))
+
+
+def megatrons(layout: Layout, *, experts: bool) -> int:
+    """The communicators of Megatron's groups for one module on each of its ranks."""
+    kinds = (*_DENSE, *(_OF_EXPERTS if experts else ()))
+    return sum(len(layout.group(kind, layout.first_rank)) > 1 for kind in kinds)

@@ -4,13 +4,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
     BEGIN,
     END,
     Backward,
     Cargo,
     Encode,
+    EncoderStep,
+    EncoderWork,
     Exchange,
     Hand,
     Kept,
@@ -19,6 +20,7 @@ from loongplug.hetero.operations import (
     Receive,
     Send,
     StepPlan,
+    Stream,
     To,
     Weights,
     When,
@@ -36,12 +38,12 @@ def inline(step: EncoderStep) -> StepPlan:
 
     The decoder's graph does that by itself, and the plan says when.
     """
-    plan = _Draft()
+    plan = _Draft(tuple)
     for unit in step.units if step.consumes else ():
         plan.at(forward(unit), Encode(pieces=(unit,)))
         if step.trains:
             plan.at(gradient(unit), Backward(pieces=(unit,), more=unit != step.units[-1]))
-    return plan.done()
+    return plan
 
 
 def group_ahead(step: EncoderStep) -> StepPlan:
@@ -53,9 +55,9 @@ def group_ahead(step: EncoderStep) -> StepPlan:
     which Megatron lets reductions start. Section 3.2 of the LoongForge paper, with encoders of any
     tensor parallel size. Only the first stage's ranks have anything to do.
     """
-    plan = _Draft()
+    plan = _Draft(tuple)
     if step.replica is None:
-        return plan.done()
+        return plan
     for first in step.units[:: step.replicas]:
         members = step.units[first : first + step.replicas]
         encoded: list[tuple[int, ...]] = [(unit,) for unit in step.mine(members)]
@@ -72,7 +74,7 @@ def group_ahead(step: EncoderStep) -> StepPlan:
             plan.at(last, Exchange(what=Cargo.GRADIENTS, pieces=members))
             plan.at(last, *(Backward(pieces=each, more=True) for each in encoded[:-1]))
             plan.at(last, Backward(pieces=encoded[-1], more=False))
-    return plan.done()
+    return plan
 
 
 def separated(step: EncoderStep, *, reduces: bool = True) -> StepPlan:
@@ -83,7 +85,7 @@ def separated(step: EncoderStep, *, reduces: bool = True) -> StepPlan:
     unit by unit, which are few on the device only if no pass has several. With ``reduces`` the last
     backward has the reductions set out; else somebody else does.
     """
-    plan = _Draft()
+    plan = _Draft(tuple)
     mine = step.mine(step.units)
     on_host = Kept.FEATURES in step.on_host
     moves = _activations_move(step)
@@ -111,7 +113,7 @@ def separated(step: EncoderStep, *, reduces: bool = True) -> StepPlan:
     if step.trains:
         plan.at(END, Exchange(what=Cargo.GRADIENTS, pieces=step.units))
         _encoders_backward(plan, passes or [()], moves=moves and bool(mine), reduces=reduces)
-    return plan.done()
+    return plan
 
 
 def streamed(step: EncoderStep) -> StepPlan:
@@ -120,7 +122,7 @@ def streamed(step: EncoderStep) -> StepPlan:
     What is done before which pass is :mod:`~loongplug.hetero.bubble_drafts`'s; without a ``stream``
     it is what is :func:`separated`. Replicas end at times of their own, and reduce together.
     """
-    plan = _Draft()
+    plan = _Draft(tuple)
     if step.trains:
         plan.at(BEGIN, Weights(gather=True))
     if step.stream is None:
@@ -130,7 +132,7 @@ def streamed(step: EncoderStep) -> StepPlan:
         _bubbles(plan, step, step.stream)
     if step.trains:
         plan.at(END, Weights(gather=False))
-    return plan.done()
+    return plan
 
 
 def apart(step: EncoderStep) -> StepPlan:
@@ -141,7 +143,7 @@ def apart(step: EncoderStep) -> StepPlan:
     encoder has stages, the last of them does so, and the others hand on what they make to the next,
     which gives its gradient back as far as something trains before it.
     """
-    plan = _Draft()
+    plan = _Draft(tuple)
     if step.replica is None:
         for unit in step.units if step.consumes else ():
             plan.at(forward(unit), Receive(what=Cargo.FEATURES, piece=unit))
@@ -149,11 +151,11 @@ def apart(step: EncoderStep) -> StepPlan:
             if step.trains:
                 plan.at(gradient(unit), Hand(what=Cargo.GRADIENTS, microbatch=unit))
                 plan.at(gradient(unit), Send(what=Cargo.GRADIENTS, piece=unit))
-        return plan.done()
+        return plan
     if not step.units:  # no sample is this replica's, and parameters have gradients nevertheless
         if step.trains:
             plan.at(BEGIN, Encode(pieces=()), Backward(pieces=(), more=False))
-        return plan.done()
+        return plan
     slots = [step.units[first : first + step.pieces] for first in step.units[:: step.pieces]]
     done = 0
     for number, count in enumerate(step.forwards if step.trains else (len(slots),)):
@@ -162,21 +164,15 @@ def apart(step: EncoderStep) -> StepPlan:
         for unit in slots[number] if step.trains else ():
             _stage_backward(plan, step, unit)
         done = count
-    return plan.done()
+    return plan
 
 
-class _Draft:
+class _Draft(defaultdict[When, tuple[Operation, ...]]):
     """A plan in the making."""
 
-    def __init__(self) -> None:
-        self._plan: defaultdict[When, list[Operation]] = defaultdict(list)
-
     def at(self, when: When, *operations: Operation) -> None:
-        """Behind what there is to do then already."""
-        self._plan[when] += operations
-
-    def done(self) -> StepPlan:
-        return {when: tuple(operations) for when, operations in self._plan.items() if operations}
+        """Put these behind what there is to do then already."""
+        self[when] += operations
 
 
 def _activations_move(step: EncoderStep) -> bool:

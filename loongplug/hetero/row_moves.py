@@ -113,11 +113,11 @@ class ExchangeSpec:
 
 
 def feature_moves(edge: Edge, units: ExchangeSpec, *, rank: int) -> Iterator[RowMove]:
-    """Each share of a unit to every consumer, from a rank of the replica that made it.
+    """The moves of shares to every consumer that ``rank`` is in.
 
-    Those that ``rank`` is in. All ranks of a replica have the whole features of its share; a
-    consumer that is of the replica keeps its own, and the others are served in turn by all ranks of
-    the replica. Each consumer gets only the rows of its own part of the sequence.
+    All ranks of a replica have the whole features of its share; a consumer that is of the replica
+    keeps its own, and the others are served in turn by all ranks of the replica. Each consumer gets
+    only the rows of its own part of the sequence.
     """
     consumers = [(n, each) for n, ranks in enumerate(edge.parts(units.parts)) for each in ranks]
     for unit, encoder_replica, has in units.encoded():
@@ -129,7 +129,7 @@ def feature_moves(edge: Edge, units: ExchangeSpec, *, rank: int) -> Iterator[Row
 
 
 def gradient_moves(edge: Edge, units: ExchangeSpec, *, rank: int) -> Iterator[RowMove]:
-    """Each share's gradient to every rank of the replica that made it.
+    """The moves of shares' gradients to every rank of the replica that made each.
 
     Those that ``rank`` is in. All consumers of a part of the sequence have the whole gradient of
     its rows, and one of each part sends it, in turn.
@@ -150,11 +150,7 @@ def sequence_shards(
     """The rows that each part of the sequence needs: those of ``split``, each in ``tp`` chunks.
 
     Neighbours are chunks of one part. A slice is of one row of the microbatch, and of one stretch
-    of its tokens.
-
-    Args:
-        places: of each row of the microbatch, where its visual tokens lie, ascending.
-        split: of each row's tokens, with padding.
+    of its tokens. ``places`` are where each row's visual tokens lie, ascending.
     """
     shards = []
     for held in (chunk for part in split.parts for chunk in part.chunks(tp)):

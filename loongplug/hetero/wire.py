@@ -179,12 +179,9 @@ class Sends:
     """Messages from this rank that are under way, of ``most`` microbatches at a time.
 
     Who sends goes on at once, until messages of ``most`` microbatches have not gone: then it waits
-    for those of the oldest. That is what holds a rank back that waits for nothing else, such as
-    one whose encoder has no gradients, and it bounds what is kept for its receivers.
-
-    Nobody hangs by that, as long as receivers come to microbatches in order and post a receive at
-    the latest then: to come to the one that is waited for, they need what this rank has sent
-    before, and of other ranks messages that these make without anything of a later one.
+    for those of the oldest. That holds a rank back whose encoder has no gradients to wait for, and
+    bounds what is kept for its receivers. Nobody hangs by that, as long as receivers come to
+    microbatches in order and post a receive at the latest then.
 
     The host itself waits, on every backend. gloo's ``wait`` lasts until the message has gone, and
     before it ``is_completed`` is never true. A second ``wait`` of gloo's may never end: some

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.data.microbatch import Microbatch, Unit
-from loongplug.estimate.microbatches import OwnRanks, own_ranks_of
-from loongplug.estimate.run_of_flags import run_of
+from loongplug.estimate.run_of_flags import OwnRanks, own_ranks_of, run_of
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.recorded_schedule import first_stage
 from loongplug.models.amounts import WHOLE, Amounts, ModelAmounts, media_extent
@@ -102,7 +101,7 @@ def find(
             even = [each + (place < more) for place in range(places)]
             flags = [*flags, LAYOUT, layout_text(even)]
     parsed, step_of = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
-    model, microbatches = parsed.model, step_of(0)
+    model, microbatches = parsed.model, step_of({0: None})
     names = [entry.name for entry in encoders(model.entries())]
     own = own_ranks_of(parsed.args, model)
     given = _stages_of_encoders(encoder_stages, model=model, names=names)

@@ -150,17 +150,12 @@ def split(layers: int, *, stages: int, cost: Callable[[int, int], int]) -> tuple
         left = stages - stage - 1
         ends: list[_Found | None] = [None] * (layers + 1)
         for stop in range(stage + 1, layers - left + 1):
+            before = [(n, each) for n, each in enumerate(best[:stop]) if each is not None]
             ends[stop] = min(
-                _with(found, cost(start, stop), stop - start)
-                for start, found in enumerate(best[:stop])
-                if found is not None
+                (tuple(sorted((*costs, cost(start, stop)), reverse=True)), (*sizes, stop - start))
+                for start, (costs, sizes) in before
             )
         best = ends
     found = best[layers]
     assert found is not None, "each stage has a layer"
     return found[1]
-
-
-def _with(found: _Found, cost: int, size: int) -> _Found:
-    costs, sizes = found
-    return tuple(sorted((*costs, cost), reverse=True)), (*sizes, size)

@@ -1,6 +1,6 @@
 """The clock of a step: when each rank does what, how long it is idle, and what decides. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from heapq import heappop, heappush
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 from loongplug.simulate.order import BEGIN, Order, order
-from loongplug.simulate.programs import Programs, Time
+from loongplug.simulate.programs import Programs, Time, Work
 
 
 class TimedWork(NamedTuple):
@@ -164,3 +165,38 @@ def _read(order: Order, programs: Programs, begins: Sequence[Time], ends: Sequen
         critical=tuple(reversed(critical)),
         came=tuple(None if node is None else ends[node] for node in order.came),
     )
+
+
+def traces(run: Run, programs: Programs, *, nanoseconds: float = 1.0) -> list[RankTrace]:
+    """Traces of all ranks as a run has them; a unit of the clock is so many ``nanoseconds``."""
+
+    def at(time: Time) -> int:
+        return round(time * nanoseconds)
+
+    def events(rank: int) -> Iterator[TraceEvent]:
+        yield TraceEvent(phase="step", name="step", start=0, end=at(run.step), step=1, details={})
+        for span in run.spans[rank]:
+            work = programs.ranks[rank][span.act]
+            assert isinstance(work, Work)
+            label = work.label
+            details = {"microbatch": label.microbatch, "chunk": label.chunk}
+            yield TraceEvent(
+                phase=label.phase,
+                name=label.phase.replace("_", " "),
+                start=at(span.begin),
+                end=at(span.end),
+                step=1,
+                details={key: value for key, value in details.items() if value is not None},
+            )
+
+    return [
+        RankTrace(
+            rank=rank,
+            world_size=len(programs.ranks),
+            device="simulated",
+            place=programs.places[rank] if programs.places else {},
+            events=tuple(events(rank)),
+            cut_off=False,
+        )
+        for rank in range(len(programs.ranks))
+    ]

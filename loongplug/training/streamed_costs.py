@@ -14,7 +14,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from loongplug.data.microbatch import Share
 from loongplug.data.sample import Grid
 from loongplug.hetero.bubble_planner import StreamedCosts, Units
-from loongplug.hetero.step_costs import PassCosts, PieceCost
+from loongplug.hetero.step_programs import PassCosts, PieceCost
 from loongplug.models.amounts import ModelAmounts
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry

@@ -27,7 +27,7 @@ from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
 from loongplug.data.workers import Ordered, Pool, ProcessDiedError, WorkerSettings
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, StreamedStep, Units
-from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
+from loongplug.hetero.step_programs import FREE, PassCosts, PieceCost
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from loongplug.cli import app
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.hetero import encoder_place
-from loongplug.hetero.communicators import Pair, count
+from loongplug.hetero.placement import Pair, count
 from loongplug.parallel import exchange_groups
 from loongplug.training.rules.communicators import communicators_of
 
@@ -71,7 +71,7 @@ def test_as_many_are_counted_as_a_start_connects(
         with as_rank(parsed, rank) as here:
             for each in here.engine.encoders.values():
                 assert each.place is not None
-                if each.fills_bubbles:
+                if each.mode.fills_bubbles:
                     each.bubbles()
         assert found[rank].messages == count(connected)[rank], rank
         assert found[rank].exchanges == len(all_to_all), rank

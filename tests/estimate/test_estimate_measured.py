@@ -25,8 +25,7 @@ from loongplug.estimate.live_bytes import (
     STATES,
     WEIGHTS,
 )
-from loongplug.estimate.microbatches import step_of_data
-from loongplug.estimate.run_of_flags import parsed_for, stepping_of
+from loongplug.estimate.run_of_flags import parsed_for, step_of_data
 
 pytestmark = pytest.mark.slow
 
@@ -170,8 +169,7 @@ def estimated(rank, *, flags, ranks, freely):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for([*flags, "--device", "cpu"], ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
-    steps = step_of_data(parsed.args, parsed.model, step=1)
-    return estimate(parsed, steps, stepping=stepping_of(flags))
+    return estimate(parsed, step_of_data(parsed.args, parsed.model, step=1))
 
 
 @pytest.fixture(scope="module")

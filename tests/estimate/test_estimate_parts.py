@@ -9,9 +9,9 @@ from megatron.core.utils import local_multi_tensor_scale
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.estimate.command import fits_in
 from loongplug.estimate.live_bytes import TRANSIENT, Tape
-from loongplug.estimate.model_state import State, _Buffer, _trained, _work
-from loongplug.estimate.run_of_flags import fits_in, stepping_of
+from loongplug.estimate.ranks import State, _Buffer, _trained, _work
 from loongplug.hetero.recorded_schedule import Pipeline, shortened, turns
 from loongplug.verify.tiny_processor import write_processor
 
@@ -80,17 +80,23 @@ def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
 
 
 @pytest.mark.parametrize(
-    ("stepping", "kind"),
+    ("optimizer", "device", "kind"),
     [
-        ("fused", {}),  # Adam's, by the CPU's table
-        ("all at once", {"foreach": True}),
-        ("one by one", {"foreach": False}),
+        ("adam", "cpu", {}),
+        ("sgd", "cuda", {"foreach": True}),  # as torch has it there
+        ("sgd", "cpu", {"foreach": False}),
     ],
 )
 @pytest.mark.parametrize("sizes", [(300, 200, 400, 100), (400, 400, 10), ()])
-def test_an_optimizer_makes_what_torch_s_makes(stepping, kind, sizes):
+def test_an_optimizer_makes_what_torch_s_makes(optimizer, device, kind, sizes):
+    plain = Namespace(
+        optimizer=optimizer,
+        target_device=device,
+        use_precision_aware_optimizer=False,
+        weight_decay=0.1,
+    )
     parameters = [torch.ones(size) for size in (*sizes, 1)]
-    if stepping == "fused":
+    if optimizer == "adam":
         optimizer = torch.optim.AdamW(parameters)
     else:
         optimizer = torch.optim.SGD(parameters, weight_decay=0.1, momentum=0.9, **kind)
@@ -101,24 +107,25 @@ def test_an_optimizer_makes_what_torch_s_makes(stepping, kind, sizes):
         gradients = [each.grad for each in parameters]
         local_multi_tensor_scale(0, None, [gradients, gradients], 0.5)  # to clip them
         optimizer.step()
-    plain = Namespace(use_precision_aware_optimizer=False, weight_decay=0.1)
-    assert _work((*sizes, 1), plain, stepping=stepping) == pytest.approx(tape.most, abs=64)
+    assert _work((*sizes, 1), plain) == pytest.approx(tape.most, abs=64)
 
 
 def test_gradients_in_bf16_are_copied_for_all_optimizers_at_once():
     """But for the optimizer that takes them as they are, and keeps 16 bits of a weight's 32."""
-    adam = Namespace(
-        optimizer="adam",
+    sgd = Namespace(
+        optimizer="sgd",
+        target_device="cuda",
+        sgd_momentum=0.9,
         use_precision_aware_optimizer=False,
         optimizer_cpu_offload=False,
         weight_decay=0.1,
     )
     aware = Namespace(
-        **{**vars(adam), "use_precision_aware_optimizer": True},
+        **{**vars(sgd), "optimizer": "adam", "use_precision_aware_optimizer": True},
         **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), torch.float32),
     )
 
-    def trained(args, *, gradient=torch.bfloat16, stepping="all at once"):
+    def trained(args, *, gradient=torch.bfloat16):
         parts = [
             [
                 _Buffer(
@@ -131,31 +138,18 @@ def test_gradients_in_bf16_are_copied_for_all_optimizers_at_once():
             ]
             for expert, size in ((False, 100), (True, 300), (False, 200))
         ]
-        return sum((_trained(each, args, stepping=stepping) for each in parts), State())
+        return sum((_trained(each, args) for each in parts), State())
 
-    found = trained(adam)
-    assert (found.weights, found.gradients, found.optimizer) == (1200, 1200, 600 * 12)
+    found = trained(sgd)
+    assert (found.weights, found.gradients, found.optimizer) == (1200, 1200, 600 * 8)
     assert (found.copies, found.work) == (600 * 4, 300 * 4)
-    assert trained(adam, gradient=torch.float32).copies == 0
+    assert trained(sgd, gradient=torch.float32).copies == 0
+    adam = trained(Namespace(**{**vars(sgd), "optimizer": "adam"}))
+    assert (adam.optimizer, adam.copies, adam.work) == (600 * 12, 600 * 4, 0)
     found = trained(aware)
     assert (found.optimizer, found.step) == (600 * 10, 0)
     aware.exp_avg_dtype = torch.bfloat16  # made wide for the kernel
     assert (trained(aware).optimizer, trained(aware).step) == (600 * 8, 300 * 4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "stepping"),
-    [
-        ((), "fused"),
-        (("--device", "cpu"), "fused"),
-        (("--transformer-impl", "transformer_engine"), "fused"),
-        (("--optimizer", "sgd"), "all at once"),
-        (("--optimizer", "sgd", "--device", "cpu"), "one by one"),
-        (("--optimizer", "sgd", "--transformer-impl", "local"), "all at once"),
-    ],
-)
-def test_the_optimizer_is_torch_s_unless_another_is_asked_for(flags, stepping):
-    assert stepping_of(flags) == stepping
 
 
 def test_a_tenth_of_the_device_stays_free():

@@ -8,9 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.microbatches import own_ranks_of, pieces_of, step_of_data
 from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.run_of_flags import parsed_for
+from loongplug.estimate.run_of_flags import own_ranks_of, parsed_for, step_of_data
 
 pytestmark = pytest.mark.quick
 
@@ -44,8 +43,8 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
     units, whole = (
         [each.units["image_encoder"] for each in microbatches]
         for microbatches in (
-            pieces_of(own, step_of, encoder=encoder, packed=False),
-            chain(*zip(*(step_of(each) for each, _ in decoders), strict=True)),
+            step_of(own.parts(packed=False)),
+            chain(*zip(*(step_of({each: None}) for each, _ in decoders), strict=True)),
         )
     )
     for piece, unit, (_, samples) in zip(units, whole, decoders * 99, strict=False):

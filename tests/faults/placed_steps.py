@@ -29,6 +29,7 @@ from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
+from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import Cargo, StepPlan
 from loongplug.hetero.piece_carrier import Carrier, Dealer
 from loongplug.hetero.piece_routes import apart_crossings, stage_links
@@ -197,8 +198,10 @@ class _World:
         platform = current_platform()
         most = max(1, place.first(self._first) - self._less)
         executor = Executor(
-            lambda *, trains, **step: place.planned(decoder=self._first, less=self._less, **step),
-            None,
+            planned=lambda *, trains, **step: place.planned(
+                decoder=self._first, less=self._less, **step
+            ),
+            exchange=None,
             entry=entry,
             taps=0,
             outside_schedule=True,
@@ -370,8 +373,7 @@ class _World:
 class _Engine:
     """What an engine asks of an encoder's."""
 
-    steps = True
-    fills_bubbles = False
+    mode = APART
 
     def __init__(self, encoder: _Encoder) -> None:
         self.here = encoder.place.here

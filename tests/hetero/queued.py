@@ -1,8 +1,11 @@
-"""In the place of ``torch.distributed``: what ranks give their GPUs, as programs of the clock."""
+"""In the place of ``torch.distributed``: what ranks give their GPUs, as programs of the clock.
+
+And how their messages go there: behind a handshake, or in a device's streams.
+"""
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from loongplug.hetero import exchange, piece_carrier, wire
 from loongplug.simulate.order import Deadlock, order
-from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, Wait
+from loongplug.simulate.programs import Act, Build, End, Meet, Post, Programs, RankMessage, Wait
 
 Stream = tuple[int, int, Hashable]  # a source, a target, and their group
 
@@ -92,3 +95,65 @@ def finish(programs: Programs) -> bool:
     except Deadlock:
         return False
     return True
+
+
+def with_shapes(programs: Programs, *, of: Callable[[Hashable], bool]) -> Programs:
+    """Programs with a message ahead of each that is ``of``, for its shape; both ends wait for it.
+
+    Those of one :class:`Post` are one handshake, as in Megatron.
+    """
+    messages = programs.messages
+    announced = [number for number, each in enumerate(messages) if of(each.stream)]
+    ahead = {each: len(messages) + number for number, each in enumerate(announced)}
+    shapes_of = (messages[each] for each in announced)
+    shapes = (RankMessage(("shape of", each.stream), each.which, each.eager) for each in shapes_of)
+
+    def acts(own: Sequence[Act]) -> Iterator[Act]:
+        for act in own:
+            if isinstance(act, Post):
+                ends = tuple((ahead[each], sends) for each, sends in act.ends if each in ahead)
+                yield from (Post(ends), Wait(ends)) if ends else ()
+            yield act
+
+    ranks = tuple(tuple(acts(own)) for own in programs.ranks)
+    return replace(programs, ranks=ranks, messages=(*messages, *shapes))
+
+
+def on_streams(
+    programs: Programs,
+    *,
+    communicator: Callable[[Hashable], Hashable],
+    pool: int = 32,  # torch hands out so many of one priority, and then the same again
+    one_queue: bool = False,
+) -> Programs:
+    """On devices, where each communicator of a rank has a stream, and its messages go in turn.
+
+    ``communicator`` has that of a message's stream, None where none is used. Streams come from a
+    ``pool``: behind so many communicators, in the order in which the rank uses them first, two
+    share one. With ``one_queue`` (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what a rank gives to its
+    device begins in that order, so that a message that cannot begin holds up all behind it.
+    """
+    behind = [[*each.behind] for each in programs.messages]
+
+    def acts(own: Sequence[Act]) -> Iterator[Act]:
+        streams: dict[Hashable, int] = {}
+        latest: dict[int, End] = {}  # by stream
+        for act in own:
+            if not isinstance(act, Post):
+                yield act
+                continue
+            for message, sends in act.ends:
+                used = communicator(programs.messages[message].stream)
+                if used is not None:
+                    stream = streams.setdefault(used, len(streams)) % pool
+                    if stream in latest:
+                        behind[message].append(latest[stream][0])
+                        if one_queue:
+                            yield Wait((latest[stream],))
+                    latest[stream] = message, sends
+                yield Post(((message, sends),))
+
+    ranks = tuple(tuple(acts(own)) for own in programs.ranks)
+    each_behind = zip(programs.messages, behind, strict=True)
+    messages = tuple(each._replace(behind=tuple(others)) for each, others in each_behind)
+    return replace(programs, ranks=ranks, messages=messages)

@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from loongplug.hetero.balance import balanced, in_passes
 from loongplug.hetero.bubble_drafts import streamed
-from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.step_costs import (
+from loongplug.hetero.operations import EncoderWork
+from loongplug.hetero.step_programs import (
     EncoderPlan,
     Name,
     PassCosts,
     PieceCost,
     Step,
+    plan_programs,
+    separated_time,
 )
-from loongplug.hetero.step_programs import plan_programs, separated_time
 from loongplug.simulate.clock import run
 from loongplug.simulate.order import Deadlock
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import Meeting, Placement, all_apart, one_apart
+from loongplug.hetero.placement import Pair, Placement, all_apart, one_apart
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -20,7 +20,7 @@ def images(decoder: Layout, vision: Layout) -> Placement:
     return all_apart(decoder, {"images": vision}, into="text")
 
 
-def meetings(placement: Placement, *, micro_batch_size: int, cp: int) -> list[tuple[Meeting, ...]]:
+def meetings(placement: Placement, *, micro_batch_size: int, cp: int) -> list[tuple[Pair, ...]]:
     pieces = placement.pieces("images", micro_batch_size=micro_batch_size)
     return [each.edge.meetings(each.replica, cp=cp) for each in pieces]
 

@@ -1,8 +1,8 @@
-"""Which replica encodes which unit: the planner and its costs."""
+"""Which replica encodes which unit, and media in pieces: each in one, in order, and even."""
 
 from functools import cache
 from heapq import heapreplace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import prod
 from random import Random
 from typing import Any
@@ -17,11 +17,11 @@ from loongplug.data.sample import Grid
 from loongplug.hetero.balance import (
     Balance,
     balanced,
+    cut,
     imbalance,
     loads,
     plan,
 )
-from loongplug.models.qwen2_5_vl.vision import frame_windows
 from loongplug.training.config import compose_model
 
 pytestmark = pytest.mark.quick
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.quick
 Costs = list[int]
 STEPS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
 REPLICAS = st.integers(1, 12)
+COSTS = st.lists(st.integers(0, 30), max_size=8)
 
 
 @cache
@@ -112,33 +113,6 @@ def test_in_turn_stays_where_it_is_as_good_or_even_enough() -> None:
     assert plan([0, 0, 0], 2) == (0, 1, 0)
     assert plan([], 3) == ()
     assert plan([5, 7], 1) == (0, 0)
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl_8b", "qwen2_5_vl_7b"])
-def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
-    """Counted layer by layer, window by window, from what the attention is given."""
-    own = encoder(name)
-    balance = Balance.of(own)
-    hidden, ffn = own.hidden_size, own.ffn_hidden_size
-    gated = name.startswith("qwen2_5")
-    grids: list[Grid] = [(1, 16, 24), (3, 10, 46)]
-    expected = 0
-    for layer in range(own.num_layers):
-        lengths = []
-        for frames, height, width in grids:
-            segments = [height * width]
-            if gated and layer not in own.full_attention_layers:
-                _, windows = frame_windows(
-                    height, width, merge=own.spatial_merge_size, side=own.window_tokens
-                )
-                segments = windows.tolist()
-            lengths += segments * frames
-        patches = sum(lengths)
-        expected += patches * (4 * hidden**2 + (3 if gated else 2) * hidden * ffn)
-        expected += sum(2 * length**2 * hidden for length in lengths)
-    assert balance.costs([grids]) == [expected]
-    smallest: Grid = (1, own.spatial_merge_size, own.spatial_merge_size)
-    assert balance.costs([[]]) == balance.costs([[smallest]])
 
 
 # Media of very uneven cost: a speck of an image, and a long video.
@@ -228,15 +202,15 @@ def test_units_are_whole_where_that_is_even_and_pieces_are_as_large_as_they_can_
     image: Grid = (1, 16, 16)
     balance = Balance.of(encoder("qwen3_vl_tiny"))
 
-    def cut(*media: int, replicas: int) -> list[list[tuple[int, ...] | None]]:
+    def parts(*media: int, replicas: int) -> list[list[tuple[int, ...] | None]]:
         found = balance.assign([[image] * count for count in media], replicas=replicas)
         return [[share.media for share in shares] for shares in found]
 
-    assert cut(8, 8, 8, 8, replicas=4) == [[None]] * 4
+    assert parts(8, 8, 8, 8, replicas=4) == [[None]] * 4
     # A fifth above the mean is not worth the passes; more is.
-    assert cut(9, 8, 8, 7, replicas=4) == [[None]] * 4
+    assert parts(9, 8, 8, 7, replicas=4) == [[None]] * 4
     # Only the first is more than its replica should have, and its pieces are neighbours.
-    assert cut(12, 2, 2, replicas=4) == [
+    assert parts(12, 2, 2, replicas=4) == [
         [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)],
         [None],
         [None],
@@ -245,6 +219,37 @@ def test_units_are_whole_where_that_is_even_and_pieces_are_as_large_as_they_can_
     video: Grid = (40, 16, 16)
     found = balance.assign([[video], [image] * 4, []], replicas=4)
     assert [len(shares) for shares in found] == [1, 1, 1]
+
+
+@given(COSTS, st.integers(1, 10))
+def test_every_medium_is_in_one_piece(costs: list[int], count: int) -> None:
+    found = cut(costs, count)
+    assert [number for run in found for number in run] == list(range(len(costs)))
+    assert len(found) == min(count, len(costs))
+    assert all(found)
+
+
+@given(COSTS, st.integers(1, 4))
+def test_the_largest_is_as_small_as_can_be(costs: list[int], count: int) -> None:
+    def largest(runs: list[tuple[int, int]]) -> int:
+        return max(sum(costs[start:stop]) for start, stop in runs)
+
+    if not costs:
+        return
+    places = min(count, len(costs)) - 1
+    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), places)]
+    least = min(largest(list(pairwise(ends))) for ends in every)
+    assert largest([(run.start, run.stop) for run in cut(costs, count)]) == least
+
+
+def test_as_many_pieces_as_asked_for() -> None:
+    """One large medium does not leave all others together, which could not be balanced."""
+    assert cut([9, 1, 1, 1, 1, 1, 1, 1, 1, 1], 4) == (
+        range(1),
+        range(1, 5),
+        range(5, 7),
+        range(7, 10),
+    )
 
 
 def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(

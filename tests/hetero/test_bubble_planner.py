@@ -18,7 +18,7 @@ from loongplug.data.sample import Grid
 from loongplug.hetero.balance import Balance, in_passes
 from loongplug.hetero.bubble_drafts import streamed as plan_of
 from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
-from loongplug.hetero.step_costs import FREE, PassCosts, PieceCost
+from loongplug.hetero.step_programs import FREE, PassCosts, PieceCost
 
 pytestmark = pytest.mark.quick
 

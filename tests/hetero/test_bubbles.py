@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from loongplug.hetero.bubbles import BubbleCommunicator, PipelineGroups, create_pipeline_groups
 from loongplug.hetero.recorded_schedule import Pipeline
-from loongplug.hetero.step_costs import DecoderPass, decoder_passes
+from loongplug.hetero.step_programs import DecoderPass, decoder_passes
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
 

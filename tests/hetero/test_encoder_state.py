@@ -8,13 +8,12 @@ import torch
 from lazy_copies import LazyCopies
 from on_a_gpu import in_fresh_interpreter
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from toy_step import CPU, Device
 
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.platform import current_platform
-from loongplug.platform.copies import Copies, CudaCopies, HostCopies
+from loongplug.platform.copies import CudaCopies, HostCopies
 from loongplug.platform.platforms import CudaPlatform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
@@ -166,21 +165,15 @@ ROWS = [40, 7, 25, 33]
 class Encoder(nn.Module):
     """Saves views of one storage, a result, an input and weights of any size."""
 
-    def __init__(self, *, recompute: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.patches = nn.Linear(16, 16)
         self.qkv = nn.Linear(16, 48)
         self.out = nn.Linear(16, 16)
-        self.recompute = recompute
 
     def forward(self, pixels: Tensor) -> Tensor:
         hidden = self.patches(pixels)
-        if self.recompute:
-            return checkpoint(self.layer, hidden, use_reentrant=True)
-        return self.layer(hidden)
-
-    def layer(self, hidden: Tensor) -> Tensor:
         query, key, value = self.qkv(hidden).chunk(3, dim=1)
         return torch.tanh(self.out((query * key).softmax(dim=1) * value)) + hidden
 
@@ -196,37 +189,11 @@ def encoded(encoder: Encoder, unit: int) -> tuple[Tensor, list[Movable]]:
     return output, list(saved.values())
 
 
-def gradients(copies: Copies | None, *, recompute: bool = False) -> Tensor:
-    """Of all weights, all units encoded before the first goes backward."""
-    encoder = Encoder(recompute=recompute)
-    queue = None if copies is None else PrefetchQueue(copies)
-    outputs = {}
-    for unit in range(len(ROWS)):
-        if queue is None:
-            outputs[unit] = encoder(pixels(unit))
-        else:
-            outputs[unit], saved = encoded(encoder, unit)
-            queue.leave({unit: saved})
-            queue.let_go(unit)
-    for unit, output in outputs.items():
-        if queue is not None:
-            queue.take(unit)
-        output.backward(torch.full_like(output, unit + 1))
-    return torch.cat([each.grad.flatten() for each in encoder.parameters()])
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("copies", [LazyCopies, HostCopies, CudaCopies])
-def test_gradients_are_those_of_activations_that_stay(copies, recompute):
-    expected = gradients(None, recompute=recompute)
-    assert torch.equal(gradients(copies(), recompute=recompute), expected)
-
-
 @pytest.mark.parametrize("small", [1, 64 * 40 + 1])
 def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
     """However many views of it were saved: not weights, not inputs that stay, not what is small."""
     monkeypatch.setattr(encoder_state, "_SMALL", small)
-    encoder, given = Encoder(recompute=False), pixels(0)
+    encoder, given = Encoder(), pixels(0)
     inputs = addresses([given])
     weights = addresses(encoder.parameters())
     with movable_saves(device=CPU, stays=weights) as saved:
@@ -244,7 +211,7 @@ def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
 
 
 def test_a_unit_that_was_not_sent_for_is_refused():
-    encoder, queue = Encoder(recompute=False), PrefetchQueue(HostCopies())
+    encoder, queue = Encoder(), PrefetchQueue(HostCopies())
     output, saved = encoded(encoder, 0)
     queue.leave({0: saved})
     queue.let_go(0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_copies import LazyCopies
 from toy_step import (
     EARS,
     ENTRY,
@@ -19,11 +18,10 @@ from toy_step import (
     run_encoders,
 )
 
-from loongplug.hetero import encoder_state
-from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import BEGIN, END, Kept, forward, gradient
+from loongplug.hetero.modes import FULL_HETERO_DP, STREAMED
+from loongplug.hetero.operations import BEGIN, END, forward, gradient
 from loongplug.hetero.policies import group_ahead, separated
 from loongplug.platform.copies import HostCopies
 
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.quick
 BOTH = (ENTRY, EARS)
 ROWS, SOUNDS = [3, 5, 2, 4, 7], [4, 0, 6, 1, 2]
 POLICIES = {"separated": separated, "group ahead": group_ahead}
-ALL = frozenset({Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE})
 
 
 def executors(*policies, copies=HostCopies, **options):
@@ -82,7 +79,7 @@ def test_operations_nest_and_gradients_are_finalized_behind_all(monkeypatch):
 
     def noted(self, when):
         if when in self._now.plan:
-            done.append((self._entry.name, when))
+            done.append((self.entry.name, when))
         do(self, when)
 
     monkeypatch.setattr(Executor, "do", noted)
@@ -111,9 +108,8 @@ def test_one_that_streams_is_innermost() -> None:
 
     engines: Any = {
         name: SimpleNamespace(
-            steps=True,
+            mode=STREAMED if name == "eyes" else FULL_HETERO_DP,
             here=False,
-            fills_bubbles=name == "eyes",
             bubbles=lambda: partial(layer, "bubbles"),
             executor=lambda name=name: SimpleNamespace(around=partial(layer, name)),
         )
@@ -121,29 +117,3 @@ def test_one_that_streams_is_innermost() -> None:
     }
     Engine(engines).schedules(lambda: partial(done.append, "decoder"))()()
     assert done == ["ears", "eyes", "bubbles", "decoder"]
-
-
-@pytest.mark.parametrize("last_stage", [True, False])
-def test_what_each_encoder_has_on_the_host_comes_back(monkeypatch, last_stage):
-    """Numbers are those of what stays, also where one encoder's things alone leave."""
-    monkeypatch.setattr(encoder_state, "_SMALL", 1)
-    found = []
-    for away in (frozenset(), {"eyes"}, {"ears"}, {"eyes", "ears"}):
-        model = Model(entries=BOTH)
-        around = {
-            entry.name: executor_of(
-                separated,
-                LazyCopies(),
-                entry=entry,
-                on_host=ALL if entry.name in away else frozenset(),
-                last_stage=last_stage,
-            )
-            for entry in BOTH
-        }
-        for name, each in around.items():
-            each.host.state = EncoderState(model.parts[name], [], platform=each._platform)
-        losses = run_encoders(around, model, microbatches(ROWS, ears=SOUNDS))
-        assert all(each._platform.away == 0 for each in around.values())
-        found.append(torch.cat([torch.stack(losses), *map(model.gradients_of, BOTH)]))
-    for each in found[1:]:
-        assert torch.equal(each, found[0])

@@ -1,23 +1,39 @@
-"""Rows on their way: every one comes, to the right rank and place, and no other is sent."""
+"""Rows on their way: every one comes, to the right rank and place, and no other is sent.
+
+And ranks share the sending.
+"""
 
 import random
+from collections import Counter
 from itertools import chain, pairwise
 
+import numpy as np
 import pytest
 import torch
-from placed import ENCODER, part_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placed import ENCODER, part_of, placements
 from ranks import run_ranks
 
+from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import AllToAll
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.row_moves import ExchangeSpec, Rows
+from loongplug.hetero.row_moves import (
+    ExchangeSpec,
+    Rows,
+    feature_moves,
+    gradient_moves,
+    sequence_shards,
+    size,
+)
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
 
 WIDTH = 3
 ROUNDS = 12
+FEW = settings(max_examples=30, deadline=None)
 
 
 def payload(unit: int, tokens: int) -> torch.Tensor:
@@ -203,3 +219,97 @@ def test_sixteen_units_go_over_at_a_time_or_one_of_each_replica(units, replicas,
     found = [*spec.lots(units)]
     assert [*chain(*found)] == [*units]
     assert [*map(len, found)] == lots
+
+
+@st.composite
+def routed(draw):
+    """An edge, and of some units the replicas that have shares."""
+    placement, _, rank = draw(placements())
+    edge = placement.edge(ENCODER.name, rank=rank)
+    encoder_replica = st.integers(0, len(edge.replicas) - 1)
+    several = st.lists(encoder_replica, min_size=1, max_size=3, unique=True).map(tuple)
+    return edge, tuple(draw(st.lists(several, max_size=9)))
+
+
+def moves(make, edge, encoder_replicas):
+    """Of all ranks; each share of a unit has a row."""
+    units = ExchangeSpec(
+        tokens=tuple(map(len, encoder_replicas)),
+        shares=tuple(
+            tuple(
+                Share(encoder_replica=each, rows=(slice(n, n + 1),))
+                for n, each in enumerate(several)
+            )
+            for several in encoder_replicas
+        ),
+        width=1,
+        dtype=torch.float32,
+    )
+    return dict.fromkeys(each for rank in edge.ranks for each in make(edge, units, rank=rank))
+
+
+@pytest.mark.quick
+@FEW
+@given(routed())
+def test_the_ranks_of_a_group_share_the_sending(made):
+    """Of one unit, no rank of the owning group serves more than one other rank above another."""
+    edge, encoder_replicas = made
+    found = moves(feature_moves, *made)
+    shares = [(unit, each) for unit, several in enumerate(encoder_replicas) for each in several]
+    for unit, encoder_replica in shares:
+        replica = edge.replicas[encoder_replica]
+        if set(replica) & set(edge.consumers):
+            continue
+        sent = Counter(each.source for each in found if each.piece == unit)
+        counts = [sent[rank] for rank in replica]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.quick
+@FEW
+@given(placements())
+def test_consumers_share_the_encoder_s_ranks(made):
+    """Each of these has its gradients of one consumer, and all consumers have as many of them."""
+    placement, _, rank = made
+    edge = placement.edge(ENCODER.name, rank=rank)
+    later = tuple(
+        number
+        for number, replica in enumerate(edge.replicas)
+        if not set(replica) & set(edge.consumers)
+    )
+    found = moves(gradient_moves, edge, (later,) * 3)
+    pairs = {(each.source, each.target) for each in found}
+    assert len(pairs) == sum(len(edge.replicas[number]) for number in later)
+    counts = [sum(source == consumer for source, _ in pairs) for consumer in edge.consumers]
+    assert max(counts) - min(counts) <= 1
+
+
+@st.composite
+def visual_places(draw):
+    """Where the visual tokens of some rows lie, and how the sequence is split: cp, and tp of it."""
+    cp, tp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    length = cp * tp * draw(st.integers(1, 6))
+    rows = draw(st.lists(st.sets(st.integers(0, length - 1)), max_size=4))
+    split = TokenSplit.whole(length) if cp == 1 else zigzag(length, cp=cp)
+    return [np.array(sorted(row), dtype=np.int64) for row in rows], split, tp
+
+
+@pytest.mark.quick
+@settings(max_examples=60, deadline=None)
+@given(visual_places())
+def test_each_part_gets_the_tokens_that_lie_in_it_in_their_order(made):
+    places, split, tp = made
+    shards = sequence_shards(places, split=split, tp=tp)
+    assert len(shards) == len(split.parts) * tp
+    position = np.concatenate([np.zeros(0, dtype=np.int64), *places])
+    for part, rows in enumerate(shards):
+        # What the rank holds, place by place, and of that its chunk.
+        held = np.split(split.parts[part // tp].places, tp)[part % tp]
+        expected = np.isin(position, held).nonzero()[0].tolist()
+        taken = [token for each in rows for token in range(each.start, each.stop)]
+        assert taken == expected
+        assert size(rows) == len(expected)
+    # One run of rows for each row of the microbatch at most, and there two of a zigzag: they are
+    # sent as such.
+    stretches = max(len(part.starts) for part in split.parts)
+    assert all(len(rows) <= len(places) * stretches for rows in shards)

@@ -129,21 +129,6 @@ def test_units_that_are_joined_have_the_numbers_of_each_by_itself(on_host, rows,
     assert found[0][1].any() == bool(sum(rows))
 
 
-def test_features_of_a_pass_are_let_go_unit_by_unit():
-    """What the exchange hands on of a pass lies in one piece of memory."""
-    alive, made = [], Noted()
-
-    class Watched(Wires):
-        def gather_variable_shape_embeddings(self, payloads, spec):
-            made.note(payloads[0])
-            return {unit: each.detach() for unit, each in payloads.items()}
-
-    executor = executor_of(separated, HostCopies(), joined_rows=100)
-    executor._exchange = Watched()
-    run_step(executor, Model(), ROWS, seen=lambda: alive.append(made.alive()))
-    assert set(alive) == {0}
-
-
 class Noted:
     """Storages by what they are, and how many bytes of them are alive."""
 
@@ -195,19 +180,22 @@ def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, m
         assert {each for each, _ in alive} == {0}
 
 
-def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
-    alive: list[int] = []
-    arrived = Noted()
+@pytest.mark.parametrize(("joined_rows", "views"), [(0, False), (100, True)])
+def test_what_is_in_one_piece_is_let_go_unit_by_unit(joined_rows, views):
+    """What arrives, and what an exchange hands on as views of a pass."""
+    alive, whole = [], Noted()
 
     class Watched(Wires):
         def gather_variable_shape_embeddings(self, payloads, spec):
-            found = super().gather_variable_shape_embeddings(payloads, spec)
-            arrived.note(found[0])
+            found = {unit: each.detach() for unit, each in payloads.items()}
+            if not views:
+                found = super().gather_variable_shape_embeddings(payloads, spec)
+            whole.note(found[0])
             return found
 
-    executor = executor_of(separated, HostCopies())
-    executor._exchange = Watched()
-    run_step(executor, Model(), ROWS, seen=lambda: alive.append(arrived.alive()))
+    executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
+    executor.exchange = Watched()
+    run_step(executor, Model(), ROWS, seen=lambda: alive.append(whole.alive()))
     assert set(alive) == {0}
 
 
@@ -228,7 +216,7 @@ def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
             return found
 
     executor = executor_of(separated, HostCopies(), on_host=on_host)
-    executor._exchange = Watched()
+    executor.exchange = Watched()
     run_step(executor, Model(), rows)
     each = 2 * WIDTH * 4
     assert max(most) == (2 * 16 if on_host else 40 + 8) * each

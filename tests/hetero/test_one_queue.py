@@ -13,23 +13,22 @@ from typing import Any
 import pytest
 import torch
 from placed import ENCODER
-from queued import Queues, Sent, finish
+from queued import Queues, Sent, finish, on_streams, with_shapes
 
 from loongplug.data.microbatch import Share
-from loongplug.hetero.communicators import apart_pairs, count, there_and_back
 from loongplug.hetero.encoder_place import EncoderPlace
-from loongplug.hetero.encoder_steps import EncoderStep
 from loongplug.hetero.operations import (
     BEGIN,
     Backward,
     Cargo,
     Encode,
+    EncoderStep,
     Receive,
     Send,
 )
 from loongplug.hetero.piece_carrier import Carrier, Dealer
 from loongplug.hetero.piece_routes import apart_crossings, stage_links
-from loongplug.hetero.placement import ApartPiece, one_apart
+from loongplug.hetero.placement import ApartPiece, apart_pairs, count, one_apart, there_and_back
 from loongplug.hetero.policies import apart
 from loongplug.hetero.recorded_schedule import (
     Pipeline,
@@ -45,7 +44,6 @@ from loongplug.hetero.wire import Wire
 from loongplug.parallel.layout import Layout
 from loongplug.simulate.order import order
 from loongplug.simulate.programs import Programs
-from loongplug.simulate.wires import on_streams, with_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -352,25 +350,6 @@ def test_stages_that_do_not_train_hold_up_nobody(
         )
         assert ranks.finish()
         assert finish(ranks.programs())
-
-
-def test_larger_groups_of_virtual_stages_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With groups as large as the flag says, as many forwards as without it are too few."""
-    hangs = 0
-    for decoder, chunks, more in product((2, 3), (2, 3), (1, 3)):
-        group = decoder + more
-        for microbatches in (group, 2 * group, 3 * group):
-            ranks = Ranks(
-                monkeypatch,
-                decoder=Layout(pp=decoder),
-                encoders=[Layout()],
-                microbatches=microbatches,
-                chunks=chunks,
-                group=group,
-            )
-            assert finish(ranks.programs())
-            hangs += not finish(ranks.programs(less=2 * more))
-    assert hangs
 
 
 @pytest.mark.parametrize("encoders", [(1,), (2,), (1, 3)])

@@ -1,35 +1,51 @@
-"""Pieces to the decoder or the next stage and back, by lists alone: each row once, in its place."""
+"""Pieces to the decoder or the next stage and back, by lists alone: each row once, in its place.
 
-from collections.abc import Callable, Iterable
+``faults/test_placed_steps.py`` has ranks send them.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from delivered import dealt, delivered, places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, decoders, part_of
 
+from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
-from loongplug.hetero.communicators import count, piece_pairs, stage_pairs, there_and_back
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.piece_routes import (
     Crossings,
+    Deal,
+    apart_crossings,
     stage_links,
     state_moves,
     streamed_crossings,
 )
-from loongplug.hetero.placement import Edge, all_ranks_dp, one_apart
+from loongplug.hetero.placement import (
+    Edge,
+    all_ranks_dp,
+    count,
+    one_apart,
+    piece_pairs,
+    stage_pairs,
+    there_and_back,
+)
 from loongplug.hetero.row_moves import (
     ExchangeSpec,
     RowMove,
     Rows,
     feature_moves,
     gradient_moves,
+    sequence_shards,
     size,
 )
 from loongplug.hetero.wire import StepMoves
@@ -37,6 +53,64 @@ from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
+
+Row = Any  # what tells it from others
+
+
+def delivered(
+    moves: Mapping[int, StepMoves], rows: Callable[[int, int], Sequence[Row]]
+) -> dict[tuple[int, int], list[Row]]:
+    """By rank and piece, what it takes where each rank gives its ``rows`` of a piece.
+
+    Messages of two ranks come in the order in which they are given. Both ends list the same, and
+    every row of what is taken comes once; an AssertionError names ranks and pieces.
+    """
+    queues: defaultdict[tuple[int, int], deque[tuple[int, list[Row]]]] = defaultdict(deque)
+    for rank, own in moves.items():
+        for piece, several in own.moves.items():
+            given = [each for each in several if each.source == rank]
+            for move in given:
+                whole = rows(rank, piece)
+                assert len(whole) == sum(size(each.given) for each in given), (rank, piece)
+                sent = [whole[place] for place in places_of(move.given)]
+                if sent:
+                    queues[rank, move.target].append((piece, sent))
+    found = {}
+    for rank, own in moves.items():
+        for piece, several in own.moves.items():
+            came: list[tuple[int, Row]] = []
+            for move in several:
+                if move.target == rank and (places := places_of(move.placed)):
+                    queue = queues[move.source, rank]
+                    said = f"rank {rank} takes {len(places)} rows of piece {piece}"
+                    assert queue, f"{said}, which rank {move.source} does not send"
+                    number, sent = queue.popleft()
+                    others = f"rank {move.source} sends {len(sent)} rows of piece {number}"
+                    assert len(sent) == len(places), f"{said}, and {others}"
+                    came += zip(places, sent, strict=True)
+            if came:
+                assert sorted(place for place, _ in came) == [*range(len(came))], (rank, piece)
+                found[rank, piece] = [row for _, row in sorted(came)]
+    for (source, target), left in queues.items():
+        pieces = [piece for piece, _ in left]
+        assert not left, f"rank {source} sends pieces {pieces} to rank {target}, who takes none"
+    return found
+
+
+def dealt(deal: Deal, held: Mapping[int, Sequence[Row]]) -> dict[int, list[Row]]:
+    """What each rank of a group comes to have of a microbatch, of what each ``held``."""
+    whole: dict[int, Row] = {}
+    for rank, rows in zip(deal.ranks, deal.holds, strict=True):
+        for place, row in zip(places_of(rows), held[rank], strict=True):
+            assert place not in whole, f"rank {rank} holds row {place}, and another one does"
+            whole[place] = row
+    assert sorted(whole) == [*range(deal.rows)]
+    needed = zip(deal.ranks, deal.needs, strict=True)
+    return {rank: [whole[place] for place in places_of(rows)] for rank, rows in needed}
+
+
+def places_of(rows: Rows) -> list[int]:
+    return [place for each in rows for place in range(each.start, each.stop)]
 
 
 @dataclass(frozen=True)
@@ -163,6 +237,131 @@ def test_every_row_goes_there_and_back(step: Step) -> None:
         (edge.meetings(x.replica, cp=step.cp)[0][0], n): made[n]
         for n, x in enumerate(step.pieces)
         if made[n]
+    }
+
+
+LENGTH, MICROBATCHES = 8, 3
+Made = tuple[int, int, range]  # of a decoder replica, the number of a microbatch, its samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """An encoder on ranks behind its decoder's.
+
+    ``split``: each rank of the decoder's tensor parallel groups holds a chunk of the sequence.
+    """
+
+    decoder: Layout
+    encoder: Layout
+    samples: int  # of a decoder replica's microbatch
+    split: bool
+
+    @property
+    def pieces(self) -> tuple[Any, ...]:
+        sizes = {"tp": self.encoder.tp, "dp": self.encoder.dp}
+        place = one_apart(self.decoder, entry=ENCODER, rank_offset=self.encoder.first_rank, **sizes)
+        return place.pieces(ENCODER.name, micro_batch_size=self.samples)
+
+    @property
+    def shares(self) -> TokenSplit:
+        """Which tokens of a row each context parallel rank holds."""
+        cp = self.decoder.cp
+        return TokenSplit.whole(LENGTH) if cp == 1 else zigzag(LENGTH, cp=cp)
+
+    def places(self, unit: Made) -> list[np.ndarray]:
+        """Of each sample of a unit, where its tokens lie."""
+        replica, number, samples = unit
+        chance = random.Random(f"{replica} {number}")
+        counts = [chance.choice([0, 0, 1, 3, LENGTH]) for _ in range(self.samples)]
+        found = [np.array(sorted(chance.sample(range(LENGTH), count))) for count in counts]
+        return found[samples.start : samples.stop]
+
+    def units(self, rank: int) -> list[Made]:
+        """What a rank makes in a step, or needs."""
+        numbers = range(MICROBATCHES)
+        if rank in self.decoder.ranks:
+            replica = self.decoder.coordinates(rank).dp
+            return [(replica, number, range(self.samples)) for number in numbers]
+        mine = [each for each in self.pieces if rank in each.ranks]
+        return [(each.decoder, number, each.samples) for number in numbers for each in mine]
+
+    def rows(self, unit: Made) -> list[tuple[int, ...]]:
+        """Of a unit all rows: their replica, microbatch, sample, and place in it."""
+        replica, number, samples = unit
+        each_with = zip(samples, self.places(unit), strict=True)
+        return [(replica, number, sample, int(at)) for sample, own in each_with for at in own]
+
+    def needed(self, rank: int, unit: Made) -> list[tuple[int, ...]]:
+        """Those that a rank of the decoder's needs."""
+        place = self.decoder.coordinates(rank)
+        held = self.shares.parts[place.cp].places
+        if self.split:
+            held = np.split(held, self.decoder.tp)[place.tp]
+        return [row for row in self.rows(unit) if row[-1] in held]
+
+    def crossings(self, rank: int) -> Crossings:
+        units = [self.places(unit) for unit in self.units(rank)]
+        shards: tuple[tuple[Rows, ...], ...] | None = None
+        if self.split or self.decoder.cp > 1:
+            tp = self.decoder.tp if self.split else 1
+            shards = tuple(sequence_shards(each, split=self.shares, tp=tp) for each in units)
+        row_tokens = tuple(tuple(map(len, each)) for each in units)
+        spec = ExchangeSpec(
+            tokens=tuple(map(sum, row_tokens)),
+            shares=((Share(encoder_replica=0),),) * len(units),
+            width=1,
+            dtype=torch.float32,
+            shards=shards,
+            row_tokens=row_tokens,
+        )
+        return apart_crossings(self.pieces, spec, cp=self.decoder.cp, rank=rank)
+
+
+@st.composite
+def encoders_apart(draw: st.DrawFn) -> Apart:
+    small = st.integers(1, 3)
+    decoder = Layout(
+        tp=draw(st.sampled_from([1, 2, 4])), cp=draw(st.sampled_from([1, 2])), dp=draw(small)
+    )
+    encoder = Layout(tp=draw(st.integers(1, 2)), dp=draw(small), first_rank=decoder.world_size)
+    return Apart(decoder=decoder, encoder=encoder, samples=draw(small), split=draw(st.booleans()))
+
+
+@given(encoders_apart())
+@settings(max_examples=60, deadline=None)
+def test_every_row_of_an_encoder_apart_goes_there_and_back(case: Apart) -> None:
+    """Units without tokens among them; a replica of the encoder may have none at all."""
+    crossings = {rank: case.crossings(rank) for rank in range(case.encoder.ranks.stop)}
+    units = {rank: case.units(rank) for rank in crossings}
+    for rank, each in crossings.items():  # by which sends are bounded
+        numbers = each.of_step(Cargo.FEATURES).microbatches
+        assert numbers == {n: unit[1] for n, unit in enumerate(units[rank]) if n in numbers}
+
+    def moves(what: Cargo) -> dict[int, StepMoves]:
+        return {rank: each.of_step(what) for rank, each in crossings.items()}
+
+    came = delivered(moves(Cargo.FEATURES), lambda rank, unit: case.rows(units[rank][unit]))
+    count = 0
+    for ranks, number in product(case.decoder.groups("tp"), range(MICROBATCHES)):
+        held = {rank: came.get((rank, number), []) for rank in ranks}
+        deal, *others = (crossings[rank].deal(number) for rank in ranks)
+        assert all(each == deal for each in others), "all ranks know the same"
+        found = dealt(deal, held)
+        assert found == {rank: case.needed(rank, units[rank][number]) for rank in ranks}
+        count += sum(map(len, held.values()))
+        if deal.rows:
+            assert moved_by(deal.there, held, found) == found
+            assert moved_by(deal.back, found, held) == held
+    every = product(range(case.decoder.dp), range(MICROBATCHES), [range(case.samples)])
+    assert count == sum(len(case.rows(unit)) for unit in every), "each crosses once"
+    gradients = delivered(moves(Cargo.GRADIENTS), lambda rank, unit: came.get((rank, unit), []))
+    cp = case.decoder.cp
+    brings = {each.edge.meetings(each.replica, cp=cp)[0][0] for each in case.pieces}
+    assert {key: rows for key, rows in gradients.items() if rows} == {
+        (rank, unit): rows
+        for rank in brings
+        for unit, each in enumerate(units[rank])
+        if (rows := case.rows(each))
     }
 
 

@@ -14,14 +14,14 @@ from streamed_steps import (
     steps,
 )
 
-from loongplug.hetero.encoder_steps import EncoderWork
-from loongplug.hetero.step_costs import (
+from loongplug.hetero.operations import EncoderWork
+from loongplug.hetero.step_programs import (
     Name,
     PassCosts,
     PieceCost,
     Step,
+    plan_time,
 )
-from loongplug.hetero.step_programs import plan_time
 from loongplug.partition.clock import StageTime, step_time
 
 pytestmark = pytest.mark.quick

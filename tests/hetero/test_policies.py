@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.hetero.encoder_steps import EncoderStep, EncoderWork, Stream
 from loongplug.hetero.operations import (
     BEGIN,
     END,
     Backward,
-    Cargo,
     Encode,
+    EncoderStep,
+    EncoderWork,
     Event,
     Exchange,
     Kept,
@@ -23,6 +23,7 @@ from loongplug.hetero.operations import (
     Receive,
     Send,
     StepPlan,
+    Stream,
     To,
     Weights,
     When,
@@ -31,7 +32,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.policies import apart, group_ahead, inline, separated, streamed
-from loongplug.hetero.recorded_schedule import Pipeline, events, forwards_first
+from loongplug.hetero.recorded_schedule import Pipeline, events
 
 pytestmark = pytest.mark.quick
 
@@ -250,55 +251,6 @@ def test_passes_take_neighbours_up_to_a_budget(ranks: list[tuple[EncoderStep, Pi
         assert replace(step, rows=()).passes() == alone
 
 
-@st.composite
-def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
-    """One step on a rank of an encoder that lies apart, and on the decoder's, by stage."""
-    stages, count = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    first = draw(st.integers(1, 4))
-    made = draw(st.integers(0, 3))  # pieces of each microbatch; 0: no sample is this replica's
-    training = draw(st.booleans())
-    decoding = EncoderStep(
-        encoder_replicas=((0,),) * count,
-        replicas=1,
-        replica=None,
-        consumes=False,
-        training=training,
-        trains=training and draw(st.booleans()),
-        last_stage=False,
-        forwards=tuple(min(first + number, count) for number in range(count)),
-    )
-    encoding = replace(
-        decoding, encoder_replicas=((0,),) * (count * made), replica=0, pieces=max(made, 1)
-    )
-    found = [(encoding, Pipeline(stages=1, stage=0, chunks=1, group=1))]
-    for stage in range(stages):
-        step = replace(decoding, consumes=stage == 0, last_stage=stage == stages - 1)
-        found.append((step, Pipeline(stages=stages, stage=stage, chunks=1, group=stages)))
-    return found
-
-
-@given(steps_apart())
-def test_apart(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
-    """Every unit goes over once each way, alone; stages that consume nothing do nothing."""
-    for step, pipeline in ranks:
-        plan = apart(step)
-        if step.replica is None and not step.consumes:
-            assert not plan
-            continue
-        collectives(plan, step, pipeline)
-        entered = in_order(plan, step, pipeline)
-        features, gradients = (
-            [each for each in entered if isinstance(each, Send | Receive) and each.what is what]
-            for what in (Cargo.FEATURES, Cargo.GRADIENTS)
-        )
-        there, back = (Receive, Send) if step.consumes else (Send, Receive)
-        units = step.units if step.trains else ()
-        assert features == [there(what=Cargo.FEATURES, piece=unit) for unit in step.units]
-        assert gradients == [back(what=Cargo.GRADIENTS, piece=unit) for unit in units]
-        more = [x.more for each in plan.values() for x in each if isinstance(x, Backward)]
-        assert more == [True] * (len(more) - 1) + [False] * bool(more), "one reduction, at the end"
-
-
 def told(plan: StepPlan) -> list[str]:
     """An encoder's operations in a few letters; the last backward, which reduces, in capitals."""
     words = []
@@ -362,59 +314,3 @@ def test_inline_is_of_the_stages_that_consume() -> None:
     assert inline(step) == there | back
     assert inline(replace(step, trains=False)) == there
     assert not inline(replace(step, consumes=False))
-
-
-def step_of(
-    stage: int, stages: int, *, units: int, in_front: int, trains: tuple[bool, ...]
-) -> EncoderStep:
-    """Of a stage, where the stages' own parameters train or not."""
-    decoder = Pipeline(stages=in_front, stage=0, chunks=1, group=in_front)
-    return EncoderStep(
-        encoder_replicas=((0,),) * units,
-        replicas=1,
-        replica=0,
-        consumes=False,
-        training=True,
-        trains=any(trains[: stage + 1]),
-        trains_before=any(trains[:stage]),
-        last_stage=False,
-        forwards=forwards_first(decoder, units, behind=stages - 1 - stage),
-        stage=stage,
-        stages=stages,
-    )
-
-
-def operations(plan: StepPlan) -> list[Operation]:
-    assert plan.keys() <= {BEGIN}
-    return [*plan.get(BEGIN, ())]
-
-
-def pieces(plan: StepPlan, kind: type, what: Cargo) -> list[int]:
-    """Those that are sent or received."""
-    return [each.piece for each in operations(plan) if isinstance(each, kind) and each.what is what]
-
-
-@given(
-    st.lists(st.booleans(), min_size=2, max_size=4),
-    st.integers(1, 6),
-    st.integers(1, 4),
-)
-def test_what_one_stage_gives_the_next_takes(trains: list[bool], units: int, in_front: int) -> None:
-    """In one order, each unit once, and gradients as far as something before trains."""
-    stages = len(trains)
-    plans = [
-        apart(step_of(stage, stages, units=units, in_front=in_front, trains=tuple(trains)))
-        for stage in range(stages)
-    ]
-    for stage in range(1, stages):
-        before, own = plans[stage - 1], plans[stage]
-        given, taken = pieces(before, Send, Cargo.STATES), pieces(own, Receive, Cargo.STATES)
-        assert given == taken == [*range(units)]
-        back = [*range(units)] if any(trains[:stage]) else []
-        returned = pieces(own, Send, Cargo.STATE_GRADIENTS)
-        assert pieces(before, Receive, Cargo.STATE_GRADIENTS) == returned == back
-        gone = [each.pieces for each in operations(before) if isinstance(each, Backward)]
-        assert gone == [(piece,) for piece in back]
-    assert not pieces(plans[0], Receive, Cargo.STATES)
-    assert not pieces(plans[0], Send, Cargo.STATE_GRADIENTS)
-    assert not pieces(plans[-1], Send, Cargo.STATES)

@@ -1,53 +1,11 @@
-"""Megatron's own schedules as they are recorded: their messages and passes."""
-
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
+"""Megatron's own schedules as they are recorded; ``test_one_queue.py`` has their messages meet."""
 
 import pytest
 
 from loongplug.hetero.recorded_schedule import Pipeline, Posted, Turn, Waited, calls, forwards_first
-from loongplug.hetero.step_costs import DecoderPass, decoder_passes
+from loongplug.hetero.step_programs import DecoderPass, decoder_passes
 
 pytestmark = pytest.mark.quick
-
-
-def plain() -> Iterator[tuple[Pipeline, int]]:
-    """All stages of small pipelines."""
-    for stages, microbatches in product((1, 2, 3, 4), (1, 2, 5, 9)):
-        for stage in range(stages):
-            yield Pipeline(stages=stages, stage=stage, chunks=1, group=stages), microbatches
-
-
-def interleaved() -> Iterator[tuple[Pipeline, int]]:
-    """The same, whose groups are whole or have a smaller one behind them."""
-    for stages, chunks, more in product((2, 3), (2, 3), (0, 1, 3)):
-        group = stages + more
-        for microbatches, stage in product(
-            (group, 2 * group, 2 * group + stages, 3 * group), range(stages)
-        ):
-            yield Pipeline(stages=stages, stage=stage, chunks=chunks, group=group), microbatches
-
-
-@pytest.mark.parametrize("beside_sends", [False, True])
-def test_what_a_stage_sends_the_next_one_receives(beside_sends: bool) -> None:
-    """As many each way, around the pipeline."""
-    steps = {
-        (replace(pipeline, stage=0), microbatches)
-        for pipeline, microbatches in (*interleaved(), *(() if beside_sends else plain()))
-    }
-    for pipeline, microbatches in steps:
-        counts: Counter[tuple[bool, bool, int]] = Counter()
-        for stage in range(pipeline.stages):
-            here = replace(pipeline, stage=stage)
-            for call in calls(here, microbatches, beside_sends=beside_sends):
-                for way in call.ends if isinstance(call, Posted) else ():
-                    peer = (stage + (1 if way.to_next else -1)) % pipeline.stages
-                    counts[way.forward, way.sends, stage if way.sends else peer] += 1
-        assert bool(counts) == (pipeline.stages > 1)
-        for (forward, sends, source), count in counts.items():
-            assert counts[forward, not sends, source] == count
 
 
 def test_passes_go_on_beside_what_is_sent() -> None:

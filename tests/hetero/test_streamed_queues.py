@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queued import Queues, Sent, finish
+from queued import Queues, Sent, finish, on_streams
 from streamed_steps import even, filled, separated, steps
 
 from loongplug.data.microbatch import Share
@@ -26,11 +26,10 @@ from loongplug.hetero.piece_carrier import Carrier, Dealer
 from loongplug.hetero.piece_routes import streamed_crossings
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.row_moves import ExchangeSpec
-from loongplug.hetero.step_costs import DecoderPass, EncoderPlan, Step
+from loongplug.hetero.step_programs import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.wire import Wire
 from loongplug.simulate.order import Deadlock, order
 from loongplug.simulate.programs import Programs
-from loongplug.simulate.wires import on_streams
 
 CPU = torch.device("cpu")
 # The names of groups stand for them.

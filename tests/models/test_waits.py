@@ -21,7 +21,7 @@ from ranks import run_ranks
 from loongplug.data.microbatch import Microbatch, Share
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.run_of_flags import parsed_for
-from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
+from loongplug.estimate.tracing import answers, spread_tokens_evenly
 from loongplug.models.features import features_behind
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 from costed import FULL, LENGTH, costs, media, parsed, trains_of
 
-from loongplug.estimate.microbatches import OwnRanks
+from loongplug.estimate.run_of_flags import OwnRanks
 from loongplug.hetero.placement import one_apart
 from loongplug.models.amounts import ModelAmounts
 from loongplug.models.entries import encoders as entry_encoders

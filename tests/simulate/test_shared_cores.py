@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from loongplug.observe.chrome import write_chrome_trace
 from loongplug.observe.picture import draw_timeline
 from loongplug.observe.shares import shares
-from loongplug.simulate.clock import run, run_shared
+from loongplug.simulate.clock import run, run_shared, traces
 from loongplug.simulate.programs import Act, Build, Label, Post, Programs, Wait, Work
-from loongplug.simulate.timeline import traces
 
 pytestmark = pytest.mark.quick
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from command_lines import write_tokenizer
 from ranks import run_ranks
 
-from loongplug.estimate.model_state import State, rank_state
-from loongplug.estimate.ranks import as_rank
-from loongplug.estimate.run_of_flags import parsed_for, stepping_of
+from loongplug.estimate.ranks import State, as_rank, rank_state
+from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
 from loongplug.models.hf_config import hf_config
 from loongplug.training.arguments import ParsedArguments, complete, parse_arguments
@@ -181,9 +180,7 @@ def state_bytes(rank: int, *, launched: Launch) -> list[State]:
     found = []
     for stage in range(stages):
         with as_rank(parsed, stage * launched.world_size // stages) as built:
-            states = rank_state(
-                built.chunks, parsed.args, stepping=stepping_of(launched.argv)
-            ).values()
+            states = rank_state(built.chunks, parsed.args).values()
         found.append(sum(states, State()))
     return found
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from loongplug.hetero.communicators import (
+from loongplug.hetero.modes import modes_of
+from loongplug.hetero.placement import (
     Pair,
     apart_pairs,
     count,
@@ -17,7 +18,6 @@ from loongplug.hetero.communicators import (
     stage_pairs,
     there_and_back,
 )
-from loongplug.hetero.modes import modes_of
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
 from loongplug.training.rules.hetero import encoder_tp
