@@ -9,17 +9,117 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from loongplug.training.arguments import complete, validate_with_megatron
 from loongplug.training.config import ComposedModel, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
-from loongplug.training.flags import CommandLine, read_command_line
+from loongplug.training.flags import read_command_line
 from loongplug.training.rules import RULES, SUBJECTS, violations
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import settle_step_sizes
-from pages.modes import DENSE, MODES, Mode
+
+DENSE = "qwen3_vl_tiny"
+EXPERTS = "qwen3_vl_moe_tiny"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row and column of the matrix; ``text`` has flags and overrides of a run of 8 ranks.
+
+    Two modes of different models do not meet, and their cell stays empty.
+    """
+
+    name: str
+    title: str
+    text: str = ""
+    model: str | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags and overrides, one by one."""
+        return tuple(shlex.split(self.text))
+
+
+_TP = "--tensor-model-parallel-size 2"
+_SP = f"{_TP} --sequence-parallel"
+_PP = "--pipeline-model-parallel-size 2"
+_EP = "--expert-model-parallel-size 2"
+_FULL = "--enable-full-hetero-dp"
+_OFFLOADS = "--full-hetero-dp-cpu-offload --offload-encoder-activations --offload-encoder-state"
+_DISTRIBUTED = "--use-distributed-optimizer"
+_RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "model.image_encoder.recompute=true"
+)
+_SAMPLE_BALANCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1"
+_FROZEN = "model.image_encoder.freeze=true"
+_FROZEN_VISION = f"{_FROZEN} model.image_projector.freeze=true"
+_LORA = "model.image_encoder.lora.rank=8 model.foundation.lora.rank=8"
+
+MODES: tuple[Mode, ...] = (
+    Mode("Qwen3-VL", "the dense family", model=DENSE),
+    Mode("MoE", "Qwen3-VL-MoE", model=EXPERTS),
+    Mode("Qwen2.5-VL", "the family with window attention", model="qwen2_5_vl_tiny"),
+    Mode("TP", "tensor parallelism alone", _TP),
+    Mode("SP", "with sequence parallelism", _SP),
+    Mode("PP", "pipeline parallelism", _PP),
+    Mode("VPP", "virtual stages", f"{_PP} --num-virtual-stages-per-pipeline-rank 2"),
+    Mode("CP", "context parallelism", "--context-parallel-size 2"),
+    Mode("EP", "expert parallelism", _EP, EXPERTS),
+    Mode("ETP", "experts' tensor parallelism", "--expert-tensor-parallel-size 2", EXPERTS),
+    Mode(
+        "MoE overlap",
+        "experts' exchange beside the computation of another microbatch",
+        f"--overlap-moe-expert-parallel-comm --bf16 {_EP}",
+        EXPERTS,
+    ),
+    Mode(
+        "hetero TP",
+        "the encoder's own tensor parallel size",
+        f"{_SP} model.image_encoder.tensor_model_parallel_size=1",
+    ),
+    Mode(
+        "hetero DP",
+        "each unit is encoded by one rank of the group",
+        f"{_SP} --enable-encoder-hetero-dp",
+    ),
+    Mode("full hetero", "full separation of encoder and decoder", f"{_SP} {_FULL}"),
+    Mode(
+        "streamed",
+        "full separation, encoders in the pipeline's bubbles",
+        f"{_PP} {_FULL} --full-hetero-dp-schedule streamed",
+    ),
+    Mode(
+        "offload",
+        "full separation, the encoder's side in host memory while the decoder works",
+        f"{_SP} {_FULL} {_OFFLOADS}",
+    ),
+    Mode("dist. optimizer", "optimizer state split over data parallel ranks", _DISTRIBUTED),
+    Mode(
+        "overlap",
+        "gradients and parameters travel during computation",
+        f"{_DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Mode("recompute", "activations are computed again", _RECOMPUTE),
+    Mode("frozen", "a frozen encoder", _FROZEN),
+    Mode("frozen vision", "a frozen encoder and projector", _FROZEN_VISION),
+    Mode("frozen decoder", "a frozen text decoder", "model.foundation.freeze=true"),
+    Mode(
+        "frozen by name",
+        "parameters that patterns freeze, but for those that others name",
+        "--freeze-parameters '*' --train-parameters '*norm*'",
+    ),
+    Mode("adapters", "LoRA on encoder and decoder", _LORA),
+    Mode("ramp-up", "a batch size that grows", "--rampup-batch-size 8 8 64"),
+    Mode("packing", "several samples to a sequence", "--packing"),
+    Mode("sample balance", "experts balanced sample by sample", _SAMPLE_BALANCE, EXPERTS),
+    Mode("bf16", "weights in bf16, gradients in fp32", "--bf16"),
+    Mode("async save", "checkpoints written beside the run", "--async-save"),
+)
 
 # Pair of modes -> names of the rules that refuse them together.
 Matrix = Mapping[tuple[str, str], tuple[str, ...]]
@@ -44,51 +144,50 @@ _RUN = (
 )
 
 
-class _Runs:
-    """Runs of one mode or two. Each mode's flags are read once, and models are kept."""
+_line = cache(read_command_line)
 
-    def __init__(self, modes: Iterable[Mode]) -> None:
-        self._base = read_command_line(_RUN)
-        self._lines = {mode.name: read_command_line((*_RUN, *mode.flags)) for mode in modes}
-        self._models: dict[tuple[str, tuple[str, ...]], ComposedModel] = {}
-        self._of_files = {rule.name for rule, _ in violations(*self._arguments(()))}
 
-    def refused_by(self, *modes: Mode) -> tuple[str, ...]:
-        """Names of the rules that refuse the modes together, or Megatron's where no rule does."""
-        args, model = self._arguments(modes)
-        found = (rule.name for rule, _ in violations(args, model))
-        if names := tuple(name for name in found if name not in self._of_files):
-            return names
-        args = copy.deepcopy(args)  # Megatron changes what it checks
-        args.tokenizer_type = MEGATRON_TOKENIZER
-        settle_step_sizes(args, dp=data_parallel_size(args))
-        try:
-            validate_with_megatron(args)
-        except ValueError:
-            return (MEGATRON,)
-        return ()
+@cache
+def _composed(name: str, overrides: tuple[str, ...]) -> ComposedModel:
+    return compose_model(model_name=name, overrides=overrides)
 
-    def _arguments(self, modes: Sequence[Mode]) -> tuple[Namespace, Any]:
-        lines = [self._base, *(self._lines[mode.name] for mode in modes)]
-        args = copy.copy(self._base.args)
-        for line in lines:
-            for name in line.flags:
-                setattr(args, name, getattr(line.args, name))
-        complete(args, device="cpu")
-        args.rank, args.world_size = 0, _WORLD_SIZE
-        composed = self._model(modes, lines)
-        for name, argument in composed.family.megatron_arguments(composed.config).items():
-            setattr(args, name, argument.value)
-        given = {name for line in lines for name in line.flags}
-        apply_defaults(args, given=given, backend="gloo")
-        return args, composed.config
 
-    def _model(self, modes: Sequence[Mode], lines: Sequence[CommandLine]) -> ComposedModel:
-        name = next((mode.model for mode in modes if mode.model), DENSE)
-        overrides = tuple(sorted({override for line in lines for override in line.overrides}))
-        if (name, overrides) not in self._models:
-            self._models[name, overrides] = compose_model(model_name=name, overrides=overrides)
-        return self._models[name, overrides]
+def _refused_by(*modes: Mode) -> tuple[str, ...]:
+    """Names of the rules that refuse the modes together, or Megatron's where no rule does."""
+    args, model = _arguments(modes)
+    found = (rule.name for rule, _ in violations(args, model))
+    if names := tuple(name for name in found if name not in _of_files()):
+        return names
+    args = copy.deepcopy(args)  # Megatron changes what it checks
+    args.tokenizer_type = MEGATRON_TOKENIZER
+    settle_step_sizes(args, dp=data_parallel_size(args))
+    try:
+        validate_with_megatron(args)
+    except ValueError:
+        return (MEGATRON,)
+    return ()
+
+
+@cache
+def _of_files() -> set[str]:
+    return {rule.name for rule, _ in violations(*_arguments(()))}
+
+
+def _arguments(modes: Sequence[Mode]) -> tuple[Namespace, Any]:
+    lines = [_line(_RUN), *(_line((*_RUN, *mode.flags)) for mode in modes)]
+    args = copy.copy(lines[0].args)
+    for line in lines:
+        for name in line.flags:
+            setattr(args, name, getattr(line.args, name))
+    complete(args, device="cpu")
+    args.rank, args.world_size = 0, _WORLD_SIZE
+    model = next((mode.model for mode in modes if mode.model), DENSE)
+    overrides = {override for line in lines for override in line.overrides}
+    composed = _composed(model, tuple(sorted(overrides)))
+    for name, argument in composed.family.megatron_arguments(composed.config).items():
+        setattr(args, name, argument.value)
+    apply_defaults(args, given={name for line in lines for name in line.flags}, backend="gloo")
+    return args, composed.config
 
 
 def matrix(modes: Sequence[Mode] = MODES) -> Matrix:
@@ -96,13 +195,12 @@ def matrix(modes: Sequence[Mode] = MODES) -> Matrix:
 
     Two modes of different models have no entry. The CPU platform has to be active.
     """
-    runs = _Runs(modes)
     cells = {}
     for index, one in enumerate(modes):
         for other in modes[index:]:
             if one.model and other.model and one.model != other.model:
                 continue
-            names = runs.refused_by(*dict.fromkeys((one, other)))
+            names = _refused_by(*dict.fromkeys((one, other)))
             cells[one.name, other.name] = cells[other.name, one.name] = names
     return cells
 

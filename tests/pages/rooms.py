@@ -7,7 +7,7 @@ file it is printed.
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -35,52 +35,63 @@ class Room:
     floor: int
 
 
-def rooms(package: Path = _PACKAGE) -> list[Room]:
-    """Those of ``package``, from the top floor down.
+def rooms() -> list[Room]:
+    """All rooms, from the top floor down.
 
     Raises:
         graphlib.CycleError: rooms import one another in a circle.
     """
-    folders = sorted(path.parent for path in package.glob("*/__init__.py"))
-    texts = {
-        folder.name: [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
-        for folder in folders
-    }
-    names = {*texts}
+    folders = {path.parent.name: path.parent for path in _PACKAGE.glob("*/__init__.py")}
+    texts = {name: _texts(sorted(each.rglob("*.py"))) for name, each in folders.items()}
     imports = {
-        name: {found for text in files for found in _IMPORT.findall(text)} & names - {name}
+        name: {*_IMPORT.findall("\n".join(files))} & {*texts} - {name}
         for name, files in texts.items()
     }
-    floors = _floors(imports)
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(imports).static_order():
+        floors[name] = max((1 + floors[each] for each in imports[name]), default=0)
     found = [
         Room(
-            name=folder.name,
-            what=first_sentence((folder / "__init__.py").read_text(encoding="utf-8")),
-            lines=sum(map(_lines, texts[folder.name])),
-            floor=floors[folder.name],
+            name=name,
+            what=_first_sentence((folder / "__init__.py").read_text(encoding="utf-8")),
+            lines=_lines(texts[name]),
+            floor=floors[name],
         )
-        for folder in folders
+        for name, folder in folders.items()
     ]
     return sorted(found, key=lambda room: (-room.floor, room.name))
 
 
-def first_sentence(source: str) -> str:
+def _texts(files: list[Path]) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in files]
+
+
+def _lines(texts: list[str]) -> int:
+    return sum(len(text.splitlines()) for text in texts)
+
+
+def _first_sentence(source: str) -> str:
     """Of a module's docstring, in one line of Markdown."""
     said = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
     return said.split(". ")[0].rstrip(".").replace("``", "`")
 
 
-def markdown(found: Sequence[Room], *, beside: Mapping[str, int]) -> str:
-    """The table; ``beside`` are the lines of files that lie in no room, by name."""
-    rows = [(str(each.floor), f"`{each.name}`", each.what, each.lines) for each in found]
-    rows.append(("", "no room", ", ".join(f"`{name}`" for name in beside), sum(beside.values())))
+def markdown() -> str:
+    """The table; files that lie in no room stand below."""
+    rows = [(f"{each.floor}", f"`{each.name}`", each.what, each.lines) for each in rooms()]
+    files = sorted(_PACKAGE.glob("*.py"))
+    names = ", ".join(f"`{file.name}`" for file in files)
+    rows.append(("", "no room", names, _lines(_texts(files))))
     whole = sum(lines for *_, lines in rows)
     return "\n".join(
         [
             "| floor | room | what lives there | lines |",
             "| ---: | --- | --- | ---: |",
-            *(_line(*cells, f"{round(lines, _ROUNDED):,}") for *cells, lines in rows),
-            _line("", "**all**", "", f"**{round(whole, _ROUNDED):,}**"),
+            *(
+                f"| {floor} | {name} | {what} | {round(lines, _ROUNDED):,} |"
+                for floor, name, what, lines in rows
+            ),
+            f"|  | **all** |  | **{round(whole, _ROUNDED):,}** |",
         ]
     )
 
@@ -92,26 +103,5 @@ def shown(table: str) -> Iterator[tuple[str, int, int]]:
             yield found[2], int(found[1]), int(found[3].replace(",", ""))
 
 
-def files_beside(package: Path = _PACKAGE) -> dict[str, int]:
-    """The lines of files that lie in no room, by name."""
-    files = sorted(package.glob("*.py"))
-    return {file.name: _lines(file.read_text(encoding="utf-8")) for file in files}
-
-
-def _floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
-    floors: dict[str, int] = {}
-    for name in TopologicalSorter(imports).static_order():
-        floors[name] = max((1 + floors[each] for each in imports[name]), default=0)
-    return floors
-
-
-def _lines(text: str) -> int:
-    return len(text.splitlines())
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 if __name__ == "__main__":
-    write(sys.argv[1:], {MARK: markdown(rooms(), beside=files_beside())})
+    write(sys.argv[1:], {MARK: markdown()})

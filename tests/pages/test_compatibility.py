@@ -3,8 +3,7 @@
 import pytest
 
 from loongplug.training.rules import RULES
-from pages.compatibility import MEGATRON, Matrix, markdown, matrix
-from pages.modes import MODES, Mode
+from pages.compatibility import MEGATRON, Matrix, Mode, markdown, matrix
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,6 @@ def test_two_modes_are_refused_together_by_the_rule_that_is_about_both(cells: Ma
     assert cells["streamed", "VPP"] == cells["streamed", "overlap"] == ()
 
 
-def test_modes_of_different_models_do_not_meet(cells: Matrix) -> None:
-    for pair in (("Qwen3-VL", "MoE"), ("EP", "Qwen2.5-VL"), ("Qwen3-VL", "ETP")):
-        assert pair not in cells
-        assert pair[::-1] not in cells
-    assert len({mode.name for mode in MODES}) == len(MODES)
-
-
 def test_a_mode_that_a_rule_refuses_is_refused_with_every_other(cells: Matrix) -> None:
     refused = {one: names for (one, other), names in cells.items() if one == other and names}
     assert any(cells.values())  # else the matrix would say yes to everything
@@ -45,10 +37,6 @@ def test_what_megatron_alone_refuses_is_no_yes() -> None:
     assert matrix(modes) == {("lonely", "lonely"): (MEGATRON,)}
 
 
-def test_every_table_s_rows_have_its_cells_and_every_rule_is_named(cells: Matrix) -> None:
-    blocks = [block.splitlines() for block in markdown(cells).split("\n\n")]
-    for rows in blocks:
-        if rows[0].startswith("|"):
-            assert {row.count("|") for row in rows} == {rows[0].count("|")}
-    for rule in RULES:
-        assert any(row.startswith(f"| {rule.name} |") for rows in blocks for row in rows)
+def test_every_rule_is_named(cells: Matrix) -> None:
+    page = markdown(cells)
+    assert all(f"\n| {rule.name} |" in page for rule in RULES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pages.commands import ROOT, blocks, run_page, run_script, script, section
+from pages.commands import ROOT, blocks, run_page, run_script, section
 
 HOWTO = ROOT / "docs" / "howto"
 BOUND = 1150.0  # seconds: a page takes one to three minutes where the cores are free
@@ -17,22 +17,6 @@ def whole_page(test: Callable[..., None]) -> Callable[..., None]:
     for mark in (pytest.mark.slow, pytest.mark.sweep, pytest.mark.timeout(1200)):
         test = mark(test)
     return test
-
-
-def test_blocks_are_joined_but_for_those_with_a_reason() -> None:
-    page = (
-        "```bash\nA=1\n```\n\n<!-- not run: no GPU -->\n```bash\nb\n```\n"
-        "```json\n{}\n```\n```bash\necho $A\n```\n"
-    )
-    assert [block.reason for block in blocks(page)] == [None, "no GPU", None]
-    assert script(page) == "set -euo pipefail\nA=1\n\necho $A\n"
-
-
-def test_a_page_that_fails_says_so(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```bash\nfalse\n```\n```bash\necho later\n```\n")
-    with pytest.raises(AssertionError, match=r"page\.md ended with 1"):
-        run_page(page, folder=tmp_path, timeout=60)
 
 
 @whole_page

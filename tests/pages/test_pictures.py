@@ -8,7 +8,6 @@ from pages.pictures import (
     MODES,
     WHICH_MODE,
     digest,
-    fastest,
     levels,
     steps,
 )
@@ -28,7 +27,3 @@ def test_the_pictures_are_of_the_figures() -> None:
     for picture, figures in ((WHICH_MODE, modes), (LEVELS_PICTURE, rates)):
         stale = f"{picture.name} is stale: run `PYTHONPATH=tests python -m pages.pictures`"
         assert digest(figures) in picture.read_text(), stale
-
-
-def test_the_fastest_are_alike_within_3_percent() -> None:
-    assert fastest({"a": 1.02, "b": 1.0, "c": 1.04}) == ["a", "b"]
