@@ -13,8 +13,8 @@ from unittest import mock
 import ranks
 import torch.distributed as dist
 from built_in_faults import BuiltIn
-from drawn_options import Layout
 from draws import Draw
+from parity.cells import Cell
 from prepared import Prepared
 from torch.distributed import TCPStore
 
@@ -64,7 +64,7 @@ class Agent:
 
 def attempt(
     folder: Path,
-    layout: Layout,
+    cell: Cell,
     flags: list[str],
     *,
     prepared: Prepared,
@@ -73,7 +73,7 @@ def attempt(
     agent: Agent | None = None,
     otherwise: list[str] | None = None,
 ) -> Ending:
-    """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one.
+    """Run ``flags`` on the ranks of ``cell``, with the fault of ``draw`` where there is one.
 
     ``save`` is where its disk is full. With an ``agent``, ranks find each other through its store,
     as torchrun's do. ``otherwise``: the flags of the draw's victims, who are started differently.
@@ -83,13 +83,13 @@ def attempt(
     options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
     options["agent"] = agent.environment() if agent else {}
     options["otherwise"] = otherwise
-    numbers = range(layout.ranks)
+    numbers = range(cell.ranks)
     for rank in numbers:
         (folder / f"{rank}.said").touch()
     details = ""
     try:
         with mock.patch.object(ranks, "GRACE_SECONDS", ENDING_SECONDS):
-            ways = ranks.run_ranks(life, layout.ranks, timeout=RUN_SECONDS, **options)
+            ways = ranks.run_ranks(life, cell.ranks, timeout=RUN_SECONDS, **options)
     except ranks.RankError as error:
         details = str(error)
         # A rank that gave its result is not among the errors.

@@ -137,11 +137,11 @@ class _Full(io.FileIO):
 
 def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
-    if draw.mode == "apart":
+    if draw.cell.own:
         return Wire, "_span"
-    if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
+    if draw.cell.schedule == "auto":  # by one of two ways, as the step's plan has it
         return Executor, "do"
-    if exchanges_features(draw.mode):
+    if exchanges_features(draw.cell):
         return AllToAll, "_move"
     return P2PCommunicator, "_communicate"
 

@@ -5,33 +5,32 @@ tests, a seeded generator in ``fuzz_runs.py``. A draw is written and read as one
 """
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Self
 
-from drawn_options import (
-    ALONE,
+from drawn_cells import (
     COMMON,
-    DAMAGES,
     EXTRAS,
     MODELS,
-    ROWS,
-    TRAINS,
-    Layout,
-    can_have,
-    comm_types,
-    is_full,
+    TRAINED,
+    VISION,
+    Choose,
+    goes_on_as,
+    in_modes,
+    is_possible,
     layouts_of,
-    modes_of,
     own_layouts_of,
+    with_options,
 )
-
-Choose = Callable[[Sequence[Any]], Any]  # one of them
+from parity.cells import DENSE, Cell
+from parity.option_flags import ENCODER_DP, FULL
 
 STEPS = 4
 SAVE_INTERVAL = 2
-GLOBAL_BATCH = 8
 DAMAGED_STEP = 3
+ALONE = Cell(model=DENSE)
+ROWS = ("text", "mixed", "many", "lone")  # how many images rows have
+DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
 
 PLACES = (
     *("build", "data", "unit", "encoder", "decoder", "exchange", "backward", "optimizer"),
@@ -53,6 +52,7 @@ CHECKPOINT_DAMAGES = {
     ),
 }
 NOTES = CHECKPOINT_DAMAGES["description"][2:]  # beside the checkpoints
+_FROZEN = ("its model", VISION)
 # Outputs that cannot be written: at the start, and an export for which the disk is full at its end.
 OUTPUTS = {
     "outputs": ("--save", "--metrics-json", "--trace", "--save-hf", "--save-lora"),
@@ -99,25 +99,19 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One fuzzed run. ``resume`` is the layout in which it goes on afterwards.
+    """One fuzzed run of a cell. ``resume`` is the cell as which it goes on afterwards.
 
     ``restart``: the same command line goes on, as torchrun has it, from a checkpoint or without
-    one. ``packed``: all rows are packs.
+    one.
     """
 
-    layout: Layout = ALONE
-    mode: str = "uniform"
-    model: str = "dense"
+    cell: Cell = ALONE
     rows: str = "mixed"
     damage: str = ""  # "" for none; met with --bad-sample skip, unless that is the fault
-    trains: str = "everything"
     extras: tuple[str, ...] = ()
-    micro_batch: int = 2
     fault: Fault = Fault()
-    resume: Layout = ALONE
-    resume_mode: str = "uniform"
+    resume: Cell = ALONE
     restart: bool = False
-    packed: bool = False
 
     @property
     def where(self) -> str:
@@ -134,11 +128,9 @@ class Draw:
     def from_json(cls, text: str) -> Self:
         """The inverse."""
         data = json.loads(text)
-        for name in ("layout", "resume"):
-            data[name] = Layout(**data[name])
-        fault = data["fault"]
-        data["fault"] = Fault(**{**fault, "ranks": tuple(fault["ranks"])})
-        return cls(**{**data, "extras": tuple(data["extras"])})
+        fault = data["fault"] | {"ranks": tuple(data["fault"]["ranks"])}
+        cells = {name: Cell(**data[name]) for name in ("cell", "resume")}
+        return cls(**{**data, **cells, "fault": Fault(**fault), "extras": tuple(data["extras"])})
 
 
 _RANKS = (*(1,) * 4, *(2,) * 6, 3, 4, 4)
@@ -147,56 +139,38 @@ _LARGE_RANKS = (1, 2, 3, 4)
 
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
     """A draw; ``large``: each number of ranks as often. The simplest options come first."""
-    model = choose((*["dense"] * 5, *MODELS))
+    model = choose((*[DENSE] * 5, *MODELS))
     if choose((False, False, False, True)):
         layout = choose(own_layouts_of(model, large=large))
     else:
         layout = choose(layouts_of(model, choose(_LARGE_RANKS if large else _RANKS)))
-    layout = replace(layout, comm=choose(comm_types(layout)))
-    mode = choose(modes_of(layout))
-    trains = choose((*COMMON, *COMMON, *TRAINS))
-    fault = _fault(choose, layout, mode, trains=trains)
-    rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
-    restart = fault.kind in RESTARTED and choose((False, False, False, True))
-    resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
+    cell = choose(in_modes(layout))
+    trained = [each for each in TRAINED if is_possible(replace(cell, trained=each))]
+    cell = replace(cell, trained=choose([each for each in COMMON if each in trained] * 2 + trained))
+    fault = _fault(choose, cell)
+    rows, damage = _data(choose, fault, common=model == DENSE and cell.trained in COMMON)
     # Which step meets a damaged row is known of rows of one sample.
-    packed = layout.cp > 1 and not damage and choose((False, True))
+    cell = with_options(choose, cell, packs=not damage)
+    restart = fault.kind in RESTARTED and choose((False, False, False, True))
     return Draw(
-        layout=layout,
-        mode=mode,
-        model=model,
+        cell=cell,
         rows=rows,
         damage=damage,
-        trains=trains,
-        extras=_extras(choose, layout, mode),
-        micro_batch=choose((2, 1)),
+        extras=tuple(name for name in EXTRAS if choose((False, False, False, True))),
         fault=fault,
-        resume=resume,
-        resume_mode=resume_mode,
+        resume=cell if restart else _resume(choose, cell, layout),
         restart=restart,
-        packed=packed,
     )
 
 
-def _extras(choose: Choose, layout: Layout, mode: str) -> tuple[str, ...]:
-    found = [
-        name
-        for name, extra in EXTRAS.items()
-        if can_have(name, layout, mode) and choose((False,) * (extra.odds - 1) + (True,))
-    ]
-    # Also where the run goes on in a layout that cannot have the one that brings them: optimizer
-    # state is of one kind.
-    found += [brought for name in found for brought in EXTRAS[name].brings]
-    return tuple(dict.fromkeys(found))
-
-
-def _resume(choose: Choose, model: str, layout: Layout) -> tuple[Layout, str]:
-    """A layout and a mode to go on in: mostly the single rank, which costs least."""
+def _resume(choose: Choose, cell: Cell, layout: Cell) -> Cell:
+    """What a run goes on as: mostly the single rank, which costs least."""
+    (alone,), two = layouts_of(cell.model, 1), layouts_of(cell.model, 2)
     if not choose((False, False, False, True)):
-        return ALONE, "uniform"
-    two = layouts_of(model, 2)
-    resume = choose((ALONE, *two) if layout.ranks == 1 else (layout, *two))
-    return resume, choose(modes_of(resume))
+        return goes_on_as(cell, alone)
+    if layout.ranks > 1 and choose((True, False)):
+        return cell
+    return goes_on_as(cell, choose(in_modes(choose((alone, *two)))))
 
 
 def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
@@ -210,19 +184,19 @@ def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
     return choose(ROWS if common else ("mixed", "lone")), damage
 
 
-def _fault(choose: Choose, layout: Layout, mode: str, *, trains: str) -> Fault:
+def _fault(choose: Choose, cell: Cell) -> Fault:
     kinds = (
         *("none", *("exception",) * 5, "kill", "kill", "full disk", "full disk"),
         *("sigterm", "bad sample", "bad sample", "damaged checkpoint", "damaged checkpoint"),
         "output",
-        *(("other start",) * 3 if layout.ranks > 1 else ()),
+        *(("other start",) * 3 if cell.ranks > 1 else ()),
     )
     kind = choose(kinds)
     if kind in ("none", "bad sample"):
         return Fault(kind=kind)
     if kind in ("other start", "damaged checkpoint", "output"):
-        return _before_training(choose, kind, layout, trains=trains)
-    everyone = tuple(range(layout.ranks))
+        return _before_training(choose, kind, cell)
+    everyone = tuple(range(cell.ranks))
     all_ranks = kind in ("full disk", "sigterm") and choose((False, True))
     if kind == "full disk":
         ranks = everyone if all_ranks else (choose(everyone),)
@@ -233,20 +207,21 @@ def _fault(choose: Choose, layout: Layout, mode: str, *, trains: str) -> Fault:
             step=choose((4, 2)),
             at=choose((1, 2, 3, 4, 5)),
         )
-    place = choose([each for each in HAPPENINGS[kind] if comes_to(each, layout, mode)])
+    place = choose([each for each in HAPPENINGS[kind] if comes_to(each, cell)])
     step = choose((4, 2)) if place in ("save", "saved") else choose((3, 3, 4, 2, 1))
     return Fault(
         kind=kind,
-        ranks=everyone if all_ranks else (choose(ranks_at(place, layout, mode)),),
+        ranks=everyone if all_ranks else (choose(ranks_at(place, cell)),),
         place=place,
         step=1 if place == "build" else step,
         at=1 if place in ("build", "save", "saved", "optimizer") else choose((1, 2, 3)),
     )
 
 
-def _before_training(choose: Choose, kind: str, layout: Layout, *, trains: str) -> Fault:
+def _before_training(choose: Choose, kind: str, cell: Cell) -> Fault:
     """What a start has to refuse; and an export that fails at its end."""
-    place = choose(HAPPENINGS[kind])
+    # A rate of its own is refused of a decoder that is frozen, before ranks are held side by side.
+    place = choose([each for each in HAPPENINGS[kind] if (each, cell.trained) != _FROZEN])
     if kind == "damaged checkpoint":
         way = choose(CHECKPOINT_DAMAGES[place])
         return Fault(
@@ -257,9 +232,9 @@ def _before_training(choose: Choose, kind: str, layout: Layout, *, trains: str) 
             at=choose((1, 2)),
         )
     if kind == "output":
-        adapters = "adapters" in trains
+        adapters = "LoRA" in cell.trained
         ways = [way for way in OUTPUTS[place] if adapters or way != "--save-lora"]
-        everyone = tuple(range(layout.ranks))
+        everyone = tuple(range(cell.ranks))
         at_end = place == "export's end"
         return Fault(
             kind=kind,
@@ -269,53 +244,54 @@ def _before_training(choose: Choose, kind: str, layout: Layout, *, trains: str) 
             step=STEPS if at_end else 1,
         )
     # What is frozen goes with other settings, which only the plainest runs are sure to have.
-    ways = [way for way in OTHER_STARTS[place] if trains == "everything" or "freeze" not in way]
-    return Fault(kind=kind, ranks=(choose(range(layout.ranks)),), place=place, way=choose(ways))
+    ways = [way for way in OTHER_STARTS[place] if cell.trained == "all" or "freeze" not in way]
+    return Fault(kind=kind, ranks=(choose(range(cell.ranks)),), place=place, way=choose(ways))
 
 
-def exchanges_features(mode: str) -> bool:
+def exchanges_features(cell: Cell) -> bool:
     """Whether features travel between ranks; else, only hidden states between stages do."""
-    return is_full(mode) or mode in ("hetero-dp", "apart")
+    return bool(cell.own) or cell.mode in (FULL, ENCODER_DP)
 
 
-def comes_to(place: str, layout: Layout, mode: str) -> bool:
-    """Whether a run of this layout comes to ``place``.
+def comes_to(place: str, cell: Cell) -> bool:
+    """Whether a run of this cell comes to ``place``.
 
     Where encoders fill bubbles, a rank may have nothing to encode in a step.
     """
-    if mode == "full-streamed" and place in ("unit", "encoder"):
+    if cell.schedule == "auto" and place in ("unit", "encoder"):
         return False
-    return place != "exchange" or layout.pp > 1 or exchanges_features(mode)
+    return place != "exchange" or cell.pp > 1 or exchanges_features(cell)
 
 
-def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
+def ranks_at(place: str, cell: Cell) -> tuple[int, ...]:
     """The ranks that come to ``place``."""
-    if mode == "apart":
-        return _apart_ranks_at(place, layout)
-    on_first_stage = layout.ranks // layout.pp
+    if cell.own:
+        return _apart_ranks_at(place, cell)
+    on_first_stage = cell.ranks // cell.pp
+    full, dp = cell.mode == FULL, cell.mode == ENCODER_DP
     if place == "unit":
         # The first of each group that encodes together; those all have one on the first stage.
-        apart = 1 if mode == "hetero-dp" else layout.tp * layout.cp
-        everywhere = mode in ("full", "full-balanced")
-        return tuple(range(layout.ranks) if everywhere else range(0, on_first_stage, apart))
-    encodes = place == "encoder" or (place == "exchange" and mode == "hetero-dp")
-    return tuple(range(on_first_stage if encodes and not is_full(mode) else layout.ranks))
+        apart = 1 if dp else cell.tp * cell.cp
+        everywhere = full and cell.encoder_tp == 1
+        return tuple(range(cell.ranks) if everywhere else range(0, on_first_stage, apart))
+    encodes = place == "encoder" or (place == "exchange" and dp)
+    return tuple(range(on_first_stage if encodes and not full else cell.ranks))
 
 
-def _apart_ranks_at(place: str, layout: Layout) -> tuple[int, ...]:
+def _apart_ranks_at(place: str, cell: Cell) -> tuple[int, ...]:
     """The same where encoders have ranks of their own."""
-    everyone, decoder = range(layout.ranks), layout.decoder_ranks
+    everyone, decoder = range(cell.ranks), cell.decoder_ranks
     loads: list[int] = []  # the first of each group that encodes together, on the first stage
     sends: list[int] = []  # all of the last stage
     first = decoder
-    for tp, pp, dp in layout.encoders:
+    for tp, pp, dp in cell.own_sizes:
         loads += range(first, first + tp * dp, tp)
         first += tp * pp * dp
         sends += range(first - tp * dp, first)
     ranks = {
         "unit": loads,
         "encoder": everyone[decoder:],
-        "exchange": [*everyone[: decoder // layout.pp], *sends],
+        "exchange": [*everyone[: decoder // cell.pp], *sends],
         "decoder": everyone[:decoder],
         "backward": everyone[:decoder],
     }

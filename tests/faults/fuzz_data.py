@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
+from drawn_cells import GLOBAL_BATCH
+from draws import DAMAGED_STEP, SAVE_INTERVAL, STEPS
 from PIL import Image
 
 from loongplug.data.sample_order import epoch_permutation
@@ -43,7 +44,6 @@ OF_MODEL = {
         *("model.audio_encoder.hidden_size=32", "model.audio_encoder.ffn_hidden_size=32"),
     ),
 }
-HEARS = "qwen2_5_omni_tiny"
 SECONDS = (0.05, 0.3, 0.62)  # of sounds; the first gives one token
 
 

@@ -7,37 +7,31 @@ import random
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
-from attempts import ENDING_SECONDS, RUN_SECONDS
-from drawn_options import MODELS
+from attempts import Ending
+from drawn_cells import MODELS
 from drawn_placements import DrawnPlacement, drawn_placements
 from draws import Draw, drawn
 from fuzzed_run import WrongEndError
 from placed_steps import play
 from ranks import RankError, run_ranks
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from tally import ENOUGH, Tally
+from tally import Tally
 from world import World
 
-FORK = multiprocessing.get_context("fork")
-# A draw is up to three runs: its reference, itself, and the run that goes on.
-DRAW_SECONDS = 4 * (RUN_SECONDS + ENDING_SECONDS)
 PATIENCE = 3600.0  # of all drawn placements; each has a bound of its own
 WRONG_ENOUGH = 10  # to look at; when all runs hang, more would take hours
+TOLD_EVERY = 20  # draws
+
+_GIVEN: list[Any] = []  # in a job: the world, the options, and until when draws begin
+Checked = tuple[Draw, Ending | None, str]  # with what is wrong, for a draw that ends otherwise
 
 
 def main() -> None:
@@ -48,7 +42,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="loongplug-fuzz-", ignore_cleanup_errors=True) as name:
         world = World(Path(name))
         if options.draw:
-            sys.exit(_one(world, Draw.from_json(options.draw)))
+            _, ending, wrong = _checked(world, Draw.from_json(options.draw))
+            print(wrong or f"ends as it has to: {', '.join(ending.ways)}\n{ending.details}")
+            sys.exit(bool(wrong))
         with redirect_stdout(sys.stderr):
             for model in MODELS:
                 world.weights(model)
@@ -90,112 +86,63 @@ def _placements(options: argparse.Namespace) -> int:
     return 0
 
 
-def _one(world: World, draw: Draw) -> int:
-    try:
-        ending = world.check(draw)
-    except WrongEndError as error:
-        print(error)
-        return 1
-    print(f"ends as it has to: {', '.join(ending.ways)}")
-    print(ending.details)
-    return 0
+def _checked(world: World, draw: Draw) -> Checked:
+    """How a draw ends; what ranks print is left out."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            return draw, world.check(draw), ""
+        except WrongEndError as error:
+            return draw, None, str(error)
+
+
+def _begin(*given: Any) -> None:
+    """A job's process, which has this from the driver by its fork."""
+    _GIVEN[:] = given
+
+
+def _by_number(number: int) -> Checked | None:
+    """A draw of the fuzz, in a job's process; None where time is over."""
+    world, options, until = _GIVEN
+    if time.monotonic() > until:
+        return None
+    draw = drawn(random.Random(f"{options.seed} {number}").choice, large=options.large)
+    _, ending, wrong = _checked(world.beside(os.getpid()), draw)
+    return draw, ending and replace(ending, details=""), wrong
 
 
 def _many(world: World, options: argparse.Namespace) -> int:
-    taken, results = FORK.Value("i", 0), FORK.Queue()
-    until = time.monotonic() + 60 * options.minutes if options.minutes else None
-    workers = [
-        FORK.Process(target=_work, args=(world, slot, taken, results, options, until))
-        for slot in range(options.jobs)
-    ]
     console, begun, tally = Console(), time.monotonic(), Tally()
-    for worker in workers:
-        worker.start()
-    try:
-        stalled = _count(tally, results, workers, console=console, draws=options.draws)
-    finally:
-        for worker in workers:  # its ranks end with it
-            worker.kill()
+    until = begun + 60 * options.minutes if options.minutes else inf
+    jobs = ProcessPoolExecutor(
+        options.jobs,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_begin,
+        initargs=(world, options, until),
+    )
+    with jobs:
+        numbers = range(options.draws)
+        for done in as_completed([jobs.submit(_by_number, number) for number in numbers]):
+            if (checked := done.result()) is None:
+                continue
+            draw, ending, wrong = checked
+            tally.add(draw, ending)
+            if wrong:
+                console.print(wrong, markup=False, highlight=False, soft_wrap=True)
+            if tally.total % TOLD_EVERY == 0:
+                console.print(f"{tally.total} of {options.draws}, {tally.wrong} wrong")
+            if tally.wrong >= WRONG_ENOUGH:
+                jobs.shutdown(cancel_futures=True)
+                break
+    console.print(tally.table())
+    console.print(tally.drawn_options(), highlight=False, soft_wrap=True)
     seconds = time.monotonic() - begun
-    _show(tally, console)
     console.print(
         f"{tally.total} draws of seed {options.seed} in {seconds:.0f} s; {tally.wrong} wrong"
     )
-    failures = shortcomings(tally, whole=tally.total >= ENOUGH) + stalled
-    if tally.total < options.draws and not (options.minutes or failures):
-        failures = [f"{tally.total} of {options.draws} draws have a result"]
+    failures = tally.shortcomings()
     for failure in failures:
         console.print(f"fuzz: error: {failure}", markup=False, highlight=False)
-    return 1 if failures else 0
-
-
-def _count(
-    tally: Tally, results: Any, workers: list[Any], *, console: Console, draws: int
-) -> list[str]:
-    """Take results into ``tally`` until the workers are done; gives what is wrong with these."""
-    heard = time.monotonic()
-    columns = (TextColumn("fuzzing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("fuzzing", total=draws)
-        while any(worker.is_alive() for worker in workers) or not results.empty():
-            try:
-                draw, ending, error = results.get(timeout=0.5)
-            except Empty:
-                if time.monotonic() - heard > DRAW_SECONDS:
-                    return [f"no draw has ended for {DRAW_SECONDS:.0f} s"]
-                continue
-            heard = time.monotonic()
-            tally.add(draw, ending)
-            bar.advance(task)
-            if error is not None:
-                console.print(error, markup=False, highlight=False, soft_wrap=True)
-            if not console.is_terminal and tally.total % 20 == 0:
-                console.print(f"{tally.total} of {draws}, {tally.wrong} wrong")
-            if tally.wrong >= WRONG_ENOUGH:
-                return [f"ended after {tally.total} draws"]
-    codes = [worker.exitcode for worker in workers if worker.exitcode]
-    return [f"a job has ended with code {code}" for code in codes]
-
-
-def _show(tally: Tally, console: Console) -> None:
-    console.print(tally.table())
-    console.print(tally.drawn_options(), highlight=False, soft_wrap=True)
-
-
-def shortcomings(tally: Tally, *, whole: bool) -> list[str]:
-    """Why the fuzz fails; ``whole``: there were enough draws to have come to everything."""
-    wrong = [f"{tally.wrong} draws end otherwise than they have to"] if tally.wrong else []
-    never = tally.never() if whole else []
-    return wrong + [f"{tally.total} draws have never come to {each}" for each in never]
-
-
-def _work(
-    world: World,
-    slot: int,
-    taken: Any,
-    results: Any,
-    options: argparse.Namespace,
-    until: float | None,
-) -> None:
-    """Check draws, by their numbers, until there are none; what ranks print is left out."""
-    world = world.beside(slot)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        while until is None or time.monotonic() < until:
-            with taken.get_lock():
-                number = taken.value
-                taken.value += 1
-            if number >= options.draws:
-                break
-            draw = drawn(random.Random(f"{options.seed} {number}").choice, large=options.large)
-            ending, error = None, None
-            try:
-                ending = replace(world.check(draw), details="")
-            except WrongEndError as wrong:
-                error = str(wrong)
-            results.put((draw, ending, error))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    return bool(failures)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Steps of drawn placements, without models: who waits for whom, and which rows come where.
 
-What runs are the product's plans, executors and edges, and Megatron's own schedules, with modules
-of a weight each. A token's feature is a number of its own, and so is the gradient that goes back.
-They are small whole numbers, of which fp32 makes exact sums.
+What runs are the product's engines, plans and wires, and Megatron's own schedules, with modules of
+a weight each. A token's feature is a number of its own, and so is the gradient that goes back. They
+are small whole numbers, of which fp32 makes exact sums.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +27,16 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.hetero import engine
 from loongplug.hetero.encoder_place import EncoderPlace
-from loongplug.hetero.engine import Engine
-from loongplug.hetero.executor import Executor
+from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import APART
 from loongplug.hetero.operations import Cargo, StepPlan
-from loongplug.hetero.piece_carrier import Carrier, Dealer
-from loongplug.hetero.piece_routes import apart_crossings, stage_links
 from loongplug.hetero.placement import ApartPiece, one_apart
 from loongplug.hetero.policies import apart
-from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
-from loongplug.hetero.wire import Wire
+from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
-from loongplug.platform import current_platform
 
 SECONDS = 30.0  # after which a wait is taken for one without end
 
@@ -55,9 +52,9 @@ def play(
     groups, taken = Groups(seconds), 0
     for draw in draws:
         try:
-            world = _World(draw, groups, less=less)
+            steps = _Steps(draw, groups, less=less)
             if rank < draw.ranks:
-                taken += world.steps()
+                taken += steps.decode() if steps.engine.decodes else steps.encode()
         except Exception as error:
             again = f"./scripts/fuzz.sh --placement '{draw.to_json()}'"
             raise AssertionError(f"{error!r}\nthese steps again:\n  {again}") from error
@@ -66,107 +63,105 @@ def play(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where an encoder lies, as this rank sees it."""
+class _Found:
+    """An encoder's place, by a draw, over groups that draws share."""
 
     entry: Entry
     drawn: DrawnEncoder
-    layout: Layout
-    pieces: tuple[ApartPiece, ...]
+    decoder: Layout
+    rank_offset: int
+    micro_batch: int
+    groups: Groups
+    mode = APART
 
     @property
-    def here(self) -> bool:
-        return dist.get_rank() in self.layout.ranks
+    def handed_on(self) -> tuple[int, ...]:
+        return (WIDTH,) * (self.drawn.pp - 1)
+
+    def build(self) -> EncoderPlace:
+        name, of, rank = self.entry.name, self.groups.of, dist.get_rank()
+        sizes = {"tp": self.drawn.tp, "pp": self.drawn.pp, "dp": self.drawn.dp}
+        placement = one_apart(self.decoder, entry=self.entry, rank_offset=self.rank_offset, **sizes)
+        pieces = placement.pieces(name, micro_batch_size=self.micro_batch)
+        layout = placement.entry(name).layout
+        last_stage = layout.ranks[-layout.stage_size :]
+        ends = sorted({*last_stage, *(rank for each in pieces for rank in each.edge.consumers)})
+        groups = {Cargo.FEATURES: of("there", ends), Cargo.GRADIENTS: of("back", ends)}
+        if layout.pp > 1:
+            groups[Cargo.STATES] = of("states", layout.ranks)
+            groups[Cargo.STATE_GRADIENTS] = of("of states", layout.ranks)
+        return EncoderPlace(
+            state=SimpleNamespace() if rank in layout.ranks else None,  # type: ignore[arg-type]
+            replica_group=self._mine("shares", layout.groups("tp")),
+            layout=layout,
+            pieces=dict.fromkeys((True, False), pieces),
+            groups=groups,
+            deals=self._mine("deals", self.decoder.groups("tp")),
+        )
+
+    def _mine(self, name: str, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        made = [self.groups.of(name, ranks) for ranks in groups]
+        return next((each for each in made if each is not None), None)
+
+
+class _Encoder(EncoderEngine):
+    """An encoder's engine, whose plans have so many forwards ``less`` ahead than are needed."""
+
+    less = 0
+
+    def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
+        step = self.place.step(
+            dist.get_rank(), training=training, decoder=self.decoder, last_stage=False, **of_step
+        )
+        if self.less and (count := len(step.forwards)):
+            few = [max(n + 1, min(step.forwards[n] - self.less, count)) for n in range(count)]
+            step = replace(step, forwards=tuple(few))
+        return apart(step)
 
     @property
     def stage(self) -> int:
-        """The encoder's that this rank has; the last one where it has none."""
-        return self.layout.coordinates(dist.get_rank()).pp if self.here else self.layout.pp - 1
-
-    @property
-    def trains(self) -> bool:
-        """Whether anything does in this stage or before it."""
-        return any(self.drawn.trains[: self.stage + 1])
-
-    @property
-    def trains_before(self) -> bool:
-        """Whether anything does before it."""
-        return any(self.drawn.trains[: self.stage])
+        return self._stage_of(dist.get_rank())
 
     @property
     def made(self) -> tuple[ApartPiece, ...]:
-        """The pieces that this rank makes, or has a stage of, of all decoder replicas' samples."""
-        return self._place.made_by(dist.get_rank(), training=True)
-
-    @property
-    def _place(self) -> EncoderPlace:
-        pieces = dict.fromkeys((True, False), self.pieces)
-        return EncoderPlace(state=None, replica_group=None, layout=self.layout, pieces=pieces)
-
-    def first(self, decoder: Pipeline) -> int:
-        """Forwards before the first backward of a long step."""
-        behind = self.layout.pp - 1 - self.stage
-        return forwards_first(decoder, (3 + behind) * decoder.group, behind=behind)[0]
-
-    def planned(self, *, decoder: Pipeline, less: int, training: bool, **of_step: Any) -> StepPlan:
-        """Of a step; with so many forwards ``less`` ahead than are needed."""
-        step = self._place.step(
-            dist.get_rank(),
-            training=training,
-            decoder=decoder,
-            trains=training and self.trains,
-            last_stage=False,
-            **of_step,
-        )
-        first, count = self.first(decoder) - less, len(step.forwards)
-        few = tuple(max(n + 1, min(first + n, count)) for n in range(count))
-        return apart(replace(step, forwards=few) if less else step)
+        """The pieces that this rank makes, or has a stage of."""
+        return self.place.made_by(dist.get_rank(), training=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """One encoder on one rank, and what does its part of the steps."""
-
-    place: _Place
-    executor: Executor
-
-    @property
-    def name(self) -> str:
-        return self.place.entry.name
-
-    def alone(self) -> Any:
-        return self.executor.instead(dict.fromkeys((True, False), len(self.place.made)))
-
-
-class _World:
-    """One draw on one rank: groups, executors, and its steps. Collective over all ranks."""
+class _Steps:
+    """The steps of one draw on one rank. Collective over all ranks."""
 
     def __init__(self, draw: DrawnPlacement, groups: Groups, *, less: int) -> None:
-        self.draw = draw
-        self.rank = dist.get_rank()
+        self.draw, self.rank = draw, dist.get_rank()
         self.decoder = Layout(tp=draw.tp, pp=draw.pp, dp=draw.dp)
+        engine.decoder_layout = lambda: self.decoder  # type: ignore[assignment]
         group = draw.group if draw.vpp > 1 else draw.pp
-        self._first = Pipeline(stages=draw.pp, stage=0, chunks=draw.vpp, group=group)
-        self._less = less
-        self.config = self._config()
+        first_stage = Pipeline(stages=draw.pp, stage=0, chunks=draw.vpp, group=group)
         stages = self.decoder.groups("pp") if draw.pp > 1 else []
         pipelines = [groups.of("pp", ranks) for ranks in stages]
         self._pipeline = next((each for each in pipelines if each is not None), None)
         offsets = accumulate(
             (each.ranks for each in draw.encoders), initial=self.decoder.world_size
         )
-        self.encoders = [
-            self._encoder(number, each, offset, groups)
-            for number, (each, offset) in enumerate(zip(draw.encoders, offsets, strict=False))
-        ]
+        self.encoders: dict[str, _Encoder] = {}
+        for number, (each, offset) in enumerate(zip(draw.encoders, offsets, strict=False)):
+            found: Any = _Found(
+                entry=Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder"),
+                drawn=each,
+                decoder=self.decoder,
+                rank_offset=offset,
+                micro_batch=draw.micro_batch,
+                groups=groups,
+            )
+            encoder = _Encoder(found=found, taps=0, decoder=first_stage)
+            encoder.less = less
+            encoder.hear(each.trains)
+            self.encoders[found.entry.name] = encoder
+        self.engine = Engine(self.encoders)
         self.step = self._taken = 0
 
-    def steps(self) -> int:
-        """All of them; the rows that the decoder took here."""
-        own = next((each for each in self.encoders if each.place.here), None)
-        return self._decode() if own is None else self._encode(own)
-
-    def _config(self) -> Any:
+    @cached_property
+    def config(self) -> Any:
         draw = self.draw
         config: Any = ModelParallelConfig(
             tensor_model_parallel_size=draw.tp,
@@ -185,74 +180,23 @@ class _World:
         config.finalize_model_grads_func = None
         return config
 
-    def _encoder(self, number: int, drawn: DrawnEncoder, offset: int, groups: Groups) -> _Encoder:
-        entry = Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder")
-        draw, sizes = self.draw, {"tp": drawn.tp, "pp": drawn.pp, "dp": drawn.dp}
-        placement = one_apart(self.decoder, entry=entry, rank_offset=offset, **sizes)
-        place = _Place(
-            entry=entry,
-            drawn=drawn,
-            layout=placement.entry(entry.name).layout,
-            pieces=placement.pieces(entry.name, micro_batch_size=draw.micro_batch),
-        )
-        platform = current_platform()
-        most = max(1, place.first(self._first) - self._less)
-        executor = Executor(
-            planned=lambda *, trains, **step: place.planned(
-                decoder=self._first, less=self._less, **step
-            ),
-            exchange=None,
-            entry=entry,
-            taps=0,
-            outside_schedule=True,
-            platform=platform,
-            carrier=self._carrier(place, groups, most=most),
-        )
-        executor.encoder_trains = place.trains
-        executor.trains_before = place.trains_before
-        return _Encoder(place=place, executor=executor)
-
-    def _carrier(self, place: _Place, groups: Groups, *, most: int) -> Carrier:
-        """Between the encoder's last stage and the decoder's first one, and between its stages."""
-        layout, edges = place.layout, [each.edge for each in place.pieces]
-        last_stage = layout.ranks[-layout.stage_size :]
-        ranks = sorted({*last_stage, *(rank for each in edges for rank in each.consumers)})
-        there = {
-            Cargo.FEATURES: groups.of("there", ranks),
-            Cargo.GRADIENTS: groups.of("back", ranks),
-        }
-        if layout.pp > 1:
-            there[Cargo.STATES] = groups.of("states", layout.ranks)
-            there[Cargo.STATE_GRADIENTS] = groups.of("of states", layout.ranks)
-        deals = [groups.of("deals", each) for each in self.decoder.groups("tp")]
-        shares = [groups.of("shares", each) for each in layout.groups("tp")[-layout.dp :]]
-        return Carrier(
-            wire=Wire(there, most=most, device=current_platform().device),
-            deals=_dealer(deals),
-            shares=_dealer(shares),
-            crossings=lambda units, *_: apart_crossings(place.pieces, units, cp=1, rank=self.rank),
-            links=stage_links(layout, self.rank, widths=[WIDTH] * (layout.pp - 1)),
-        )
-
     def _chunk(self, **options: bool) -> Any:
-        return Chunk(self.config, [each.place.entry for each in self.encoders], **options)
+        entries = [each.found.entry for each in self.encoders.values()]
+        return Chunk(self.config, entries, **options)
 
-    def _engine(self) -> Engine:
-        found: Any = {each.name: _Engine(each) for each in self.encoders}
-        return Engine(found)
-
-    def _encode(self, own: _Encoder) -> int:
+    def encode(self) -> int:
         """The steps of one of an encoder's ranks."""
-        place = own.place
-        chunk: Any = self._chunk(first=place.stage == 0, trains=place.drawn.trains[place.stage])
-        schedule = self._engine().schedules(_nothing)()
+        own = self.encoders[self.engine.own or ""]
+        trains = own.found.drawn.trains
+        chunk = self._chunk(first=own.stage == 0, trains=trains[own.stage])
+        schedule = self.engine.schedules(_nothing)()
         for step, training in enumerate(self.draw.steps):
             self.step = step
             chunk.came = 0
             data = [
-                self._piece(place, piece, number)
+                self._piece(own, piece, number)
                 for number in range(self.draw.microbatches)
-                for piece in place.made
+                for piece in own.made
             ]
             schedule(
                 forward_step_func=None,  # it decodes nothing
@@ -261,13 +205,14 @@ class _World:
                 num_microbatches=self.draw.microbatches,
                 forward_only=not training,
             )
-            expected = max(1, len(data)) if training and place.trains else 0
+            goes_back = training and any(trains[: own.stage + 1])
+            expected = max(1, len(data)) if goes_back else 0
             assert chunk.came == expected, f"{chunk.came} gradients of {expected} units"
         return 0
 
-    def _piece(self, place: _Place, piece: ApartPiece, number: int) -> Microbatch:
+    def _piece(self, own: _Encoder, piece: ApartPiece, number: int) -> Microbatch:
         """What an encoder's rank has of a piece: places, and on the first stage rows."""
-        replica, name = piece.decoder, place.entry.name
+        replica, name = piece.decoder, own.found.entry.name
         lie = places(self.draw, name, replica, number)
         rows = torch.cat(
             [
@@ -282,25 +227,24 @@ class _World:
         unit = Unit(
             places=tuple(lie[sample] for sample in piece.samples),
             grids=(grid,),
-            media=None if place.stage else media,
+            media=None if own.stage else media,
         )
         return _microbatch({name: unit}, number)
 
-    def _decode(self) -> int:
-        """The steps of one of the decoder's ranks."""
+    def decode(self) -> int:
+        """The steps of one of the decoder's ranks; the rows that it took here."""
         draw, place = self.draw, self.decoder.coordinates(self.rank)
-        chunks: list[Any] = [
+        chunks = [
             self._chunk(first=place.pp == 0 and number == 0, trains=draw.decoder_trains)
             for number in range(draw.vpp)
         ]
-        engine = self._engine()
-        engine.attach(chunks[0])
-        schedule = engine.schedules(self._megatrons)()
+        self.engine.attach(chunks[0])
+        schedule = self.engine.schedules(self._megatrons)()
         data = [
             _microbatch(
                 {
-                    each.name: Unit(places=tuple(places(draw, each.name, place.dp, number)))
-                    for each in self.encoders
+                    name: Unit(places=tuple(places(draw, name, place.dp, number)))
+                    for name in self.encoders
                 },
                 number,
             )
@@ -368,25 +312,6 @@ class _World:
             for sample, lie in enumerate(microbatch.units[name].places)
         ]
         return torch.cat(rows).unsqueeze(1).expand(-1, WIDTH)
-
-
-class _Engine:
-    """What an engine asks of an encoder's."""
-
-    mode = APART
-
-    def __init__(self, encoder: _Encoder) -> None:
-        self.here = encoder.place.here
-        self.alone = encoder.alone
-        self._executor = encoder.executor
-
-    def executor(self) -> Executor:
-        return self._executor
-
-
-def _dealer(groups: Sequence[dist.ProcessGroup | None]) -> Dealer | None:
-    """Of the one group that this rank is of."""
-    return next((Dealer(each) for each in groups if each is not None), None)
 
 
 def _microbatch(units: dict[str, Unit], number: int) -> Microbatch:

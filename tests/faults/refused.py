@@ -29,12 +29,12 @@ from loongplug.checkpoint.save_lock import LOCK_FILE
 def another_start(world: Any, draw: Draw, place: Path) -> Ending:
     """One rank has other flags, data or model: named, with the rank."""
     save, elsewhere = place / "checkpoints", place / "elsewhere"
-    flags = [*world.flags(draw, draw.layout, draw.mode), "--save", str(save)]
+    flags = [*world.flags(draw, draw.cell), "--save", str(save)]
     rows = "mixed" if draw.rows == "text" else "text"
     other = {
         "--lr": "2e-2",
         "--seed": "7",
-        "--micro-batch-size": str(3 - draw.micro_batch),
+        "--micro-batch-size": str(3 - draw.cell.micro_batch),
         "--train-iters": str(STEPS + 1),
         "--save": str(elsewhere),
         "--train-data-path": str(write_rows(world.folder, rows=rows, damage="")),
@@ -44,7 +44,7 @@ def another_start(world: Any, draw: Draw, place: Path) -> Ending:
     way = draw.fault.way
     otherwise = [*flags, *((way, other) if way.startswith("--") else (f"{way}={other}",))]
     ending = world.attempt(
-        place / "first", draw.layout, flags, draw=draw, agent=Agent(), otherwise=otherwise
+        place / "first", draw.cell, flags, draw=draw, agent=Agent(), otherwise=otherwise
     )
     (rank,) = draw.fault.ranks
     require_refused(ending, way.removeprefix("model."), f"rank {rank}")
@@ -55,8 +55,8 @@ def another_start(world: Any, draw: Draw, place: Path) -> Ending:
 def damaged_checkpoint(world: Any, draw: Draw, place: Path) -> Ending:
     """What is damaged is named, is not written to, and another whole checkpoint can be loaded."""
     expected, save = world.reference(draw), place / "checkpoints"
-    flags = [*world.flags(draw, draw.layout, draw.mode), "--save", str(save)]
-    first = world.attempt(place / "first", draw.layout, flags)
+    flags = [*world.flags(draw, draw.cell), "--save", str(save)]
+    first = world.attempt(place / "first", draw.cell, flags)
     judge(draw, first, expected)
     require_whole(first, expected)
     require_latest(draw, first, STEPS)
@@ -66,8 +66,8 @@ def damaged_checkpoint(world: Any, draw: Draw, place: Path) -> Ending:
         if step >= draw.fault.step
     ]
     before = contents(save)
-    flags = world.flags(draw, draw.resume, draw.resume_mode, "--load", str(save))
-    same_place = ["--save", str(save)] if draw.resume == draw.layout else []
+    flags = world.flags(draw, draw.resume, "--load", str(save))
+    same_place = ["--save", str(save)] if draw.resume == draw.cell else []
     ending = world.attempt(place / "second", draw.resume, [*flags, *same_place])
     require_refused(ending, str(damaged[0]))
     after = contents(save)
@@ -90,16 +90,16 @@ def output(world: Any, draw: Draw, place: Path) -> Ending:
     place.mkdir(parents=True)
     if not at_end:
         exports.write_text("a file")
-    flags = [*world.flags(draw, draw.layout, draw.mode), "--save", str(save)]
+    flags = [*world.flags(draw, draw.cell), "--save", str(save)]
     flags += [draw.fault.way, str(target)]
     if not at_end:
-        ending = world.attempt(place / "first", draw.layout, flags)
+        ending = world.attempt(place / "first", draw.cell, flags)
         require_refused(ending, draw.fault.way, str(exports))
         require_nothing_written(save)
         require(exports.read_text() == "a file", f"{exports} has been changed")
         return ending
     expected = world.reference(draw)
-    ending = world.attempt(place / "first", draw.layout, flags, draw=draw, save=exports)
+    ending = world.attempt(place / "first", draw.cell, flags, draw=draw, save=exports)
     require(set(ending.ways) == {FAILED}, f"it ends as {ending.ways}:\n{ending.details}")
     require_losses(ending, expected)
     require_told(ending, NO_SPACE, str(save))

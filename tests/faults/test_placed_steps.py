@@ -3,12 +3,8 @@
 ``./scripts/fuzz.sh --placements N`` runs as many more as one likes.
 """
 
-from random import Random
-
 import pytest
-from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements, placement_drawn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements
 from parity.built_in import around
 from parity.mutations import FAULTS
 from placed_steps import play
@@ -76,14 +72,3 @@ def test_a_step_without_end_is_seen(draw: DrawnPlacement) -> None:
     assert run_ranks(play, draw.ranks, draws=[draw], less=1)
     with pytest.raises(RankError, match=r"(?s)[Tt]imed out.*fuzz\.sh --placement '"):
         run_ranks(play, draw.ranks, draws=[draw], less=2, seconds=3.0)
-
-
-@pytest.mark.quick
-@given(st.integers(2, 6), st.randoms(use_true_random=False))
-@settings(max_examples=200, database=None)
-def test_a_drawn_placement_fits_and_is_read_as_it_was_written(most: int, chance: Random) -> None:
-    draw = placement_drawn(chance.choice, most=max(most, 2))
-    assert DrawnPlacement.from_json(draw.to_json()) == draw
-    assert draw.ranks <= most
-    assert draw.decoder_trains or any(any(each.trains) for each in draw.encoders)
-    assert draw.vpp == 1 or draw.microbatches % draw.group == 0

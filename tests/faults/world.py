@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from attempts import FAILED, WHOLE, Agent, Ending, Losses, attempt
-from drawn_options import (
-    ALONE,
-    MODELS,
-    TRAINS,
-    VISION,
-    Layout,
-    extra_flags,
-    mode_flags,
-    packed_flags,
-)
-from draws import STEPS, Draw
-from fuzz_data import HEARS, base_flags, write_rows
+from drawn_cells import VISION, extra_flags, goes_on_as, layouts_of
+from draws import ALONE, STEPS, Draw
+from fuzz_data import base_flags, write_rows
 from fuzzed_run import (
     WrongEndError,
     judge,
@@ -32,6 +23,7 @@ from fuzzed_run import (
     require_latest,
     require_whole,
 )
+from parity.cells import TWO, Cell
 from prepared import Prepared
 from refused import REFUSED
 
@@ -72,21 +64,24 @@ class World:
         expected = self.reference(draw)
         save = place / "checkpoints"
         policy = "fatal" if draw.fault.kind == "bad sample" else "skip"
-        flags = self.flags(draw, draw.layout, draw.mode, "--bad-sample", policy)
+        flags = self.flags(draw, draw.cell, "--bad-sample", policy)
         flags += ["--save", str(save)]
         agent = Agent() if draw.restart else None
         if agent:
             flags += ["--load", str(save)]
         options = {"draw": draw, "save": save, "agent": agent}
-        ending = self.attempt(place / "first", draw.layout, flags, **options)
+        ending = self.attempt(place / "first", draw.cell, flags, **options)
         judge(draw, ending, expected)
         latest = latest_checkpoint(save)
         require_latest(draw, ending, latest)
         if agent and FAILED in ending.ways:
-            resumed = self.attempt(place / "second", draw.layout, flags, agent=agent)
+            # Ended between its first save and the tracker: the run names the checkpoint itself.
+            found = (int(each.name.removeprefix("iter_")) for each in save.glob("iter_*"))
+            latest = latest or max(found, default=0)
+            resumed = self.attempt(place / "second", draw.cell, flags, agent=agent)
         elif 0 < latest < STEPS:
-            flags = self.flags(draw, draw.resume, draw.resume_mode, "--load", str(save))
-            flags += ["--save", str(save)] * (draw.resume == draw.layout)
+            flags = self.flags(draw, draw.resume, "--load", str(save))
+            flags += ["--save", str(save)] * (draw.resume == draw.cell)
             resumed = self.attempt(place / "second", draw.resume, flags)
         else:
             return ending
@@ -96,42 +91,34 @@ class World:
         require(not saves or not left, f"the next run's saves leave {left} where they are")
         return ending
 
-    def attempt(self, place: Path, layout: Layout, flags: list[str], **options: Any) -> Ending:
+    def attempt(self, place: Path, cell: Cell, flags: list[str], **options: Any) -> Ending:
         """One run in the folder ``place``."""
-        return attempt(place, layout, flags, prepared=self._prepared, **options)
+        return attempt(place, cell, flags, prepared=self._prepared, **options)
 
     def reference(self, draw: Draw) -> Losses:
         """Of the single rank on the same data that trains the same; made once."""
-        packed = "packed" if draw.packed else "rows"
-        name = "-".join((draw.model, draw.rows, packed, draw.damage, draw.trains))
-        name = name.replace(" ", "-")
-        plain = Draw(
-            model=draw.model,
-            rows=draw.rows,
-            damage=draw.damage,
-            trains=draw.trains,
-            packed=draw.packed,
-        )
-        found = self._alone(f"reference-{name}", lambda: self.flags(plain, ALONE, "uniform"))
+        (alone,) = layouts_of(draw.cell.model, 1)
+        cell = replace(goes_on_as(draw.cell, alone), optimizer="plain", micro_batch=1)
+        plain = Draw(cell=cell, rows=draw.rows, damage=draw.damage)
+        name = "-".join((cell.name, draw.rows, draw.damage))
+        found = self._alone(f"reference-{name}", lambda: self.flags(plain, cell))
         losses = {int(step): loss for step, loss in found.items()}
         # A single image does not lower the loss of all.
-        learns = draw.rows != "lone" or draw.trains not in VISION
+        learns = draw.rows != "lone" or draw.cell.trained != VISION
         require(not learns or losses[STEPS] < losses[1], f"the {name} run does not learn: {losses}")
         return losses
 
-    def flags(self, draw: Draw, layout: Layout, mode: str, *more: str) -> list[str]:
+    def flags(self, draw: Draw, cell: Cell, *more: str) -> list[str]:
         """A run's; bad samples are skipped, unless ``more`` has it otherwise."""
-        hears = MODELS[draw.model] == HEARS
-        data = write_rows(self.folder, rows=draw.rows, damage=draw.damage, hears=hears)
+        model = cell.model
+        data = write_rows(self.folder, rows=draw.rows, damage=draw.damage, hears=model == TWO)
         return [
-            *base_flags(self.folder, model=MODELS[draw.model]),
-            *("--train-data-path", str(data), "--load-hf", str(self.weights(draw.model))),
-            *("--micro-batch-size", str(draw.micro_batch), "--bad-sample", "skip"),
-            *(packed_flags(layout) if draw.packed else ()),
-            *layout.flags(),
-            *mode_flags(mode, layout),
-            *extra_flags(draw.extras, model=draw.model, layout=layout, mode=mode),
-            *TRAINS[draw.trains],  # patterns, up to the next flag
+            *base_flags(self.folder, model=model),
+            *("--train-data-path", str(data), "--load-hf", str(self.weights(model))),
+            *("--micro-batch-size", str(cell.micro_batch), "--bad-sample", "skip"),
+            *cell.shared_flags(),  # patterns, up to the next flag
+            *cell.flags(),
+            *extra_flags(draw.extras, cell),
             *more,
         ]
 
@@ -140,9 +127,8 @@ class World:
         weights = self.folder / f"weights-{model}"
 
         def flags() -> list[str]:
-            hears = MODELS[model] == HEARS
-            data = write_rows(self.folder, rows="mixed", damage="", hears=hears)
-            base = base_flags(self.folder, model=MODELS[model])
+            data = write_rows(self.folder, rows="mixed", damage="", hears=model == TWO)
+            base = base_flags(self.folder, model=model)
             base += ["--train-data-path", str(data), "--lr", "0", "--train-iters", "1"]
             return [*base, "--save-hf", str(weights)]
 
