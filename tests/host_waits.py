@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from loongplug.estimate.live_bytes import Tape
 from loongplug.estimate.tracing import devices_and_buffers
-from loongplug.platform.copies import HostCopies
 from loongplug.platform.devices import to_device
 from loongplug.platform.platforms import CpuPlatform
+from loongplug.platform.prefetch import Copies
 
 META = torch.device("meta")
 _aten = torch.ops.aten
@@ -82,13 +82,13 @@ def meta_device() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(CpuPlatform, "device", META))
-        stack.enter_context(patch.object(HostCopies, "host_like", _host_like))
-        stack.enter_context(patch.object(HostCopies, "copy", lambda *_: None))
+        stack.enter_context(patch.object(Copies, "host_like", _host_like))
+        stack.enter_context(patch.object(Copies, "copy", lambda *_: None))
         stack.enter_context(devices_and_buffers(Tape(region=""), region=""))
         yield
 
 
-def _host_like(copies: HostCopies, tensor: Tensor) -> Tensor:
+def _host_like(copies: Copies, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 

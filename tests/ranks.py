@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from loongplug.verify.forked_runs import preload
-from loongplug.verify.ranks import OnEvent, Rank, fork_ranks
+from loongplug.verify.ranks import OnEvent, Rank, failed_ranks, fork_ranks
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to
@@ -71,7 +71,11 @@ def run_ranks(
             names = ", ".join(map(str, stuck))
             message = f"after {timeout:g} s these ranks still ran: {names}\n"
             raise RankError(message + _sections(ranks, stuck), rank=min(stuck), errors=stuck)
-        _raise_failure(ranks)
+        if failed := failed_ranks(ranks):
+            errors = {each.number: str(each.fault) for each in failed}
+            first = failed[0].number
+            message = f"rank {first} failed\n" + _sections(ranks, errors)
+            raise RankError(message, rank=first, errors=errors)
         for each in ranks:
             if lines := each.printed:
                 print(f"[rank {each.number}]", *lines, sep="\n")
@@ -140,37 +144,6 @@ def _stacks_of(alive: list[Rank]) -> dict[int, str]:
         number: f"was stopped here:\n{written}"
         for number, written in zip(files, stacks, strict=True)
     }
-
-
-def _failure(rank: Rank) -> str | None:
-    """What went wrong, as seen after its end; None when it gave its result."""
-    if rank.report is not None:
-        return rank.report.get("error")
-    if rank.killed:
-        return "was still running and was stopped"
-    assert rank.code is not None
-    if rank.code < 0:
-        return f"was killed by signal {signal.Signals(-rank.code).name}"
-    return f"exited with code {rank.code} and returned nothing"
-
-
-def _raise_failure(ranks: list[Rank]) -> None:
-    errors = {rank.number: text for rank in ranks if (text := _failure(rank)) is not None}
-    if not errors:
-        return
-    # The first to fail is the cause; what its peers say is mostly that it is gone.
-    first = min(errors, key=lambda rank: _time_of(ranks[rank]))
-    ordered = {first: errors.pop(first), **errors}
-    raise RankError(
-        f"rank {first} failed\n" + _sections(ranks, ordered), rank=first, errors=ordered
-    )
-
-
-def _time_of(rank: Rank) -> tuple[bool, float]:
-    """Sorts ranks by when they failed; those that left no time come before those stopped."""
-    if rank.report is not None:
-        return (False, rank.report["time"])
-    return (rank.killed, float("-inf"))
 
 
 def _sections(ranks: list[Rank], errors: dict[int, str]) -> str:

@@ -37,38 +37,16 @@ def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def _report(rank: int, *, factor: int) -> tuple[int, int, float, str]:
-    total = torch.tensor([float(rank + 1)])
-    dist.all_reduce(total)
-    return (rank, rank * factor, total.item(), os.environ["RANK"])
+def _import_nothing(rank: int, *, known: set[str]) -> tuple[float, set[str]]:
+    with model_parallel(tp=2, pp=2):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value.item(), set(sys.modules) - known
 
 
-def test_results_come_in_rank_order() -> None:
-    assert run_ranks(_report, 3, factor=10) == [
-        (0, 0, 6.0, "0"),
-        (1, 10, 6.0, "1"),
-        (2, 20, 6.0, "2"),
-    ]
-
-
-def test_eight_ranks_import_nothing_and_so_take_tenths_of_a_second(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_ranks(_report, 1, factor=1)  # whatever a first group imports
-    known = set(sys.modules)
-
-    def work(rank: int) -> tuple[float, set[str]]:
-        with model_parallel(tp=2, pp=2):
-            value = torch.ones(1)
-            dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
-        return value.item(), set(sys.modules) - known
-
-    started = time.perf_counter()
-    found = run_ranks(work, 8)
-    seconds = time.perf_counter() - started
-    assert found == [(2.0, set())] * 8
-    with capsys.disabled():
-        print(f" [8 ranks: {seconds:.2f} s]", end="")
+def test_ranks_import_nothing_that_their_parent_has_not() -> None:
+    run_ranks(_import_nothing, 4, known=set())  # whatever a first group imports
+    assert run_ranks(_import_nothing, 8, known=set(sys.modules)) == [(2.0, set())] * 8
 
 
 def _fail_alone(rank: int) -> None:
@@ -84,8 +62,6 @@ def test_exception_in_one_rank_while_others_wait_in_a_collective() -> None:
     text = str(caught.value)
     assert caught.value.rank == 1
     assert text.startswith("rank 1 failed")
-    # the full traceback: the line of source, and the exception with its type
-    assert 'raise ValueError("the one that went wrong")' in text
     assert "ValueError: the one that went wrong" in text
     assert "rank 1 was here" in text
 

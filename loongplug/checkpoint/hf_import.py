@@ -148,7 +148,7 @@ def fill_all(
                 dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
                 # NCCL only queues: without a stop, ranks that read nothing would run ahead of the
                 # disk until their broadcasts time out.
-                current_platform().synchronize()
+                torch.cuda.synchronize()
             done += own.parameter.nbytes
             on_bytes(done, total)
     raise_together(error)

@@ -26,7 +26,7 @@ from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
-from loongplug.schedule.named_tensors import offload_layers
+from loongplug.schedule.tensor_offload import offload_layers
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.own_ranks import decoder_layout_of
 from loongplug.training.provider import tensor_offload_of

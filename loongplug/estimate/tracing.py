@@ -31,7 +31,7 @@ from loongplug.models.architecture import EncoderArchitecture, VisionArchitectur
 from loongplug.models.encoder import EncoderInput, HandedOn, payload_widths
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform.copies import Copies
+from loongplug.platform.prefetch import Copies
 
 _META = torch.device("meta")
 _SHARED = "shared buffers"  # one set for all layers and microbatches

@@ -5,7 +5,8 @@ folder of the launcher's while it is to save before it ends, and its code where 
 """
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER_VARIABLE = "LOONGPLUG_ENDINGS_FOLDER"
@@ -15,27 +16,21 @@ _FAILED, _AT_WORK = "failed", "rank_"
 
 def saves_when_told() -> None:
     """From here on SIGTERM asks this rank to save: if it never ends by itself, it was killed."""
-    folder = _folder()
-    if folder is not None:
-        with suppress(OSError):
-            _mine(folder).touch()
+    with _folder() as folder:
+        _mine(folder).touch()
 
 
 def ended() -> None:
     """This rank ends by itself."""
-    folder = _folder()
-    if folder is not None:
-        with suppress(OSError):
-            _mine(folder).unlink(missing_ok=True)
+    with _folder() as folder:
+        _mine(folder).unlink(missing_ok=True)
 
 
 def failed(code: int) -> None:
     """This rank ends by itself, with a code that is not 0."""
-    folder = _folder()
-    if folder is not None:
-        with suppress(OSError):
-            (folder / _FAILED).write_text(str(code))
-        ended()
+    with _folder() as folder:
+        (folder / _FAILED).write_text(str(code))
+    ended()
 
 
 def failed_code(folder: Path) -> int | None:
@@ -50,9 +45,11 @@ def killed_ranks(folder: Path) -> list[int]:
 
 
 def _mine(folder: Path) -> Path:
-    return folder / f"{_AT_WORK}{os.environ['RANK']}"
+    return folder / f"{_AT_WORK}{os.environ.get('RANK', '0')}"
 
 
-def _folder() -> Path | None:
-    path = os.environ.get(FOLDER_VARIABLE)
-    return None if path is None else Path(path)
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """The launcher's folder; where there is none, files in one that is not there either."""
+    with suppress(OSError):
+        yield Path(os.environ.get(FOLDER_VARIABLE, os.devnull))

@@ -19,9 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch.distributed import Store
 
@@ -65,8 +64,7 @@ class SharedFaultError(ValueError):
         self.turn = turn
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstError:
+class FirstError(NamedTuple):
     """The rank that prints why all ranks end, and the code that they end with."""
 
     rank: int
@@ -74,7 +72,7 @@ class FirstError:
 
 
 class FailureBoard:
-    """One rank's connection to the key of the first error.
+    """One rank's connection to the key of the first error, which a thread watches from now on.
 
     ``store_factory(timeout)`` opens a new connection to a store that all ranks reach; the
     watcher and the main thread each use their own.
@@ -89,9 +87,6 @@ class FailureBoard:
         self._watcher = threading.Thread(
             target=self._watch, name="loongplug-failure-board", daemon=True
         )
-
-    def start(self) -> None:
-        """Watch from now on."""
         self._watcher.start()
 
     def at_end(self, tidy: Callable[[], None]) -> None:
@@ -115,12 +110,12 @@ class FailureBoard:
         # torchrun ends what is left when a rank has died: not before this one has spoken.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        first = mine = FirstError(rank=self._rank, code=code)
+        first = mine = FirstError(self._rank, code)
         # Mostly, the store is gone; the message must not be lost.
         with suppress(Exception):
             store = self._open(timedelta(seconds=STORE_SECONDS))
             comes(store, _FIRST_ERROR, seconds=turn * TURN_SECONDS)
-            first = _read(store.compare_set(_FIRST_ERROR, "", json.dumps(asdict(mine))))
+            first = FirstError(*json.loads(store.compare_set(_FIRST_ERROR, "", json.dumps(mine))))
         try:
             if first == mine:
                 _print(report)
@@ -128,14 +123,18 @@ class FailureBoard:
             _exit(first)
 
     def _watch(self) -> None:
-        store = self._connect()
-        if store is None:
-            return
+        store = None
+        while store is None:
+            try:
+                store = self._open(timedelta(seconds=STORE_SECONDS))
+            except RuntimeError:  # outside torchrun, rank 0 may come later
+                if self._stopped.wait(WATCH_SECONDS):
+                    return
         try:
             while not store.check([_FIRST_ERROR]):
                 if self._stopped.wait(WATCH_SECONDS):
                     return
-            first = _read(store.get(_FIRST_ERROR))
+            first = FirstError(*json.loads(store.get(_FIRST_ERROR)))
         except RuntimeError:
             return  # the store is gone: so is what started the ranks, or it is ending them
         if self._stopped.is_set() or not self._ending.acquire(blocking=False):
@@ -146,19 +145,6 @@ class FailureBoard:
                     tidy()
         finally:
             _exit(first)
-
-    def _connect(self) -> Store | None:
-        """The watcher's connection; outside torchrun, rank 0 may come later."""
-        while not self._stopped.is_set():
-            try:
-                return self._open(timedelta(seconds=STORE_SECONDS))
-            except RuntimeError:
-                self._stopped.wait(WATCH_SECONDS)
-        return None
-
-
-def _read(value: bytes) -> FirstError:
-    return FirstError(**json.loads(value))
 
 
 @contextmanager
@@ -183,7 +169,6 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     board = None
     if world_size > 1 and (store_factory is not None or "MASTER_ADDR" in os.environ):
         board = FailureBoard(store_factory or torchrun_store, rank=rank)
-        board.start()
     try:
         yield nothing_at_end if board is None else board.at_end
     except SystemExit as error:
@@ -240,16 +225,11 @@ def _in_words(error: BaseException) -> BaseException:
     return words
 
 
-def _message(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, ValueError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _report(error: BaseException, rank: int) -> str:
-    line = f"loongplug: error [rank {rank}]: {_message(error)}"
-    if isinstance(error, ValueError) and os.environ.get(TRACEBACK_VARIABLE) != "1":
+    wrong_input, text = isinstance(error, ValueError), str(error)
+    said = text if wrong_input and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    line = f"loongplug: error [rank {rank}]: {said}"
+    if wrong_input and os.environ.get(TRACEBACK_VARIABLE) != "1":
         return line
     return "".join(traceback.format_exception(error)) + line
 

@@ -37,8 +37,8 @@ class Layout:
     ``order`` has the ranks in the order in which they fill the grids, where that is not their own.
 
     Raises:
-        ValueError: a size is not a positive integer, the experts' sizes do not divide a stage, or
-            the order is not one of these ranks.
+        ValueError: a size is below 1, the experts' sizes do not divide a stage, or the order is
+            not one of these ranks.
     """
 
     tp: int = 1
@@ -53,9 +53,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
-        for name in ("tp", "cp", "pp", "dp", "ep", "etp"):
-            _require_whole(name, getattr(self, name), least=1)
-        _require_whole("first_rank", self.first_rank, least=0)
+        sizes = (self.tp, self.cp, self.pp, self.dp, self.ep, self.etp)
+        if min(sizes) < 1 or self.first_rank < 0:
+            raise ValueError(f"{self}: expected sizes of at least 1 and a rank of at least 0.")
         if self.stage_size % (self.etp * self.ep):
             raise ValueError(
                 f"experts do not fit: etp {self.etp} x ep {self.ep} must divide the "
@@ -180,7 +180,7 @@ def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
         raise ValueError(
             f"the encoder's tensor_model_parallel_size is {tp}: it has to divide the decoder's, "
             f"which is {decoder.tp}{'' if on_first_stage else ', or to fill whole stages'}. Set "
-            f"tensor_model_parallel_size in the encoder's YAML to {_one_of(allowed)}."
+            f"tensor_model_parallel_size in the encoder's YAML to one of {allowed}."
         )
     ranks = decoder.stage_size if on_first_stage else decoder.world_size
     order: tuple[int, ...] = ()
@@ -218,13 +218,3 @@ def _axes_of(kind: str) -> tuple[tuple[str, ...], list[str]]:
         f"group kind {kind!r} is unknown: expected axes joined by '_', each once, either of "
         f"{', '.join(_DENSE_AXES)} or of {', '.join(_EXPERT_AXES)}."
     )
-
-
-def _require_whole(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}.")
-
-
-def _one_of(sizes: list[int]) -> str:
-    *first, last = (str(size) for size in sizes)
-    return f"{', '.join(first)} or {last}" if first else last

@@ -2,14 +2,12 @@
 
 Ranks that disagree would train something else each, wait for each other forever, or die in a
 collective. Each rank leaves a digest of its values in torchrun's store; the values themselves once
-for each digest. The first rank to come is the chair: it waits for the others, reads values only
-where digests differ, and writes the answer, which all ranks read. A rank calls the store some six
-times, however many ranks there are.
+for each digest. The last rank to come reads values where digests differ, and writes the answer,
+which all ranks read. The others call the store some six times, however many ranks there are.
 """
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
@@ -17,14 +15,11 @@ from torch.distributed import Store
 
 from loongplug.parallel.rendezvous import comes
 
-# Once two digests differ, what ranks that are still to come may take to be named too.
-GRACE_SECONDS = 5.0
-STEP_SECONDS = 1.0  # from look to look for a difference
 SHOWN = 20
 
 Values = Mapping[str, str]  # by the name that a user knows them by
 
-_ARRIVED, _ALL_ARRIVED, _KINDS, _ANSWER = "arrived", "all_arrived", "kinds", "answer"
+_ARRIVED, _KINDS, _ANSWER = "arrived", "kinds", "answer"
 _SAME = "same"
 
 
@@ -33,27 +28,26 @@ def require_same_values(
 ) -> None:
     """Return on every rank when all have the same ``values``; raise on every rank otherwise.
 
-    Every rank enters. A rank that comes late is waited for, ``timeout`` at most; a difference ends
-    all that are there within seconds, without waiting for others.
+    Every rank enters. A rank that comes late is waited for, ``timeout`` at most.
 
     Raises:
         ValueError: the same on every rank: names, values, and who has them; or who never came.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
     text = json.dumps(values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     store.set(f"digest/{rank}", digest)
     if store.add(f"kind/{digest}", 1) == 1:
         store.set(f"values/{digest}", text)
         store.add(_KINDS, 1)
-    number = store.add(_ARRIVED, 1)
-    if number == world_size:
-        store.set(_ALL_ARRIVED, "1")
-    if number == 1:
-        store.set(_ANSWER, _answer(store, world_size=world_size, deadline=deadline))
-    # The chair's deadline is the first; its answer comes a little later.
-    if not comes(store, _ANSWER, seconds=deadline - time.monotonic() + 2 * GRACE_SECONDS):
-        raise ValueError(f"no rank has compared them all within {timeout}: the first is gone")
+    if store.add(_ARRIVED, 1) == world_size:
+        store.set(_ANSWER, _answer(store, world_size=world_size))
+    if not comes(store, _ANSWER, seconds=timeout.total_seconds()):
+        missing = [each for each in range(world_size) if not store.check([f"digest/{each}"])]
+        who = name_ranks(missing) if missing else "a rank"
+        raise ValueError(
+            f"{who} did not come within the time that ranks wait for each other "
+            "(--distributed-timeout-minutes); see why, or allow more"
+        )
     answer = store.get(_ANSWER).decode()
     if answer != _SAME:
         raise ValueError(answer)
@@ -85,30 +79,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-def _answer(store: Store, *, world_size: int, deadline: float) -> str:
-    """The chair's: once all are there, or two of them differ, or time is up."""
-    while not comes(store, _ALL_ARRIVED, seconds=STEP_SECONDS):
-        if store.add(_KINDS, 0) > 1:
-            comes(store, _ALL_ARRIVED, seconds=GRACE_SECONDS)
-            break
-        if time.monotonic() > deadline:
-            missing = _missing(store, world_size=world_size)
-            who = name_ranks(missing) if missing else "a rank"
-            return (
-                f"{who} did not come within the time that ranks wait for each other "
-                "(--distributed-timeout-minutes); see why, or allow more"
-            )
+def _answer(store: Store, *, world_size: int) -> str:
     if store.add(_KINDS, 0) == 1:
         return _SAME
-    missing = _missing(store, world_size=world_size)
-    there = [rank for rank in range(world_size) if rank not in missing]
-    digests = {rank: _text(store, f"digest/{rank}") for rank in there}
-    values = {each: json.loads(_text(store, f"values/{each}")) for each in {*digests.values()}}
-    lines = differences({rank: values[digest] for rank, digest in digests.items()})
+    digests = [_text(store, f"digest/{rank}") for rank in range(world_size)]
+    values = {each: json.loads(_text(store, f"values/{each}")) for each in {*digests}}
+    lines = differences({rank: values[digest] for rank, digest in enumerate(digests)})
     if len(lines) > SHOWN:
         lines = [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
-    if missing:
-        lines.append(f"({name_ranks(missing)} had not come yet)")
     return "\n  ".join(
         (
             "ranks were started differently; give all of them one command line, one set of files "
@@ -116,10 +94,6 @@ def _answer(store: Store, *, world_size: int, deadline: float) -> str:
             *lines,
         )
     )
-
-
-def _missing(store: Store, *, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if not store.check([f"digest/{rank}"])]
 
 
 def _text(store: Store, key: str) -> str:

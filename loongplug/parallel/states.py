@@ -45,7 +45,6 @@ class _ParallelStatesDict(dict[str, _State]):
         self.current: str | None = None
         self.gloo = False  # whether states have groups of gloo beside the others
         self.on_switch: OnSwitch | None = None
-        self.backwards: set[int] = set()  # autograd's ids of those that entered a state
 
     def __missing__(self, name: str) -> _State:
         known = ", ".join(map(repr, self)) or "none"
@@ -90,13 +89,6 @@ class _ParallelStatesDict(dict[str, _State]):
             )
         return state.snapshot
 
-    def require_new(self, name: str) -> None:
-        if name in self:
-            raise ValueError(
-                f"there is a parallel state {name!r} already; call destroy_parallel_states() to "
-                "start again, or choose another name."
-            )
-
 
 # The parallel states of this process, and the only thing in it that changes.
 PARALLEL_STATES = _ParallelStatesDict()
@@ -117,17 +109,20 @@ def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
         ValueError: there are states already, or Megatron's groups are not those of a
             :class:`Layout` over all ranks.
     """
-    if PARALLEL_STATES:
-        PARALLEL_STATES.require_new(name)
-        raise ValueError(
-            f"{PARALLEL_STATES.current!r} has been adopted already; further states are made by "
-            "create_parallel_state()."
-        )
+    _require_none()
     layout = live_layout()
     PARALLEL_STATES[name] = _State(layout, Snapshot())
     PARALLEL_STATES.current = name
     PARALLEL_STATES.gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
     return layout
+
+
+def _require_none() -> None:
+    if PARALLEL_STATES:
+        raise ValueError(
+            f"{PARALLEL_STATES.current!r} has been adopted already; further states are made by "
+            "create_parallel_state()."
+        )
 
 
 def adopt_own_ranks(
@@ -143,8 +138,7 @@ def adopt_own_ranks(
     Raises:
         ValueError: there are states already.
     """
-    if PARALLEL_STATES:
-        PARALLEL_STATES.require_new(name)
+    _require_none()
     initialize()
     member = dist.get_rank() in layout.ranks
     PARALLEL_STATES[name] = _State(layout, Snapshot() if member else None)
@@ -198,7 +192,8 @@ def create_parallel_state(
             f"{name!r} has to be created beside an adopted state: call adopt_parallel_state() "
             "after Megatron's initialization."
         )
-    PARALLEL_STATES.require_new(name)
+    if name in PARALLEL_STATES:
+        raise ValueError(f"there is a parallel state {name!r} already: choose another name.")
     if layout.ranks.stop > dist.get_world_size():
         raise ValueError(
             f"{name!r} needs ranks {layout.ranks.start} to {layout.ranks.stop - 1}, and there "
@@ -326,7 +321,6 @@ def destroy_parallel_states() -> None:
         decoder, *others = PARALLEL_STATES
         PARALLEL_STATES.switch(_NOWHERE if _NOWHERE in others else decoder)
         PARALLEL_STATES.clear()
-        PARALLEL_STATES.backwards.clear()
         PARALLEL_STATES.current = None
 
 

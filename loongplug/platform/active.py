@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from loongplug.platform.copies import Copies
+    from loongplug.platform.prefetch import Copies
     from loongplug.platform.replacements import ReplacementTable
 
 DeviceName = Literal["cpu", "cuda"]
@@ -29,10 +29,6 @@ class Platform(ABC):
         """Where this process's tensors live."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Return when all work given to the device is done."""
-
-    @abstractmethod
     def peak_memory_bytes(self) -> int:
         """The most memory held since the start or since ``reset_peak_memory``."""
 
@@ -40,9 +36,11 @@ class Platform(ABC):
     def reset_peak_memory(self) -> None:
         """Start a new peak from the memory held now."""
 
-    @abstractmethod
     def copies(self) -> Copies:
         """A new queue of copies between device and host."""
+        from loongplug.platform.prefetch import Copies
+
+        return Copies()
 
     @abstractmethod
     def release(self, storage: torch.UntypedStorage) -> None:

@@ -32,7 +32,10 @@ def activate(name: str = "auto") -> Platform:
         )
     # Upstream imports torch's compiler of extensions, which warns where there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    Process.platform = _make(name)
+    # Here and not above, so that this file stays free of torch.
+    from loongplug.platform.platforms import CpuPlatform, CudaPlatform
+
+    Process.platform = CudaPlatform() if choose_device(name) == "cuda" else CpuPlatform()
     return Process.platform
 
 
@@ -44,7 +47,6 @@ def choose_device(name: str = "auto") -> DeviceName:
     Raises ValueError for an unknown name, and for ``"cuda"`` without a usable GPU.
     """
     _require_known(name)
-    # Here and not above, so that this file stays free of torch.
     import torch
 
     usable = torch.cuda.is_available()
@@ -59,12 +61,6 @@ def choose_device(name: str = "auto") -> DeviceName:
 def _require_known(name: str) -> None:
     if name not in PLATFORM_NAMES:
         raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")
-
-
-def _make(name: str) -> Platform:
-    from loongplug.platform.platforms import CpuPlatform, CudaPlatform
-
-    return CudaPlatform() if choose_device(name) == "cuda" else CpuPlatform()
 
 
 def add_device_flag(parser: argparse._ActionsContainer) -> None:

@@ -10,13 +10,11 @@ Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax ever
 
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.adam import _fused_adam
 
 from loongplug.platform.devices import HOST, on_host
 from loongplug.platform.gloo import (
@@ -25,8 +23,8 @@ from loongplug.platform.gloo import (
     exchanged_all_reduce,
     exchanged_gather_into_tensor,
     exchanged_reduce_scatter,
-    exchanged_reduce_scatter_tensor,
 )
+from loongplug.platform.multi_tensor import fused_adam
 from loongplug.platform.replacements import Replacement
 
 
@@ -50,9 +48,7 @@ class HostStream:
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
         """An event at this point of the one queue."""
-        event = event or HostEvent()
-        event.record(self)
-        return event
+        return event or HostEvent()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostStream)
@@ -62,29 +58,19 @@ class HostStream:
 
 
 class HostEvent:
-    """A point in the one queue: it has always been reached, and it knows when."""
+    """A point in the one queue: it has always been reached."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._seconds: float | None = None
-
-    def record(self, stream: HostStream | None = None) -> None:
-        """Note the time."""
-        self._seconds = time.perf_counter()
+        pass
 
     def synchronize(self, *_: Any) -> None:
-        """Nothing to wait for: the event is reached."""
+        """Nothing to wait for: all work before is done."""
 
-    wait = synchronize
+    record = wait = synchronize
 
     def query(self) -> bool:
         """Whether the work before the event is done."""
         return True
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this event to ``end``; both must have been recorded."""
-        if self._seconds is None or end._seconds is None:
-            raise ValueError("both events must be recorded before their time can be taken")
-        return (end._seconds - self._seconds) * 1e3
 
 
 class _HostGenerators:
@@ -143,34 +129,6 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
-def _all_at_once(original: Callable[..., None]) -> Callable[..., None]:
-    """Adam's steps of many tensors by torch's fused kernel, which rounds otherwise.
-
-    The last values of a tensor, too few for a vector, may differ in their last bit from those of
-    the same tensor cut elsewhere.
-    """
-
-    @functools.wraps(original)
-    def single_tensor_adam(
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        *others: Any,
-        **settings: Any,
-    ) -> None:
-        # The kernel takes values as they lie in memory.
-        alike = all(
-            each.dtype == torch.float32 and each.is_contiguous()
-            for each in (*params, *grads, *exp_avgs, *exp_avg_sqs)
-        )
-        plain = alike and not settings["amsgrad"] and not settings["differentiable"]
-        step = _fused_adam if plain else original
-        step(params, grads, exp_avgs, exp_avg_sqs, *others, **settings)
-
-    return single_tensor_adam
-
-
 def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:
     return Replacement(target=target, reason=reason, replacement=replacement, **options)
 
@@ -215,7 +173,7 @@ CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
     _row("torch.optim.adam._single_tensor_adam", "goes over its tensors eight times, and over a "
-         "model's hundreds of small ones in Python", wrapper=_all_at_once),
+         "model's hundreds of small ones in Python", wrapper=fused_adam),
     _row("torch.distributed.distributed_c10d.ProcessGroupGloo", "makes a device with a thread of "
          "its own for each group", wrapper=GlooOnOneDevice),
     _row("torch.distributed.all_gather", _UNEVEN, wrapper=exchanged_all_gather),
@@ -223,5 +181,5 @@ CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.distributed.all_reduce", _RING, wrapper=exchanged_all_reduce),
     _row("torch.distributed.all_gather_into_tensor", _RING, wrapper=exchanged_gather_into_tensor),
     _row("torch.distributed.reduce_scatter_tensor", _RING,
-         wrapper=exchanged_reduce_scatter_tensor),
+         wrapper=exchanged_reduce_scatter),
 )  # fmt: skip

@@ -78,42 +78,15 @@ def exchanged_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         sizes = [each.numel() for each in tensor_list]
-        ours = _ours(group, async_op) and (len(set(sizes)) > 1 or _small(tensor, len(sizes)))
-        if not ours:
+        uneven = len(set(sizes)) > 1
+        if not _ours(group, async_op) or not (uneven or _small(tensor, group)):
             return original(tensor_list, tensor, group, async_op)
-        received = tensor.new_empty(sum(sizes))
-        _exchange(
-            received,
-            tensor.flatten().repeat(len(sizes)),
-            sizes,
-            [tensor.numel()] * len(sizes),
-            group=group,
-        )
-        for target, piece in zip(tensor_list, received.split(sizes), strict=True):
+        pieces = _to_all(tensor, group, sizes=sizes).split(sizes)
+        for target, piece in zip(tensor_list, pieces, strict=True):
             target.copy_(piece.view_as(target))
         return None
 
     return all_gather
-
-
-def exchanged_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter``, also for a list of tensors that differ in size."""
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: Tensor,
-        input_list: Sequence[Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _ours(group, async_op) or op not in _REDUCTIONS:
-            return original(output, input_list, op, group, async_op)
-        sizes = [each.numel() for each in input_list]
-        _reduce_pieces(output, torch.cat([each.flatten() for each in input_list]), sizes, op, group)
-        return None
-
-    return reduce_scatter
 
 
 def exchanged_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,34 +96,41 @@ def exchanged_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., 
     def all_gather_into_tensor(
         output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        ranks = dist.get_world_size(group)
-        if not _ours(group, async_op) or not _small(input_tensor, ranks):
+        if not _ours(group, async_op) or not _small(input_tensor, group):
             return original(output_tensor, input_tensor, group, async_op)
-        received = _to_all(input_tensor, ranks, group=group)
-        output_tensor.copy_(received.view_as(output_tensor))
+        output_tensor.copy_(_to_all(input_tensor, group).view_as(output_tensor))
         return None
 
     return all_gather_into_tensor
 
 
-def exchanged_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter_tensor`` in one exchange."""
+def exchanged_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.reduce_scatter``, also for tensors that differ in size, or ``_tensor``.
+
+    The latter is given one tensor with the ranks' pieces one behind the other.
+    """
 
     @functools.wraps(original)
-    def reduce_scatter_tensor(
+    def reduce_scatter(
         output: Tensor,
-        input: Tensor,
+        input: Tensor | Sequence[Tensor],
         op: Any = dist.ReduceOp.SUM,
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
         if not _ours(group, async_op) or op not in _REDUCTIONS:
             return original(output, input, op, group, async_op)
-        sizes = [output.numel()] * dist.get_world_size(group)
-        _reduce_pieces(output, input.flatten(), sizes, op, group)
+        ranks, own = dist.get_world_size(group), output.numel()
+        if isinstance(input, Tensor):
+            sent, sizes = input.flatten(), [own] * ranks
+        else:
+            sent, sizes = torch.cat([x.flatten() for x in input]), [x.numel() for x in input]
+        received = output.new_empty(ranks, own)
+        _exchange(received.view(-1), sent, [own] * ranks, sizes, group=group)
+        output.copy_(_REDUCTIONS[op](received).view_as(output))
         return None
 
-    return reduce_scatter_tensor
+    return reduce_scatter
 
 
 def exchanged_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,9 +143,10 @@ def exchanged_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         ranks = dist.get_world_size(group)
         if ranks == 1 and not async_op and op in _REDUCTIONS:
             return None  # gloo would have a thread of its own look at it
-        if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, ranks):
+        if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, group):
             return original(tensor, op, group, async_op)
-        tensor.copy_(_REDUCTIONS[op](_to_all(tensor, ranks, group=group)).view_as(tensor))
+        pieces = _to_all(tensor, group).view(ranks, tensor.numel())
+        tensor.copy_(_REDUCTIONS[op](pieces).view_as(tensor))
         return None
 
     return all_reduce
@@ -179,30 +160,21 @@ def _ours(group: Any, async_op: bool) -> bool:
     return not waiting or (group or dist.group.WORLD) not in waiting
 
 
-def _small(tensor: Tensor, ranks: int) -> bool:
-    return tensor.nbytes * ranks <= _SMALL
+def _small(tensor: Tensor, group: Any) -> bool:
+    return tensor.nbytes * dist.get_world_size(group) <= _SMALL
 
 
-def _to_all(tensor: Tensor, ranks: int, *, group: Any) -> Tensor:
-    """What all ranks gave: [ranks, elements of tensor]."""
-    received = tensor.new_empty(ranks, tensor.numel())
-    _exchange(received.view(-1), tensor.flatten().repeat(ranks), [], [], group=group)
+def _to_all(tensor: Tensor, group: Any, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """What all ranks gave, of these ``sizes`` or each as many elements as ``tensor``: flat."""
+    ranks, own = dist.get_world_size(group), tensor.numel()
+    sizes = sizes or [own] * ranks
+    received = tensor.new_empty(sum(sizes))
+    _exchange(received, tensor.flatten().repeat(ranks), sizes, [own] * ranks, group=group)
     return received
 
 
-def _reduce_pieces(output: Tensor, sent: Tensor, sizes: list[int], op: Any, group: Any) -> None:
-    """Fill ``output`` with the sum (or ``op``) of what each rank has for it.
-
-    ``sent`` has this rank's piece for each rank, of these ``sizes``.
-    """
-    received = output.new_empty(len(sizes), output.numel())
-    own = [output.numel()] * len(sizes)
-    _exchange(received.view(-1), sent, own, sizes, group=group)
-    output.copy_(_REDUCTIONS[op](received).view_as(output))
-
-
 def _exchange(
-    received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int], *, group: Any
+    received: Tensor, sent: Tensor, sizes: Sequence[int], sent_sizes: Sequence[int], *, group: Any
 ) -> None:
     """all_to_all_single of the group itself: one collective for who looks on, the caller's."""
     group = group or dist.group.WORLD

@@ -14,6 +14,11 @@ from torch import Tensor
 
 from loongplug.platform.replacements import Replacement
 
+# Of Adam's settings: what the fused kernel takes, what it has not, and what scales gradients.
+_KERNEL_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize")
+_UNSERVED = ("amsgrad", "capturable", "differentiable")
+_SCALING = ("grad_scale", "found_inf")
+
 
 def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
     """Wrap Megatron's norm of lists of tensors, for which the host waits once for each tensor.
@@ -64,12 +69,13 @@ def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
 def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap the steps of torch's Adam that go over lists: by the fused kernel where that serves.
 
-    In the wrapped one, the roots of all second moments are there at once. Steps stay counted on the
-    host, where checkpoints have them.
+    It rounds otherwise, and holds no roots of second moments. Steps stay counted on the host, where
+    checkpoints have them. On a CPU, a tensor's last values, too few for a vector, may differ in
+    their last bit from those of the same tensor cut elsewhere.
     """
 
     @functools.wraps(original)
-    def multi_tensor_adam(
+    def adam(
         params: list[Tensor],
         grads: list[Tensor],
         exp_avgs: list[Tensor],
@@ -80,25 +86,25 @@ def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
         **settings: Any,
     ) -> None:
         lists = (params, grads, exp_avgs, exp_avg_sqs)
-        plain = not any(settings[name] for name in ("amsgrad", "capturable", "differentiable"))
-        unscaled = all(settings.get(name) is None for name in ("grad_scale", "found_inf"))
+        scaled = any(each is not None for each in (*scaling, *map(settings.get, _SCALING)))
+        plain = not scaled and not any(map(settings.get, _UNSERVED))
         alike = all(
-            each.is_cuda and each.dtype == torch.float32 and each.is_contiguous()
+            each.dtype == torch.float32 and each.is_contiguous()
             for tensors in lists
             for each in tensors
         )
         numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
-        on_host = not any(step.is_cuda for step in state_steps)
+        on_host = all(step.device.type == "cpu" for step in state_steps)
         # A rank whose shard has none of a group's parameters steps with empty lists.
-        if params and not scaling and plain and unscaled and alike and numbers and on_host:
-            step_all(*lists, state_steps, **settings)
+        if params and plain and alike and numbers and on_host:
+            _fused_step(*lists, state_steps, **settings)
         else:
             original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)
 
-    return multi_tensor_adam
+    return adam
 
 
-def step_all(
+def _fused_step(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -106,40 +112,20 @@ def step_all(
     state_steps: list[Tensor],
     *,
     decoupled_weight_decay: bool,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    **_: Any,
+    **settings: Any,
 ) -> None:
-    """A step of Adam by torch's fused kernel, of tensors of one device and steps on the host."""
     torch._foreach_add_(state_steps, 1)
     alike: defaultdict[tuple[torch.device, float], list[int]] = defaultdict(list)
     for number, (param, step) in enumerate(zip(params, state_steps, strict=True)):
         alike[param.device, step.item()].append(number)
-    kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    kernel: Any = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    chosen = {name: settings[name] for name in _KERNEL_SETTINGS}
     for (device, count), numbers in alike.items():
         # The kernel reads each tensor's step from the device: filled there, nothing is copied.
         counted = torch.full((), count, dtype=torch.float32, device=device)
         lists = (params, grads, exp_avgs, exp_avg_sqs)
         some = [[each[number] for number in numbers] for each in lists]
-        kernel(
-            some[0],
-            some[1],
-            some[2],
-            some[3],
-            [],
-            [counted] * len(numbers),
-            amsgrad=False,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-        )
+        kernel(*some, [], [counted] * len(numbers), amsgrad=False, **chosen)
 
 
 OF_GRADIENTS: tuple[Replacement, ...] = (

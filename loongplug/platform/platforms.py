@@ -11,7 +11,6 @@ import torch
 import torch.utils._device
 
 from loongplug.platform.active import Platform
-from loongplug.platform.copies import CudaCopies, HostCopies
 from loongplug.platform.cuda_on_cpu import CPU_ROWS
 from loongplug.platform.devices import HOST
 from loongplug.platform.multi_tensor import ON_CUDA
@@ -40,10 +39,6 @@ class CudaPlatform(Platform):
         """The current GPU; asked again each time, because Megatron sets it while it starts."""
         return torch.device("cuda", torch.cuda.current_device())
 
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        torch.cuda.synchronize()
-
     def peak_memory_bytes(self) -> int:
         """Most bytes that torch's allocator held in tensors."""
         return torch.cuda.max_memory_allocated()
@@ -51,10 +46,6 @@ class CudaPlatform(Platform):
     def reset_peak_memory(self) -> None:
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats()
-
-    def copies(self) -> CudaCopies:
-        """A stream of their own, on the GPU that is the current one at the first copy."""
-        return CudaCopies()
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Give memory to torch's allocator, for the stream that the storage was allocated on."""
@@ -83,9 +74,6 @@ class CpuPlatform(Platform):
         self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def peak_memory_bytes(self) -> int:
         """The most resident memory of this process."""
         try:
@@ -103,10 +91,6 @@ class CpuPlatform(Platform):
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return
-
-    def copies(self) -> HostCopies:
-        """Copies that are done when they are asked for."""
-        return HostCopies()
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Keep the memory, the only one: what uses it gets NaN, where a GPU would fail."""

@@ -3,12 +3,52 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loongplug.platform.copies import Copies
+
+class Copies:
+    """A queue of copies between device and host, beside the computation of the caller's stream.
+
+    On a CPU, what CUDA's names stand for does all work in the order given. Nothing here makes the
+    host wait, and neither queue waits for the other but by ``follow`` and ``wait``. The memory of
+    a copy's ends has to stay what it is until the computation has waited for a mark behind it.
+    """
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Made for the first copy: before Megatron starts, every rank's current GPU is GPU 0."""
+        return torch.cuda.Stream()
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Pinned memory of the shape and dtype of ``tensor``, reused only when copies are done."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def follow(self) -> None:
+        """Copies from now on start when the computation given so far is done."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy; one of ``target`` and ``source`` is on the host."""
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is reused only after all copies that are in the queue now."""
+        tensor.record_stream(self._stream)
+
+    def mark(self) -> Any:
+        """The place in the queue behind what it has been given so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Computation from now on starts when the queue has come to ``mark``."""
+        torch.cuda.current_stream().wait_event(mark)
 
 
 @dataclass(kw_only=True, eq=False)

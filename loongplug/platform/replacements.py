@@ -9,7 +9,7 @@ argument, an element of a tuple) keeps what it got.
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,17 +41,6 @@ class Replacement:
         return self.replacement if self.wrapper is None else self.wrapper(original)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Applied:
-    """What one row did, so that it can be undone."""
-
-    owner: Any
-    name: str
-    own: Any  # the owner's own attribute, or _MISSING where it was inherited
-    original: Any
-    new: Any
-
-
 class ReplacementTable:
     """Rows that are applied together or not at all.
 
@@ -68,12 +57,8 @@ class ReplacementTable:
         self.name = name
         self.rows = tuple(rows)
         self._importers = tuple(importers)
-        self._applied: list[_Applied] = []
-
-    @property
-    def active(self) -> bool:
-        """Whether the table is applied now."""
-        return bool(self._applied)
+        # By row: its owner, its name there, the owner's own attribute, the original, the new one.
+        self._applied: list[tuple[Any, str, Any, Any, Any]] = []
 
     def apply(self) -> None:
         """Put every replacement in place; does nothing when the table is applied already.
@@ -85,27 +70,20 @@ class ReplacementTable:
             return
         found = [(row, *resolve(row)) for row in self.rows]
         for row, owner, name, original in found:
-            self._applied.append(
-                _Applied(
-                    owner=owner,
-                    name=name,
-                    own=vars(owner).get(name, _MISSING),
-                    original=original,
-                    new=row.build(original),
-                )
-            )
-        for change in self._applied:
-            setattr(change.owner, change.name, change.new)
-        self._rebind([(change.original, change.new) for change in self._applied])
+            own = vars(owner).get(name, _MISSING)  # missing where it is inherited
+            self._applied.append((owner, name, own, original, row.build(original)))
+        for owner, name, _, _, new in self._applied:
+            setattr(owner, name, new)
+        self._rebind([(original, new) for *_, original, new in self._applied])
 
     def undo(self) -> None:
         """Put every original back; does nothing when the table is not applied."""
-        for change in reversed(self._applied):
-            if change.own is _MISSING:
-                delattr(change.owner, change.name)
+        for owner, name, own, _, _ in reversed(self._applied):
+            if own is _MISSING:
+                delattr(owner, name)
             else:
-                setattr(change.owner, change.name, change.own)
-        self._rebind([(change.new, change.original) for change in self._applied])
+                setattr(owner, name, own)
+        self._rebind([(new, original) for *_, original, new in self._applied])
         self._applied.clear()
 
     def _rebind(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -115,7 +93,9 @@ class ReplacementTable:
         Ids are safe because the table holds both ends of every pair.
         """
         exchange = {id(old): new for old, new in pairs if callable(old)}
-        for module in self._importing_modules():
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] not in self._importers or not isinstance(module, ModuleType):
+                continue
             # Few modules have any: what finds these runs without a step of Python for each name.
             if exchange.keys().isdisjoint(map(id, vars(module).values())):
                 continue
@@ -123,60 +103,44 @@ class ReplacementTable:
                 if id(value) in exchange:
                     setattr(module, key, exchange[id(value)])
 
-    def _importing_modules(self) -> Iterator[ModuleType]:
-        inside = tuple(f"{name}." for name in self._importers)
-        for name, module in list(sys.modules.items()):
-            ours = name.startswith(inside) or name in self._importers
-            if ours and isinstance(module, ModuleType):
-                yield module
-
 
 def resolve(row: Replacement) -> tuple[Any, str, Any]:
     """The target's owner (a module or a class), its name there, and the object it is now.
 
     Raises ReplacementError when it is missing or its parameters are not the row's.
     """
-    owner, path = _import_longest(row.target)
-    for index, name in enumerate(path):
-        value = getattr(owner, name, _MISSING)
-        if value is _MISSING:
-            where = ".".join(row.target.split(".")[: -len(path) + index])
-            raise ReplacementError(
-                f"{row.target}: expected to replace it ({row.reason}), "
-                f"found no {name!r} in {where}; {_advice(row.target)}"
-            )
-        if index < len(path) - 1:
-            owner = value
-    if row.parameters is not None:
-        _check_parameters(row, value)
-    return owner, path[-1], value
-
-
-def _import_longest(target: str) -> tuple[Any, list[str]]:
-    """The longest importable module of a dotted path, and the attribute names behind it."""
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:length])
-        try:
-            return importlib.import_module(name), parts[length:]
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise
-    raise ReplacementError(
-        f"{target}: expected to replace it, found no module {parts[0]!r}; {_advice(target)}"
-    )
-
-
-def _check_parameters(row: Replacement, value: Any) -> None:
+    path, _, name = row.target.rpartition(".")
     try:
-        found = parameter_names(value)
-    except (TypeError, ValueError):
-        found = f"no parameters ({type(value).__name__})"
-    if found != row.parameters:
-        raise ReplacementError(
-            f"{row.target}: expected the parameters {row.parameters}, found {found}; "
-            f"{_advice(row.target)}"
-        )
+        owner = _found(path)
+        value = getattr(owner, name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not _is_within(path, error.name):
+            raise
+        raise _error(row, f"to replace it ({row.reason}), but {error}") from error
+    if row.parameters is not None:
+        try:
+            found = parameter_names(value)
+        except (TypeError, ValueError):
+            found = f"no parameters ({type(value).__name__})"
+        if found != row.parameters:
+            raise _error(row, f"the parameters {row.parameters}, found {found}")
+    return owner, name, value
+
+
+def _found(path: str) -> Any:
+    """The module, or what is within one, at a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        outer, _, name = path.rpartition(".")
+        if not outer or not _is_within(path, error.name):
+            raise
+    return getattr(_found(outer), name)
+
+
+def _is_within(path: str, name: str | None) -> bool:
+    """Whether a module that is missing is the path's, and none that the path's imports."""
+    return name is not None and f"{path}.".startswith(f"{name}.")
 
 
 def parameter_names(function: Callable[..., Any]) -> str:
@@ -191,9 +155,10 @@ def parameter_names(function: Callable[..., Any]) -> str:
     return str(inspect.Signature(plain))
 
 
-def _advice(target: str) -> str:
-    package = target.split(".", 1)[0].replace("megatron", "megatron-core")
-    return (
-        f"the installed {package} is not a version that LoongPlug knows: install one that "
-        "pyproject.toml allows, or adapt the row in loongplug/platform"
+def _error(row: Replacement, expected: str) -> ReplacementError:
+    package = row.target.partition(".")[0].replace("megatron", "megatron-core")
+    return ReplacementError(
+        f"{row.target}: expected {expected}; the installed {package} is not a version that "
+        "LoongPlug knows: install one that pyproject.toml allows, or adapt the row in "
+        "loongplug/platform"
     )

@@ -3,15 +3,19 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
-from torch import Tensor
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue, SavedView, saved_view
+from loongplug.schedule.tensor_names import PLACES
 
 
 class TensorOffload:
@@ -171,3 +175,64 @@ def _also_used_here(tensor: Tensor) -> None:
 def _nbytes(saved: Movable) -> int:
     assert saved.device is not None
     return saved.device.untyped_storage().nbytes()
+
+
+def offload_layers(chunk: MultimodalModel, offload: TensorOffload) -> None:
+    """From now on the decoder layers' forward lets go of the tensors that ``offload`` names.
+
+    Raises:
+        ValueError: no layer of the chunk has such a tensor.
+    """
+    decoder = chunk.text_decoder.decoder
+    for name in sorted(offload.names):
+        watched = [_watch(layer, name, offload) for layer in decoder.layers]
+        if watched and not any(watched):
+            raise ValueError(
+                f"--offload-tensors {name}: no decoder layer has a tensor of that name (norms that "
+                "TransformerEngine fuses into linears give none, and dense layers have no experts);"
+                " drop it"
+            )
+    next_layer: list[Callable[[], LayerTensors]] = []  # of the pass that has begun
+
+    def begin(module: nn.Module, args: Any) -> None:
+        next_layer[:] = [offload.begin_pass()]
+
+    def leaving(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def with_leaving(*args: Any, **kwargs: Any) -> Any:
+            tensors = next_layer[0]()
+            with tensors.forward():
+                output = forward(*args, **kwargs)
+            tensors.forward_done()
+            return output
+
+        return with_leaving
+
+    decoder.register_forward_pre_hook(begin)
+    for layer in decoder.layers:
+        layer.forward = leaving(layer.forward)
+
+
+def _watch(layer: nn.Module, name: str, offload: TensorOffload) -> bool:
+    """Tell ``offload`` of the tensors of a name, and whether the layer has such."""
+    wanted, is_given = PLACES[name]
+
+    def given(module: nn.Module, args: tuple[Any, ...]) -> None:
+        offload.name(name, args[0])
+
+    def gives(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        offload.name(name, output[0] if isinstance(output, tuple) else output)
+
+    found = False
+    for path, module in layer.named_modules():
+        ends = wanted.startswith(".") and path.startswith("mlp.") and path.endswith(wanted)
+        if not ends and path != wanted:
+            continue
+        if is_given:
+            module.register_forward_pre_hook(given)
+        elif isinstance(module, IdentityOp):  # a norm that is fused into the linear behind it
+            continue
+        else:
+            module.register_forward_hook(gives)
+        found = True
+    return found

@@ -32,8 +32,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.module_parts import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
-from loongplug.schedule.named_tensors import offload_layers
-from loongplug.schedule.tensor_offload import TensorOffload
+from loongplug.schedule.tensor_offload import TensorOffload, offload_layers
 from loongplug.training.freezing import apply_freezing
 from loongplug.training.own_ranks import arguments_of_decoder
 from loongplug.training.streamed_costs import streamed_costs

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import os
 import pickle
 import signal
@@ -61,6 +62,23 @@ class Rank:
         for target in (-self.pid, self.pid):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(target, signal.SIGKILL)
+
+    @property
+    def fault(self) -> str | None:
+        """What went wrong, as seen after its end; None when it gave its result."""
+        if self.report is not None:
+            return self.report.get("error")
+        if self.killed:
+            return "was still running and was stopped"
+        assert self.code is not None
+        if self.code < 0:
+            return f"was killed by signal {signal.Signals(-self.code).name}"
+        return f"exited with code {self.code} and returned nothing"
+
+    @property
+    def failed_at(self) -> tuple[bool, float]:
+        """Sorts ranks by when they failed; those that left no time come before those stopped."""
+        return (self.killed, -math.inf) if self.report is None else (False, self.report["time"])
 
     @property
     def printed(self) -> list[str]:
@@ -206,32 +224,20 @@ def _lines(events: int) -> list[str]:
         return []
 
 
+def failed_ranks(ranks: list[Rank]) -> list[Rank]:
+    """Those that failed, the cause first; what its peers say is mostly that it is gone."""
+    return sorted((r for r in ranks if r.fault is not None), key=lambda rank: rank.failed_at)
+
+
 def _results(ranks: list[Rank]) -> list[Any]:
-    errors = [
-        (rank.report["time"], rank, rank.report)
-        for rank in ranks
-        if rank.report is not None and "error" in rank.report
-    ]
-    # A rank that a signal ended is the cause, but can say nothing; others miss it.
-    for rank in ranks:
-        if rank.report is None and (rank.code or 0) < 0 and not rank.killed:
-            raise RankError(_silent(rank))
-    if errors:
-        # The first to fail is the cause; what the others say is mostly that it is gone.
-        _, rank, report = min(errors, key=lambda each: each[0])
-        if report["user"]:
-            raise ValueError(report["message"])
-        raise RankError(f"rank {rank.number} failed:\n{report['error'].rstrip()}")
-    silent = [rank for rank in ranks if rank.report is None]
-    if silent:
-        raise RankError(_silent(silent[0]))
+    for rank in failed_ranks(ranks):
+        if rank.report is not None and rank.report["user"]:
+            raise ValueError(rank.report["message"])
+        said = f"rank {rank.number} failed:\n{rank.fault}".rstrip()
+        if rank.report is None:
+            said = "\n".join((f"{said}; it printed last:", *rank.printed[-_LOG_LINES:]))
+        raise RankError(said)
     return [rank.report["result"] for rank in ranks if rank.report is not None]
-
-
-def _silent(rank: Rank) -> str:
-    said = "\n".join(rank.printed[-_LOG_LINES:])
-    how = "was stopped" if rank.code == -signal.SIGKILL else f"ended with code {rank.code}"
-    return f"rank {rank.number} {how} without a result; it printed last:\n{said}"
 
 
 def _live(

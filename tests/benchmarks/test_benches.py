@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from loongplug.data.packing import packs_once
 from loongplug.estimate.live_bytes import Tape
 from loongplug.observe.trace_file import TraceEvent
-from loongplug.platform.copies import HostCopies
+from loongplug.platform.prefetch import Copies
 
 
 def written(command: str, folder: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class TestCounter:
         import torch
 
         counter, host = StorageCounter(), Tape(region="host")
-        copies = CountedCopies(HostCopies(), host)
+        copies = CountedCopies(Copies(), host)
         counter.begin()
         made = torch.zeros(1024)
         away = copies.host_like(made)

@@ -1,7 +1,5 @@
 """Blocks of a pack, dealt to ranks by their pairs."""
 
-import itertools
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -10,10 +8,8 @@ from pace import times_slower
 from loongplug.context.balance import BLOCK, balanced
 from loongplug.context.segments import Segments
 from loongplug.context.token_split import TokenSplit, zigzag
-from loongplug.data.packing import LOOK_AHEAD, PackPlanner
 
 SLOWEST_OVER_MEAN = 1.01
-OF_A_SINGLE_PACK = 1.02  # of 16 blocks a rank, one of which may be large
 
 
 def pack(tokens: int, *, median: int, spread: float, seed: int = 1) -> Segments:
@@ -30,11 +26,6 @@ def pairs_of(split: TokenSplit, segments: Segments) -> NDArray[np.int64]:
     """By counting: a query's keys are its place in its segment, plus one."""
     padded = Segments.of(segments.lengths, padded_to=split.length)
     return np.array([(part.places - padded.starts(part.places) + 1).sum() for part in split.parts])
-
-
-def most_pairs(split: TokenSplit, segments: Segments) -> int:
-    """Those of the slowest rank."""
-    return int(pairs_of(split, segments).max())
 
 
 def slowest_over_mean(split: TokenSplit, segments: Segments) -> float:
@@ -64,39 +55,6 @@ def test_ranks_get_equal_work_of_packs(tokens: int, cp: int, median: int, spread
     print(f"zigzag: {np.mean(zigzags):.2f}")
     assert max(balance) <= SLOWEST_OVER_MEAN
     assert np.mean(zigzags) > 1.1  # what there is to win
-
-
-def planned(tokens: int, *, packs: int) -> list[Segments]:
-    """Packs as training plans them, of samples that are drawn as those of :func:`pack` are."""
-    drawn = (pack(tokens, median=tokens // 16, spread=1.2, seed=seed) for seed in itertools.count())
-    lengths = [length for row in itertools.islice(drawn, 2 * packs) for length in row.lengths]
-    order = np.random.default_rng(0).permutation(len(lengths))
-    planner = PackPlanner(seq_length=tokens, look_ahead=LOOK_AHEAD)
-    found: list[Segments] = []
-    for number in order.tolist():
-        planner.add(lengths[number])
-        while (positions := planner.next_pack()) is not None:
-            samples = [lengths[order[position]] for position in positions]
-            found.append(Segments.of(samples, padded_to=tokens))
-    return found[:packs]
-
-
-@pytest.mark.parametrize("cp", [2, 4, 8])
-def test_packs_as_they_are_planned_leave_a_zigzag_uneven(cp: int) -> None:
-    """The longest samples come first and fill a pack: there is less to gain than at random."""
-    balance: list[float] = []
-    slowest: dict[str, list[int]] = {"zigzag": [], "lpt": []}
-    for segments in planned(16384, packs=100):
-        splits = zigzag(16384, cp=cp), balanced(segments, cp=cp)
-        for its, split in zip(slowest.values(), splits, strict=True):
-            its.append(most_pairs(split, segments))
-        balance.append(slowest_over_mean(splits[1], segments))
-    gain = sum(slowest["zigzag"]) / sum(slowest["lpt"])
-    print(f"{cp} ranks: {np.mean(balance):.4f}, worst {max(balance):.4f}")
-    print(f"a zigzag's slowest have {gain:.2f} times the pairs")
-    assert np.mean(balance) <= SLOWEST_OVER_MEAN
-    assert max(balance) <= OF_A_SINGLE_PACK
-    assert gain > 1.05
 
 
 @pytest.mark.parametrize("tokens", [6000, 8190])

@@ -40,9 +40,8 @@ from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform.copies import HostCopies
 from loongplug.platform.platforms import CpuPlatform
-from loongplug.platform.prefetch import PrefetchQueue
+from loongplug.platform.prefetch import Copies, PrefetchQueue
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 from loongplug.training.delivery import LoadedShare
 from loongplug.training.run import run
@@ -307,7 +306,7 @@ class _Watch:
             if region is not None:
                 self._note(region)
 
-        on_host, HostCopies.host_like = HostCopies.host_like, host_like
+        on_host, Copies.host_like = Copies.host_like, host_like
         send_for, PrefetchQueue.send_for = PrefetchQueue.send_for, sent
         around(LayerTensors, "__init__", before=layer_made)
         around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))

@@ -13,9 +13,8 @@ from toy_step import CPU, Device
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.platform import current_platform
-from loongplug.platform.copies import CudaCopies, HostCopies
 from loongplug.platform.platforms import CudaPlatform
-from loongplug.platform.prefetch import Movable, PrefetchQueue
+from loongplug.platform.prefetch import Copies, Movable, PrefetchQueue
 
 pytestmark = pytest.mark.quick
 
@@ -68,7 +67,7 @@ class Part:
 
 
 @pytest.mark.parametrize("platform", [Device, Freeing])
-@pytest.mark.parametrize("copies", [LazyCopies, HostCopies, CudaCopies])
+@pytest.mark.parametrize("copies", [LazyCopies, Copies])
 def test_all_of_it_goes_and_comes_back_as_it_was(platform, copies):
     part = Part()
     device = platform(copies())
@@ -114,7 +113,7 @@ def away_and_back(state: EncoderState, device: Device) -> int:
 @pytest.mark.parametrize("platform", [Device, Freeing])
 def test_frozen_weights_are_copied_to_the_host_once(platform):
     part = Part()
-    device = platform(HostCopies())
+    device = platform(Copies())
     state = EncoderState(part, part.optimizers, platform=device)
     frozen = part.module[0].bias
     state.movable()  # asked for, but it did not leave
@@ -211,7 +210,7 @@ def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
 
 
 def test_a_unit_that_was_not_sent_for_is_refused():
-    encoder, queue = Encoder(), PrefetchQueue(HostCopies())
+    encoder, queue = Encoder(), PrefetchQueue(Copies())
     output, saved = encoded(encoder, 0)
     queue.leave({0: saved})
     queue.let_go(0)

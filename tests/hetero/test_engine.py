@@ -23,7 +23,7 @@ from loongplug.hetero.executor import Executor
 from loongplug.hetero.modes import FULL_HETERO_DP, STREAMED
 from loongplug.hetero.operations import BEGIN, END, forward, gradient
 from loongplug.hetero.policies import group_ahead, separated
-from loongplug.platform.copies import HostCopies
+from loongplug.platform.prefetch import Copies
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +32,7 @@ ROWS, SOUNDS = [3, 5, 2, 4, 7], [4, 0, 6, 1, 2]
 POLICIES = {"separated": separated, "group ahead": group_ahead}
 
 
-def executors(*policies, copies=HostCopies, **options):
+def executors(*policies, copies=Copies, **options):
     return {
         entry.name: executor_of(policy, copies(), entry=entry, **options)
         for entry, policy in zip(BOTH, policies, strict=True)

@@ -18,7 +18,7 @@ from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Encode, Kept
 from loongplug.hetero.policies import group_ahead, separated
 from loongplug.platform import current_platform
-from loongplug.platform.copies import Copies, CudaCopies, HostCopies
+from loongplug.platform.prefetch import Copies
 
 pytestmark = pytest.mark.quick
 
@@ -59,10 +59,10 @@ same = torch.equal
 
 
 @pytest.mark.parametrize("on_host", SETS, ids=lambda each: "+".join(k.name for k in each) or "none")
-@pytest.mark.parametrize("copies", [LazyCopies, HostCopies, CudaCopies])
+@pytest.mark.parametrize("copies", [LazyCopies, Copies])
 @pytest.mark.parametrize("rows", [ROWS, [4], [1, 2], [0, 3, 0]])
 def test_numbers_are_those_of_what_stays(on_host, copies, rows):
-    expected = numbers(rows, copies=HostCopies(), policy=group_ahead)
+    expected = numbers(rows, copies=Copies(), policy=group_ahead)
     for last_stage in (True, False):
         found = numbers(rows, copies=copies(), on_host=on_host, last_stage=last_stage)
         assert same(found, expected)
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_what_stays(on_host, copies, rows):
 def test_a_frozen_encoder_has_no_gradients_and_leaves_nothing():
     on_host = frozenset(MOVABLE)
     found = numbers(ROWS, copies=LazyCopies(), on_host=on_host, trains=False)
-    assert same(found, numbers(ROWS, copies=HostCopies(), trains=False))
+    assert same(found, numbers(ROWS, copies=Copies(), trains=False))
 
 
 def one_step(
@@ -170,7 +170,7 @@ def test_media_are_there_while_their_pass_is_at_work(monkeypatch, joined_rows, m
         return replace(found, decode=decode)
 
     monkeypatch.setattr(MediaToCome, "taken", noted)
-    executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
+    executor = executor_of(separated, Copies(), joined_rows=joined_rows)
     run_step(executor, model, ROWS, seen=lambda: alive.append((loaded.alive(), values.alive())))
     assert passes == {0: [0, 1, 2, 3, 4], 7: [0, 1, 1, 2, 3], 100: [0] * 5}[joined_rows]
     assert max(values.counts) == most * PIXELS * 4
@@ -193,7 +193,7 @@ def test_what_is_in_one_piece_is_let_go_unit_by_unit(joined_rows, views):
             whole.note(found[0])
             return found
 
-    executor = executor_of(separated, HostCopies(), joined_rows=joined_rows)
+    executor = executor_of(separated, Copies(), joined_rows=joined_rows)
     executor.exchange = Watched()
     run_step(executor, Model(), ROWS, seen=lambda: alive.append(whole.alive()))
     assert set(alive) == {0}
@@ -215,7 +215,7 @@ def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
             most.append(features.alive() + 2 * came.alive())
             return found
 
-    executor = executor_of(separated, HostCopies(), on_host=on_host)
+    executor = executor_of(separated, Copies(), on_host=on_host)
     executor.exchange = Watched()
     run_step(executor, Model(), rows)
     each = 2 * WIDTH * 4
@@ -223,14 +223,14 @@ def test_features_are_held_once_but_for_those_of_sixteen_units(on_host):
 
 
 def test_a_gradient_that_did_not_come_is_missed():
-    executor = executor_of(separated, HostCopies())
+    executor = executor_of(separated, Copies())
     model = Model()
     with pytest.raises(AssertionError, match=r"no gradient came for pieces \[0, 1\]"):
         run_step(executor, model, [3, 4], backwards=False)
 
 
 def test_what_a_plan_makes_and_nobody_uses_is_missed():
-    executor = executor_of(lambda step: {BEGIN: (Encode(pieces=(0,)),)}, HostCopies())
+    executor = executor_of(lambda step: {BEGIN: (Encode(pieces=(0,)),)}, Copies())
     executor.begin(model := Model(), microbatches([3]), training=False)
     assert model.outside_schedule == {"eyes"}
     with pytest.raises(AssertionError, match=r"nobody used what there is of pieces \[0\]"):
@@ -259,7 +259,7 @@ def state_away(
     At forwards' beginning and behind backwards. ``schedule`` has F and B with their chunks. With
     ``plans``, forward steps give these, as with the experts' exchange overlapped.
     """
-    device = Device(HostCopies())
+    device = Device(Copies())
     on_host = frozenset({Kept.STATE})
     executor = executor_of(separated, None, on_host=on_host, last_stage=last_stage, device=device)
     chunks = [Model(trains=False), Model()]

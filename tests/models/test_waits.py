@@ -27,7 +27,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform
 from loongplug.platform.devices import to_device
 from loongplug.schedule.chunk_plan import ChunkPlan, plan_schedules
-from loongplug.schedule.named_tensors import offload_layers
+from loongplug.schedule.tensor_offload import offload_layers
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.provider import tensor_offload_of
 

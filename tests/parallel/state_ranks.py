@@ -55,4 +55,3 @@ def _with_states(rank: int, test: Callable[[], None]) -> None:
         create_parallel_state(AUDIO, Layout(), seed=1)
         test()
         assert PARALLEL_STATES.current == DECODER
-        assert not PARALLEL_STATES.backwards

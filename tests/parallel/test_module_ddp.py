@@ -173,27 +173,6 @@ def chain_of(ddp: ModuleDataParallel, **settings: Any) -> OptimizerPerModule:
 NORM = (3.0**2 + 1 + 4 + 9 + 16) ** 0.5
 
 
-def optimizers(rank: int, *, distributed: bool) -> tuple[list[int], float]:
-    """This rank's optimizers by number, and the norm."""
-    with adopted(tp=2, pp=2):
-        chain = chain_of(
-            wrapped(rank, distributed=distributed), use_distributed_optimizer=distributed
-        )
-        assert not chain.prepare_grads()
-        norm = chain.get_grad_norm()
-        dist.barrier()
-        return sorted(chain._with_state()), norm
-
-
-@pytest.mark.not_quick
-@pytest.mark.parametrize("distributed", [False, True])
-def test_every_rank_numbers_optimizers_alike_and_has_one_norm(distributed: bool) -> None:
-    found = run_ranks(optimizers, 4, distributed=distributed)
-    assert [numbers for numbers, _ in found] == [[0, 1]] * 2 + [[1]] * 2
-    assert [norm for _, norm in found] == [pytest.approx(NORM)] * 4
-    assert len({norm for _, norm in found}) == 1  # bit for bit
-
-
 def frozen(rank: int, *, name: str) -> tuple[bool, int]:
     """With one module frozen: what Megatron asks before it saves, and how many states there are."""
     with adopted(tp=2, pp=2):
@@ -213,26 +192,29 @@ def test_all_ranks_save_what_some_of_them_train(name: str, states: list[int]) ->
     assert run_ranks(frozen, 4, name=name) == [(False, each) for each in states]
 
 
-def clipped(rank: int, *, distributed: bool) -> tuple[float | None, list[float]]:
-    """The norm that a step tells, and this rank's gradients after it."""
+def clipped(rank: int, *, distributed: bool) -> tuple[list[int], float | None, list[float]]:
+    """This rank's optimizers by number, the norm that a step tells, and gradients after it."""
     with adopted(tp=2, pp=2):
         ddp = wrapped(rank, distributed=distributed)
         chain = chain_of(ddp, use_distributed_optimizer=distributed, clip_grad=1.0)
         updated, norm, _ = chain.step()
         assert updated
         gradients = [each.grad for each in chain.get_parameters() if each.grad is not None]
-        return norm, [value for each in gradients for value in each.flatten().tolist()]
+        values = [value for each in gradients for value in each.flatten().tolist()]
+        return sorted(chain._with_state()), norm, values
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_one_factor_clips_all_gradients(distributed: bool) -> None:
+def test_every_rank_numbers_optimizers_alike_and_one_factor_clips_all(distributed: bool) -> None:
     found = run_ranks(clipped, 4, distributed=distributed)
     factor = 1.0 / (NORM + 1e-6)
-    assert [norm for norm, _ in found] == [pytest.approx(NORM)] * 4
-    decoder = [gradients[-1] for _, gradients in found]
+    assert [numbers for numbers, *_ in found] == [[0, 1]] * 2 + [[1]] * 2
+    assert [norm for _, norm, _ in found] == [pytest.approx(NORM)] * 4
+    assert len({norm for _, norm, _ in found}) == 1  # bit for bit
+    decoder = [gradients[-1] for *_, gradients in found]
     assert decoder == [pytest.approx((rank + 1) * factor) for rank in range(4)]
     # With the distributed optimizer, one of the replicas has the encoder's one element.
-    encoder = [value for _, gradients in found for value in gradients[:-1]]
+    encoder = [value for *_, gradients in found for value in gradients[:-1]]
     assert encoder == [pytest.approx(3.0 * factor)] * (1 if distributed else 2)
 
 

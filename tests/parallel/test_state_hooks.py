@@ -1,23 +1,71 @@
 """A module runs in its state: forward, backward and recomputation, whatever surrounds it."""
 
+import gc
+import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from state_parts import Part, make_parts, states_of
 from state_ranks import AUDIO, DECODER, ENCODER, in_one_rank
 from torch import nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from loongplug.parallel.hooks import run_in_state
-from loongplug.parallel.states import (
-    PARALLEL_STATES,
-    parallel_state_of,
-)
+from loongplug.parallel.states import PARALLEL_STATES, parallel_state_of
+
+
+class Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, label: str, seen: list[tuple[str, str]]) -> torch.Tensor:
+        ctx.label, ctx.seen = label, seen
+        seen.append((f"{label} forward", PARALLEL_STATES.current))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.seen.append((f"{ctx.label} backward", PARALLEL_STATES.current))
+        return grads[0], None, None
+
+
+class Part(nn.Module):
+    """Something with weights that notes the state of every node that it can reach."""
+
+    def __init__(self, label: str, seen: list[tuple[str, str]], *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.label, self.seen, self.dropout = label, seen, dropout
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        for name, parameter in self.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: seen.append((f"{label} {name}", PARALLEL_STATES.current))
+            )
+
+    def probe(self, x: torch.Tensor, where: str) -> torch.Tensor:
+        return Probe.apply(x, f"{self.label} {where}", self.seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.probe(self.first(self.probe(x, "begin")), "middle")
+        if self.dropout:
+            with get_cuda_rng_tracker().fork():
+                x = torch.dropout(x, self.dropout, True)
+            x = torch.dropout(x, self.dropout, True)
+        return self.probe(self.second(gelu(x)), "end")
+
+
+def states_of(seen: list[tuple[str, str]], label: str) -> set[str]:
+    states = {state for each, state in seen if each.startswith(label)}
+    assert states, label
+    return states
+
+
+def make_parts(*labels: str) -> tuple[list[tuple[str, str]], list[Part]]:
+    torch.manual_seed(0)
+    seen: list[tuple[str, str]] = []
+    return seen, [Part(label, seen) for label in labels]
 
 
 @pytest.mark.parametrize("pixels_need_grad", [False, True])
@@ -55,8 +103,8 @@ def test_each_backward_switches_once_to_and_fro() -> None:
 
 
 @in_one_rank
-def test_a_frozen_module_has_no_backward() -> None:
-    seen, (encoder, after) = make_parts("encoder", "after")
+def test_a_frozen_module_has_no_backward_but_passes_gradients_on() -> None:
+    seen, (before, encoder, after) = make_parts("before", "encoder", "after")
     encoder.requires_grad_(False)
     run_in_state(encoder, ENCODER)
     out = encoder(torch.randn(3, 4))
@@ -65,13 +113,6 @@ def test_a_frozen_module_has_no_backward() -> None:
     assert not [label for label, _ in seen if "encoder" in label and "backward" in label]
     assert states_of(seen, "encoder") == {ENCODER}
     assert states_of(seen, "after") == {DECODER}
-
-
-@in_one_rank
-def test_a_frozen_module_passes_gradients_on() -> None:
-    seen, (before, encoder) = make_parts("before", "encoder")
-    encoder.requires_grad_(False)
-    run_in_state(encoder, ENCODER)
     encoder(before(torch.randn(3, 4))).sum().backward()
     assert ("encoder begin backward", ENCODER) in seen
     assert states_of(seen, "before") == {DECODER}
@@ -294,63 +335,87 @@ def test_an_exception_in_forward() -> None:
     outer(torch.randn(3, 4)).sum().backward()
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise ValueError(f"failed in {PARALLEL_STATES.current}")
+# Outputs
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    ("where", "state"),
-    [
-        ("after", DECODER),
-        ("inner", AUDIO),
-        ("own", ENCODER),
-    ],
-)
-@in_one_rank
-def test_an_exception_in_backward(where: str, state: str, reentrant: bool) -> None:
-    seen, parts = make_parts("before", "own", "inner", "last", "after")
-    before, own, inner, last, after = parts
-    outer = _Outer(own, inner, last)
-    run_in_state(outer, ENCODER)
-    run_in_state(inner, AUDIO)
+@dataclass(frozen=True)
+class _Features:
+    tensor: torch.Tensor
+    others: Any
+    name: str = "features"
 
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return after(outer(before(x)))
 
-    (failing,) = (part for part in parts if part.label == where)
-    handle = failing.second.register_forward_hook(lambda *hooked: _Fails.apply(hooked[2]))
-    x = torch.randn(3, 4, requires_grad=True)
-    loss = torch_checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
-    with pytest.raises(ValueError, match=f"failed in {state}"):
-        loss.sum().backward()
-    assert PARALLEL_STATES.current == DECODER
-    assert not PARALLEL_STATES.backwards
-    # and it still works
-    handle.remove()
-    seen.clear()
-    model(x).sum().backward()
-    assert states_of(seen, "inner") == {AUDIO}
-    assert states_of(seen, "after") == states_of(seen, "before") == {DECODER}
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class _Returns(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.linear(x))
+
+
+def _of_all_kinds(x: torch.Tensor) -> dict[str, Any]:
+    pair = _Pair(x + 1, (2 * x, None, 3))
+    return {"list": [x, pair], "features": _Features(x * x, {"deep": [x + 2]}), "again": x}
 
 
 @in_one_rank
-def test_a_backward_for_some_gradients_only() -> None:
-    seen, (before, encoder) = make_parts("before", "encoder")
-    run_in_state(encoder, ENCODER)
-    x = before(torch.randn(3, 4))
-    (gradient,) = torch.autograd.grad(encoder(x).sum(), [encoder.first.weight])
-    assert gradient.shape == (4, 4)
-    assert ("encoder middle backward", ENCODER) in seen
-    assert PARALLEL_STATES.current == DECODER
-    # The next one enters again.
-    seen.clear()
-    encoder(before(torch.randn(3, 4))).sum().backward()
-    assert states_of(seen, "encoder") == {ENCODER}
-    assert states_of(seen, "before") == {DECODER}
+def test_outputs_of_all_kinds() -> None:
+    module = _Returns(_of_all_kinds)
+    plain = module(torch.ones(2, 4))
+    run_in_state(module, ENCODER)
+    seen: list[str] = []
+    module.linear.weight.register_hook(lambda _: seen.append(PARALLEL_STATES.current))
+    out = module(torch.ones(2, 4))
+    assert out["again"] is out["list"][0]
+
+    def tensors(out: dict[str, Any]) -> list[torch.Tensor]:
+        first, (left, (right, *_)) = out["list"]
+        return [first, left, right, out["features"].tensor, out["features"].others["deep"][0]]
+
+    for one, other in zip(tensors(out), tensors(plain), strict=True):
+        assert torch.equal(one, other)
+        seen.clear()
+        one.sum().backward(retain_graph=True)
+        assert seen == [ENCODER]
+
+
+@in_one_rank
+def test_outputs_can_be_changed_in_place() -> None:
+    module = _Returns(lambda x: x)
+    run_in_state(module, ENCODER)
+    out = module(torch.ones(2, 4))
+    assert out._base is None
+    out.mul_(3)
+    out.sum().backward()
+    assert torch.equal(module.linear.bias.grad, torch.full((4,), 6.0))
+    # As without hooks: what the module needs for its backward must not be changed.
+    module.make = torch.exp
+    out = module(torch.ones(2, 4))
+    out.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    PARALLEL_STATES.switch(DECODER)  # as the failed backward has not
+
+
+@in_one_rank
+def test_nothing_is_kept_alive() -> None:
+    module = _Returns(lambda x: x)
+    run_in_state(module, ENCODER)
+    gc.collect()
+    gc.disable()
+    activations = []
+    module.linear.register_forward_hook(
+        lambda *hooked: activations.append(weakref.ref(hooked[2])) or None
+    )
+    out = module(torch.ones(2, 4))
+    activations.append(weakref.ref(out))
+    out.sum().backward()
+    del out
+    module(torch.ones(2, 4))  # and without a backward
+    assert [ref() for ref in activations] == [None] * 3

@@ -55,12 +55,10 @@ def test_apply_and_undo_restore_the_very_objects(upstream: types.ModuleType) -> 
     own = vars(upstream.Thing)["static"]
     table = _table(_row("fakeup.call"), _row("fakeup.Thing.static"), _row("fakeup.sub.x"))
     table.apply()
-    assert table.active
     assert upstream.call is _new_call
     assert upstream.Thing.static(3) == -3
     assert upstream.sub.x is _new_call
     table.undo()
-    assert not table.active
     assert upstream.call is _call
     assert vars(upstream.Thing)["static"] is own  # the staticmethod, not what it answers with
     assert upstream.sub.x == 1
@@ -77,12 +75,7 @@ def test_inherited_names_are_inherited_again(upstream: types.ModuleType) -> None
 
 
 def test_both_are_idempotent(upstream: types.ModuleType) -> None:
-    def wrap(original: types.FunctionType) -> types.FunctionType:
-        return lambda value: original(value) + 1
-
-    table = _table(_row("fakeup.call", wrapper=wrap))
-    table.undo()
-    assert upstream.call is _call
+    table = _table(_row("fakeup.call", wrapper=lambda original: lambda value: original(value) + 1))
     table.apply()
     table.apply()
     assert upstream.call(1) == 2  # wrapped once
@@ -120,10 +113,10 @@ def test_originals_that_are_one_object(upstream: types.ModuleType) -> None:
 @pytest.mark.parametrize(
     ("target", "found"),
     [
-        ("fakeup.gone", "found no 'gone' in fakeup"),
-        ("fakeup.Thing.gone", "found no 'gone' in fakeup.Thing"),
-        ("fakeup.gone.deeper", "found no 'gone' in fakeup"),
-        ("no_such_package.call", "found no module 'no_such_package'"),
+        ("fakeup.gone", "module 'fakeup' has no attribute 'gone'"),
+        ("fakeup.Thing.gone", "'_Thing' has no attribute 'gone'"),
+        ("fakeup.gone.deeper", "module 'fakeup' has no attribute 'gone'"),
+        ("no_such_package.call", "No module named 'no_such_package'"),
     ],
 )
 def test_moved_target_is_named(upstream: types.ModuleType, target: str, found: str) -> None:
@@ -138,6 +131,7 @@ def test_moved_target_is_named(upstream: types.ModuleType, target: str, found: s
 def _renamed(number: int, *, twice: bool = False) -> int: ...
 def _removed(value: int) -> int: ...
 def _by_place(value: int, twice: bool = False) -> int: ...
+def _other_types(value: float, *, twice: bool = True) -> float: ...
 
 
 @pytest.mark.parametrize(
@@ -146,31 +140,23 @@ def _by_place(value: int, twice: bool = False) -> int: ...
         (_renamed, "(number, *, twice)"),
         (_removed, "(value)"),
         (_by_place, "(value, twice)"),
+        (_other_types, None),
     ],
 )
 def test_changed_parameters_are_named(
-    upstream: types.ModuleType, changed: types.FunctionType, found: str
+    upstream: types.ModuleType, changed: types.FunctionType, found: str | None
 ) -> None:
-    row = _row("fakeup.call", parameters="(value, *, twice)")
-    table = _table(row)
-    table.apply()
-    table.undo()
+    table = _table(_row("fakeup.call", parameters="(value, *, twice)"))
     upstream.call = changed
+    if found is None:  # types and defaults may change
+        table.apply()
+        assert upstream.call is _new_call
+        return
     with pytest.raises(ReplacementError) as caught:
         table.apply()
-    text = str(caught.value)
-    assert text.startswith(f"fakeup.call: expected the parameters {row.parameters}, found {found};")
+    said = f"fakeup.call: expected the parameters (value, *, twice), found {found};"
+    assert str(caught.value).startswith(said)
     assert upstream.call is changed
-
-
-def test_types_and_defaults_may_change(upstream: types.ModuleType) -> None:
-    def other_types(value: float, *, twice: bool = True) -> float: ...
-
-    upstream.call = other_types
-    table = _table(_row("fakeup.call", parameters="(value, *, twice)"))
-    table.apply()
-    assert table.active
-    assert upstream.call is not other_types
 
 
 def test_object_without_parameters(upstream: types.ModuleType) -> None:

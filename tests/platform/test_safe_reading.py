@@ -11,12 +11,10 @@ import torch
 from torch.distributed.checkpoint import (
     CheckpointException,
     FileSystemReader,
-    filesystem,
     load,
     save,
 )
 
-from loongplug.platform import current_platform
 from loongplug.platform.safe_reading import load_metadata
 
 pytestmark = pytest.mark.quick
@@ -30,17 +28,6 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (self.path,)
-
-
-def test_the_names_are_replaced_and_restored():
-    table = current_platform()._tables["safe reading"]  # type: ignore[attr-defined]
-    assert filesystem.pickle.load is load_metadata
-    table.undo()
-    try:
-        assert filesystem.pickle is pickle
-    finally:
-        table.apply()
-    assert filesystem.pickle.load is load_metadata
 
 
 def saved(folder: Path) -> Path:

@@ -1,12 +1,9 @@
-"""The tables that only some runs use: the training log's tap and the queue of saves."""
+"""What the training log's table tells, of which Megatron function."""
 
-import inspect
-import queue
 from types import SimpleNamespace
 
 import pytest
 
-from loongplug.platform.upstream_saving import synchronous_save_table
 from loongplug.platform.upstream_seams import training_log_table
 
 pytestmark = pytest.mark.quick
@@ -85,34 +82,3 @@ def test_what_was_validated_at_the_last_iteration_is_not_validated_again():
         *("iteration 2", "iteration 4", "iteration 4 on test set"),
         "iteration 5 on validation set",
     ]
-
-
-def test_the_log_is_tapped_and_given_back():
-    from megatron.training import training
-
-    table = training_log_table(
-        lambda iteration, losses: None, on_evaluation=lambda losses: None, interval=1
-    )
-    original = training.training_log
-    table.apply()
-    try:
-        assert training.training_log.__wrapped__ is original
-    finally:
-        table.undo()
-    assert training.training_log is original
-
-
-def test_saves_within_the_process_use_a_queue_of_its_own():
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    original = filesystem_async.get_write_results_queue
-    assert list(inspect.signature(original).parameters) == ["mp_mode"]
-    table = synchronous_save_table()
-    table.apply()
-    try:
-        results = filesystem_async.get_write_results_queue()
-        assert isinstance(results, queue.Queue)
-        assert filesystem_async.get_write_results_queue() is results  # put and get meet
-    finally:
-        table.undo()
-    assert filesystem_async.get_write_results_queue is original

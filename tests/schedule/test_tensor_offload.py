@@ -7,8 +7,7 @@ import torch
 from lazy_copies import LazyCopies, poison
 from torch import Tensor, nn
 
-from loongplug.platform.copies import Copies, HostCopies
-from loongplug.platform.prefetch import PrefetchQueue
+from loongplug.platform.prefetch import Copies, PrefetchQueue
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 
 pytestmark = pytest.mark.quick
@@ -101,13 +100,11 @@ def gradients(
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Tensor]:
     """Where nothing is large enough to leave."""
-    return {
-        schedule: gradients(HostCopies(), schedule=schedule, least=10**6) for schedule in SCHEDULES
-    }
+    return {schedule: gradients(Copies(), schedule=schedule, least=10**6) for schedule in SCHEDULES}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("copies", [LazyCopies, HostCopies])
+@pytest.mark.parametrize("copies", [LazyCopies, Copies])
 @pytest.mark.parametrize("in_nodes", [False, True])
 def test_gradients_are_those_of_tensors_that_stay(expected, copies, schedule, in_nodes):
     found = gradients(copies(), schedule=schedule, in_nodes=in_nodes)
@@ -152,7 +149,7 @@ def test_without_any_of_its_waits_gradients_are_wrong(expected, forgotten):
     assert not torch.equal(gradients(LazyCopies(forgotten=forgotten)), expected["pipeline"])
 
 
-class Noting(HostCopies):
+class Noting(Copies):
     """What travels, and when it is sent for."""
 
     def __init__(self) -> None:
@@ -204,7 +201,7 @@ def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]
     monkeypatch.setattr(PrefetchQueue, "send_for", noting_sent)
     monkeypatch.setattr(TensorOffload, "bring", noting_brought)
     chunk = Chunk()
-    offload = offload_by(HostCopies())
+    offload = offload_by(Copies())
     for _ in range(2):
         steps.append([])
         outputs = {}

@@ -4,10 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.optim import adam
 
 from loongplug.platform import active, current_platform
-from loongplug.platform.cuda_on_cpu import _all_at_once
 from loongplug.platform.platforms import CpuPlatform, CudaPlatform
 from loongplug.platform.upstream import apply_upstream_replacements
 from stand_in.cuda_names import cuda_table
@@ -40,8 +38,6 @@ def enter() -> StandInPlatform:
     platform = StandInPlatform()
     active.Process.platform = platform
     apply_upstream_replacements(platform)
-    # The kernel is the host's: one that rounds otherwise would have other bits.
-    adam._multi_tensor_adam = _all_at_once(adam._multi_tensor_adam)
     return platform
 
 

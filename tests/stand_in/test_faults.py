@@ -20,7 +20,7 @@ from toy_step import Model, executor_of, run_step
 import loongplug
 from loongplug.hetero.operations import Cargo, Kept
 from loongplug.hetero.policies import separated
-from loongplug.platform.copies import CudaCopies
+from loongplug.platform.prefetch import Copies
 from stand_in.device import enter
 from stand_in.runs import train, trained, trained_as_launched
 from stand_in.waits import PARTS, Wait, not_needed
@@ -63,7 +63,7 @@ def forgets(method: str, wait: str) -> Fault:
 
     @at(f"loongplug.platform.prefetch:PrefetchQueue.{method}")
     def forgetful(original: Any, *args: Any, **options: Any) -> Any:
-        with patch.object(CudaCopies, wait, lambda self, *args: None):
+        with patch.object(Copies, wait, lambda self, *args: None):
             return original(*args, **options)
 
     return forgetful
@@ -211,16 +211,16 @@ def travel(rank: int, *, what: Kept, forgotten: int | None) -> int:
     expected = step_of(frozenset(), platform)
     waits = 0
 
-    def counting(original: Any, self: CudaCopies, *args: Any) -> None:
+    def counting(original: Any, self: Copies, *args: Any) -> None:
         nonlocal waits
         waits += 1
         if waits - 1 != forgotten:
             original(self, *args)
 
     for name in ("follow", "wait"):
-        around(f"loongplug.platform.copies:CudaCopies.{name}", counting)
+        around(f"loongplug.platform.prefetch:Copies.{name}", counting)
     assert torch.equal(step_of(frozenset({what}), platform), expected), "other numbers"
-    platform.synchronize()
+    torch.cuda.synchronize()
     torch.ones(4, device=platform.device).add_(1)  # tells of memory that was given away too early
     return waits
 
@@ -245,10 +245,10 @@ def test_each_missing_wait_of_an_offload(what: Kept) -> None:
 def a_copy_stream_is_made_with_its_queue(rank: int) -> None:
     """Before Megatron has chosen the rank's device."""
 
-    def eager(self: CudaCopies) -> None:
+    def eager(self: Copies) -> None:
         vars(self)["_stream"] = torch.cuda.Stream()
 
-    CudaCopies.__init__ = eager  # type: ignore[method-assign]
+    Copies.__init__ = eager  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
