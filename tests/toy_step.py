@@ -152,7 +152,7 @@ def microbatches(
             grids=torch.tensor([[1, 1, count]]),
             numbers=range(1),
             load=lambda numbers: to_device(rows.clone(), device),
-            decode=lambda numbers, loaded: loaded.float() / 64 - 2,
+            decode=lambda numbers, loaded: loaded.float() / 64 - count % 4,  # each its own
         )
         return Unit(grids=((1, 1, count),), places=(np.arange(count) + behind,), media=media)
 

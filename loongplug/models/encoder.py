@@ -95,12 +95,16 @@ def embedded(
 ) -> Tensor:
     """What ``layer`` makes of the media's rows in ``order``; its backward makes these again.
 
-    So nothing holds the rows between the two, only what is loaded of them.
+    So nothing holds the rows between the two, only what is loaded of them. ``layer`` and ``order``
+    draw nothing at random.
     """
     decode, weight = media.decode, layer.get_parameter("weight")
+    expected = int(media.grids.prod(dim=-1).sum())
 
     def compute(loaded: Tensor) -> Tensor:
-        found: Tensor = layer(order(decode(loaded).to(weight.dtype)))
+        rows = decode(loaded)
+        assert len(rows) == expected, (rows.shape, expected)
+        found: Tensor = layer(order(rows.to(weight.dtype)))
         return found
 
     # A layer that is frozen keeps nothing.

@@ -94,10 +94,13 @@ class HuggingFaceEncoder(MegatronModule):
             return apart.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
         def run(loaded: Tensor) -> Tensor:
+            if not trains:
+                return states_of(self.tower, images_of(loaded), vision=architecture)
             with ImagesMadeAgain(images_of, loaded) as given:
                 return states_of(self.tower, given.images, vision=architecture)
 
-        recomputes = architecture.recompute and self.training and torch.is_grad_enabled()
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters())
+        recomputes = architecture.recompute and self.training and trains
         # [images, tokens, hidden]; a class token is the first
         states = made_again(run, vision.loaded) if recomputes else run(vision.loaded)
         return states[:, states.shape[1] - side**2 :].flatten(0, 1), []

@@ -206,8 +206,9 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
             hidden_states = vision.states[:, None]
         else:
             # Pixels need no gradient, so that moving them costs no backward pass.
+            order = plan.order  # the embedding's backward needs it, and no more of the plan
             patches = embedded(
-                vision, self.patch_embed, order=lambda rows: permute_blocks(rows, plan.order)
+                vision, self.patch_embed, order=lambda rows: permute_blocks(rows, order)
             )
             hidden_states = patches[:, None]  # [patches, 1, hidden]
         states = self.blocks(
