@@ -76,7 +76,10 @@ def _decoded(clip: AudioClip, *, where: str) -> tuple[NDArray[np.float32], int]:
             counted, rate = counted + frame.samples, frame.sample_rate
             if samples_at_16k(counted, rate=rate) > clip.samples:
                 break  # it is another file now
-            pieces.append(_of_frame(frame))
+            values = frame.to_ndarray()
+            if not frame.format.is_planar:  # the channels' numbers take turns
+                values = values.reshape(-1, frame.layout.nb_channels).T
+            pieces.append(_mean(values))
     _require_length(counted, clip, rate=rate, where=where)
     return _joined(pieces), rate
 
@@ -143,13 +146,6 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
         if frame.sample_rate != rate or not _LEAST_RATE <= rate <= _MOST_RATE:
             raise ValueError(f"{frame.sample_rate} samples a second behind {rate}")
         yield frame
-
-
-def _of_frame(frame: Any) -> NDArray[np.float32]:
-    values = frame.to_ndarray()
-    if not frame.format.is_planar:  # the channels' numbers take turns
-        values = values.reshape(-1, frame.layout.nb_channels).T
-    return _mean(values)
 
 
 def _mean(values: NDArray[Any]) -> NDArray[np.float32]:

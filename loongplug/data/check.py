@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,14 @@ def check(
     if seq_length < 1:
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
     console = table_console(stderr=True)
+    mapped = partial(map_rows, processes=processes, console=console)
     paths = parse_blend(data, flag="--data").paths
     sources = [open_source(path, access=settings.access) for path in paths]
     surveyor = Surveyor.of(settings, seq_length=seq_length)
     found = _Found(surveyor, console, literal_markers=literal_markers)
     for source in sources:
-        rows = survey_rows(source, surveyor, decodes=True)
-        made = map_rows(*rows, processes=processes, console=console, title="checking rows")
+        survey = _survey_of(source, surveyor, decodes=True)
+        made = mapped(survey, len(source), title="checking rows")
         # Of all splits of an energon folder none is trained on as such.
         if getattr(source, "split", "") is None:
             deque(map(found.add, made), maxlen=0)
@@ -79,6 +81,7 @@ def index(
     cannot be used go to standard output, all else to standard error.
     """
     console = table_console(stderr=True)
+    mapped = partial(map_rows, processes=processes, console=console)
     paths = dict.fromkeys(parse_blend(data, flag="FILES").paths)
     sources = [open_source(path, split="train", access=settings.access) for path in paths]
     surveyor = Surveyor.of(settings)
@@ -86,23 +89,18 @@ def index(
     for source in sources:
         # Its remarks are told where it is used.
         found = _Found(surveyor, console, silent=True)
-        rows = survey_rows(source, surveyor)
-        made = map_rows(*rows, processes=processes, console=console, title="indexing rows")
+        made = mapped(_survey_of(source, surveyor), len(source), title="indexing rows")
         kept.append(keep_survey(source, made, settings, heard=found.add, asked=True))
         bad = f"{found.bad} of which cannot be used." if found.bad else "all of which can be used."
         found.tell(f"{kept[-1]}: {found.rows - found.left_out} rows", bad)
     return kept
 
 
-def survey_rows(
+def _survey_of(
     source: Source, surveyor: Surveyor, *, decodes: bool = False
-) -> tuple[Callable[[int], Survey], int]:
-    """What surveys a row, without its tokens and media, and how many rows there are."""
-
-    def survey(row: int) -> Survey:
-        return replace(surveyor(source, row, decodes=decodes), tokens=None, media=())
-
-    return survey, len(source)
+) -> Callable[[int], Survey]:
+    """What surveys a row, without its tokens and media."""
+    return lambda row: replace(surveyor(source, row, decodes=decodes), tokens=None, media=())
 
 
 def keep_survey(
@@ -139,12 +137,11 @@ def index_beside(
 
     def work(number: int) -> None:
         os.nice(19)
-        survey, count = survey_rows(sources[number], surveyor)
         # Nobody asks what came of it: where it fails, the next run begins again.
         with suppress(ValueError):
             if kept_table(sources[number], settings) is not None:  # a blend lacks another's
                 return
-        rows = map(survey, range(count))
+        rows = map(_survey_of(sources[number], surveyor), range(len(sources[number])))
         keep_survey(sources[number], rows, settings, heard=lambda row: None, asked=False)
 
     pool = Pool(work, settings=WorkerSettings(processes=1))

@@ -29,14 +29,6 @@ _MARKER = re.compile(f"\n?<({'|'.join(MEDIA_KINDS)})>\n?")
 # What templates read beside the content.
 _FIELDS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ROLES = {"human": "user", "gpt": "assistant"}
-_LONGEST_PATH = 4096  # of Linux
-
-# What files of images and sounds begin with, in base64.
-_BASE64 = re.compile(
-    r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|SUkqA|TU0AK|SUQz|T2dnUw|ZkxhQw)[\w+/\s]{24,}={0,2}\s*",
-    re.ASCII,
-)
-
 _REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
 
@@ -332,12 +324,6 @@ def _medium(kind: str, source: Any, *, fps: float | None) -> Part:
 
 def _local(text: str) -> str:
     """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
-    if len(text) > _LONGEST_PATH or _BASE64.fullmatch(text):
-        raise ValueError(
-            f"{text[:20]}... of {len(text):,} characters is not the path of a file: if it"
-            " is the file itself in base64, write data:image/png;base64, in front of it (or"
-            " image/jpeg, audio/wav, as it is)."
-        )
     text = text.removeprefix("file://")
     if _REMOTE.match(text):
         raise ValueError(

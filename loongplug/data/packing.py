@@ -28,10 +28,7 @@ class PackPlanner:
     def __init__(
         self, *, seq_length: int, look_ahead: int, state: PackingState | None = None
     ) -> None:
-        """ValueError for sizes below 1, or a sample in ``state`` that does not fit any more."""
-        for name, value in (("seq_length", seq_length), ("look_ahead", look_ahead)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: expected at least 1.")
+        """ValueError for a sample in ``state`` that does not fit any more."""
         self._seq_length = seq_length
         self._look_ahead = look_ahead
         self._held: dict[int, int] = {}  # position -> tokens, by position

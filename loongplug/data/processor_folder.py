@@ -272,21 +272,14 @@ def _loaded(read: Any, folder: Path, *, names: Sequence[str], **options: Any) ->
 
 
 def _require_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(
-            f"No tokenizer folder at {folder}: looked for a folder with"
-            f" {' or '.join(TOKENIZER_FILES)} and {' or '.join(IMAGE_PROCESSOR_FILES)}. Give the"
-            " path of a downloaded Hugging Face model or of a folder made by"
-            " scripts/make_demo_data.py."
-        )
     for kind, names in (
         ("tokenizer", TOKENIZER_FILES),
         ("image processor", IMAGE_PROCESSOR_FILES),
     ):
         if not any((folder / name).is_file() for name in names):
             raise ValueError(
-                f"No {kind} in {folder}: looked for {' or '.join(names)}. Copy the file from the"
-                " model that this folder belongs to."
+                f"No {kind} in {folder}: looked for {' or '.join(names)}. Give the path of a"
+                " downloaded Hugging Face model, or copy the file from it."
             )
 
 

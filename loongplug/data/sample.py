@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
@@ -159,10 +158,11 @@ def mrope_position_ids(
     Raises ValueError when the tokens and the grids do not match.
     """
     merge = spatial_merge_size
-    images = [_counted(*grid, merge) for grid in image_grids]
+    images = [_at_times(np.arange(time), high, wide, merge) for time, high, wide in image_grids]
     if video_times is None:
+        once = np.zeros(1, dtype=np.int64)
         frames = ((high, wide) for time, high, wide in video_grids for _ in range(time))
-        videos = [_counted(1, *sides, merge) for sides in frames]
+        videos = [_at_times(once, high, wide, merge) for high, wide in frames]
     else:
         pairs = zip(video_times, video_grids, strict=True)
         videos = [_at_times(times, high, wide, merge) for times, (_, high, wide) in pairs]
@@ -210,11 +210,6 @@ def among(ids: NDArray[np.int64], few: Iterable[int]) -> NDArray[np.bool_]:
     for token in few:
         found |= ids == token
     return found
-
-
-@lru_cache(maxsize=32)  # few sizes come again and again
-def _counted(time: int, height: int, width: int, merge: int) -> NDArray[np.int64]:
-    return _at_times(np.arange(time), height, width, merge)
 
 
 def _at_times(times: NDArray[np.int64], height: int, width: int, merge: int) -> NDArray[np.int64]:

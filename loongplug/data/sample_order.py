@@ -36,8 +36,6 @@ class SampleOrder:
     """
 
     def __init__(self, num_samples: int, *, seed: int | None) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}: expected at least 1.")
         self._num_samples = num_samples
         self._seed = seed
         self._epoch: tuple[int, NDArray[np.int64]] | None = None  # the latest, kept for speed

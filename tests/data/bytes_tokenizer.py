@@ -1,8 +1,6 @@
 """Tokenizers of Qwen's kind: of bytes, so that they have no unknown characters."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,13 +19,7 @@ ADDED = (
 )
 
 
-def byte_level(
-    special: Sequence[str],
-    *,
-    added: Sequence[str] = (),
-    merges: Sequence[tuple[str, str]] = (),
-    **options: Any,
-) -> PreTrainedTokenizerFast:
+def byte_level(special, *, added=(), merges=(), **options) -> PreTrainedTokenizerFast:
     """Any text by its bytes, some of which are merged, and ``special`` and other tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = [*alphabet, *("".join(pair) for pair in merges)]

@@ -19,25 +19,25 @@ from loongplug.verify.tiny_processor import write_processor
 
 
 @pytest.fixture(scope="session")
-def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def processor_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("processor")
     write_processor(folder, words=WORDS)
     return folder
 
 
 @pytest.fixture(scope="session")
-def processor(processor_folder: Path) -> Processor:
+def processor(processor_folder) -> Processor:
     return load_processor(processor_folder)
 
 
 @pytest.fixture
-def settings(processor_folder: Path) -> SurveySettings:
+def settings(processor_folder) -> SurveySettings:
     """What an index of rows for the demo's processor is made by."""
     return settings_of(processor_folder)
 
 
 @pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., Path]:
+def write_rows(tmp_path) -> Callable[..., Path]:
     """Writes rows (dictionaries, or raw lines) to a JSONL file and gives its path."""
 
     def write(*rows: dict[str, Any] | str) -> Path:
@@ -50,7 +50,7 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def write_image(tmp_path: Path) -> Callable[..., str]:
+def write_image(tmp_path) -> Callable[..., str]:
     """Writes a picture of noise into the rows' folder and gives its relative name."""
 
     def write(name: str, *, height: int, width: int, seed: int = 0) -> str:
@@ -61,7 +61,7 @@ def write_image(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def write_video(tmp_path: Path) -> Callable[..., str]:
+def write_video(tmp_path) -> Callable[..., str]:
     """Writes a video file into the rows' folder and gives its relative name."""
     pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
 
@@ -73,7 +73,7 @@ def write_video(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def write_frames(write_image: Callable[..., str]) -> Callable[..., list[str]]:
+def write_frames(write_image) -> Callable[..., list[str]]:
     """Writes the frames of a video, all different, and gives their relative names."""
 
     def write(name: str, count: int, *, height: int, width: int) -> list[str]:
@@ -86,7 +86,7 @@ def write_frames(write_image: Callable[..., str]) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def block_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+def block_processor(tmp_path_factory) -> Processor:
     """The demo's processor as a family without timestamps takes it."""
     folder = tmp_path_factory.mktemp("block_processor")
     write_processor(folder, "qwen2_5_vl", words=WORDS)
@@ -94,9 +94,7 @@ def block_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 
 
 @pytest.fixture(scope="session", params=["timestamps", "blocks"])
-def family(
-    request: pytest.FixtureRequest, processor: Processor, block_processor: Processor
-) -> Family:
+def family(request, processor, block_processor) -> Family:
     """Each of the two families that know videos, with what transformers has for it."""
     timestamps = request.param == "timestamps"
     return make_family(processor if timestamps else block_processor, timestamps=timestamps)

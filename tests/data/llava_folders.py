@@ -123,14 +123,7 @@ def internvl_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def write_folder(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    image_processor: dict[str, Any],
-    *,
-    model: dict[str, Any] | None = None,
-    **processor: Any,
-) -> Path:
+def write_folder(folder, tokenizer, image_processor, *, model=None, **processor) -> Path:
     """``model`` is config.json's content, ``processor`` that of processor_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(folder))

@@ -22,14 +22,7 @@ def local_source(dataset: ChatDataset, *, micro_batch_size: int, **options: Any)
 
 
 def local_loader(
-    dataset: ChatDataset,
-    *,
-    micro_batch_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    seed: int | None = None,
-    with_images: bool = True,
-    **options: Any,
+    dataset, *, micro_batch_size, dp_rank=0, dp_size=1, seed=None, with_images=True, **options
 ) -> MicrobatchLoader:
     """Of steps of one microbatch; ``options`` are the source's."""
     source = local_source(

@@ -1,9 +1,7 @@
 """Pictures and videos of noise."""
 
 import io
-from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +20,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def write_video(
-    path: Path,
-    frames: int,
-    *,
-    fps: float = 10,
-    height: int = 48,
-    width: int = 64,
-    codec: str = "mpeg4",
-    turned: int = 0,
-    stamps: Sequence[int] | None = None,
-    seed: int = 0,
+    path, frames, *, fps=10, height=48, width=64, codec="mpeg4", turned=0, stamps=None, seed=0
 ) -> None:
     """Frames of large blocks, all different; ``stamps``: of each, in units of 1 / fps."""
     import av

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from pyarrow import parquet
 from ranks import run_ranks
 from surveyed import media_in
-from typer.testing import CliRunner
 
-from loongplug.cli import app
 from loongplug.data import arrow_rows as module
 from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import open_rows
@@ -26,18 +23,16 @@ from loongplug.data.processor import Processor
 
 pytestmark = pytest.mark.quick
 
-Write = Callable[..., Path]
-
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_BATCH", 2)  # several batches of a few rows
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def rows(write_image: Callable[..., str]) -> list[dict[str, Any]]:
+def rows(write_image) -> list[dict[str, Any]]:
     """Rows of several formats, which a table pads with null."""
     image, other = (write_image(f"{n}.png", height=64, width=32 * n, seed=n) for n in (1, 2))
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
@@ -98,9 +93,7 @@ def require_equal_samples(one: ChatDataset, other: ChatDataset) -> None:
         assert first.extent == second.extent
 
 
-def test_the_same_rows_are_the_same_samples(
-    rows: list[dict[str, Any]], write_rows: Write, tmp_path: Path, processor: Processor
-) -> None:
+def test_the_same_rows_are_the_same_samples(rows, write_rows, tmp_path, processor):
     expected = dataset(write_rows(*rows), processor, root=tmp_path)
     table = table_of(rows)
     one, folder = tmp_path / "rows.parquet", tmp_path / "shards"
@@ -113,9 +106,7 @@ def test_the_same_rows_are_the_same_samples(
 
 
 @pytest.mark.parametrize("form", ["struct", "binary", "path"])
-def test_images_in_a_table_are_those_of_files(
-    rows: list[dict[str, Any]], write_rows: Write, tmp_path: Path, processor: Processor, form: str
-) -> None:
+def test_images_in_a_table_are_those_of_files(rows, write_rows, tmp_path, processor, form):
     def held(name: str) -> Any:
         content = (tmp_path / name).read_bytes()
         if form == "path":
@@ -141,28 +132,17 @@ def test_images_in_a_table_are_those_of_files(
         assert (pixels[0] == pixels[1]).all()
 
 
-def test_check_tells_the_row_of_the_file(
-    rows: list[dict[str, Any]], tmp_path: Path, processor: Processor
-) -> None:
-    rows[3]["images"] = ["gone.png"]
-    paths = [tmp_path / "rows.parquet", save_to_disk(rows, tmp_path / "saved")]
-    parquet.write_table(table_of(rows), paths[0])
-    for path, where in zip(
-        paths, ("rows.parquet:4: ", "data-00001-of-00002.arrow:1: "), strict=True
+def test_a_row_says_where_it_stands(rows, tmp_path):
+    """As ``data check`` prints it: in the file, from 1."""
+    parquet.write_table(table_of(rows), tmp_path / "rows.parquet")
+    for path, where in (
+        (tmp_path / "rows.parquet", "rows.parquet:4"),
+        (save_to_disk(rows, tmp_path / "saved"), "saved/data-00001-of-00002.arrow:1"),
     ):
-        arguments = [str(path), "--tokenizer-model", str(processor.folder), "--media-root"]
-        command = ["data", "check", *arguments, str(tmp_path), "--seq-length", "512"]
-        result = CliRunner().invoke(app, [*command, "--training-phase", "pretrain"])
-        assert result.exit_code == 1
-        assert f"{where}no image file at" in result.stdout
-        assert "5 rows" in result.stderr
-        shown = CliRunner().invoke(app, ["data", "inspect", *arguments, str(tmp_path)])
-        assert f"{path.name}" in shown.stdout
+        assert ArrowRows(path).where(3) == f"{tmp_path}/{where}"
 
 
-def test_a_parquet_file_is_converted_once_and_again_when_it_changes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parquet_file_is_converted_once_and_again_when_it_changes(tmp_path, caplog):
     path, kept = tmp_path / "rows.parquet", tmp_path / "rows.parquet.arrow"
     texts = pa.array(["a", "b", "a"]).dictionary_encode()  # as pandas writes categories
     parquet.write_table(pa.table({"text": texts}), path)
@@ -192,9 +172,7 @@ def _converted(rank: int, *, path: Path) -> tuple[bool, int]:
         return bool(written), len(ArrowRows(path)) + 1000 * len(written)
 
 
-def test_a_saved_dataset_that_changes_is_no_bad_row(
-    tmp_path: Path, rows: list[dict[str, Any]]
-) -> None:
+def test_a_saved_dataset_that_changes_is_no_bad_row(tmp_path, rows):
     found = ArrowRows(save_to_disk(rows, tmp_path / "saved"))
     assert found.read(len(rows) - 1)
     (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
@@ -203,7 +181,7 @@ def test_a_saved_dataset_that_changes_is_no_bad_row(
         found.read(len(rows) - 1)
 
 
-def test_of_ranks_that_start_together_one_converts(tmp_path: Path) -> None:
+def test_of_ranks_that_start_together_one_converts(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"text": ["a"] * 500}), path)
     found = run_ranks(_converted, world_size=3, path=path, timeout=60)
@@ -246,14 +224,12 @@ def empty(folder: Path) -> Path:
         (empty, "has no rows"),
     ],
 )
-def test_what_cannot_be_read_is_told(
-    tmp_path: Path, make: Callable[[Path], Path], said: str
-) -> None:
+def test_what_cannot_be_read_is_told(tmp_path, make, said):
     with pytest.raises(ValueError, match=said):
         open_rows([str(make(tmp_path))], flag="--data-path", seed=0)
 
 
-def test_places_that_lead_out_of_a_file_are_one_bad_row(tmp_path: Path) -> None:
+def test_places_that_lead_out_of_a_file_are_one_bad_row(tmp_path):
     """Arrow believes the offsets in its files; those of others are looked at before."""
     path = save_to_disk([{"text": "abcdefgh"}], tmp_path / "saved", shards=1)
     (file,) = path.glob("*.arrow")
@@ -266,7 +242,7 @@ def test_places_that_lead_out_of_a_file_are_one_bad_row(tmp_path: Path) -> None:
         open_rows([str(path)], flag="--data-path", seed=0).read(0)
 
 
-def test_a_row_above_the_limit_is_refused(tmp_path: Path) -> None:
+def test_a_row_above_the_limit_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"text": ["a", "b" * 2**20, "c"]}), path)
     rows = ArrowRows(path, access=RowAccess(max_row_mib=1))
@@ -275,9 +251,7 @@ def test_a_row_above_the_limit_is_refused(tmp_path: Path) -> None:
         rows.read(1)
 
 
-def test_where_nothing_can_be_kept_that_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_kept_that_is_told(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"text": ["a"]}), path)
 
@@ -289,9 +263,7 @@ def test_where_nothing_can_be_kept_that_is_told(
         ArrowRows(path)
 
 
-def test_without_pyarrow_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"pip install 'loongplug\[parquet\]'"):

@@ -2,7 +2,6 @@
 
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def encode(path: Path, sound: np.ndarray, *, codec: str, rate: int, format: str)
 
 @pytest.mark.parametrize("channels", [1, 2, 5])
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_numbers_of_each_width_are_the_mean_of_the_channels(
-    tmp_path: Path, width: int, channels: int
-) -> None:
+def test_numbers_of_each_width_are_the_mean_of_the_channels(tmp_path, width, channels):
     path = tmp_path / "a.wav"
     written = write_wav(path, noise(70_000, channels=channels), width=width)
     # Apart in float32 alone.
@@ -61,7 +58,7 @@ def test_numbers_of_each_width_are_the_mean_of_the_channels(
     assert np.abs(written).max() > 0.4
 
 
-def test_a_tone_of_another_rate_is_the_same_tone(tmp_path: Path) -> None:
+def test_a_tone_of_another_rate_is_the_same_tone(tmp_path):
     path = tmp_path / "a.wav"
     for rate in (8_000, 11_025, 44_100, 48_000):
         seconds = np.arange(rate) / rate
@@ -78,24 +75,20 @@ def test_a_tone_of_another_rate_is_the_same_tone(tmp_path: Path) -> None:
     channels=st.integers(1, 3),
 )
 @settings(max_examples=40)
-def test_the_header_knows_how_much_is_heard(
-    tmp_path_factory: pytest.TempPathFactory, samples: int, rate: int, channels: int
-) -> None:
+def test_the_header_knows_how_much_is_heard(tmp_path_factory, samples, rate, channels):
     path = tmp_path_factory.mktemp("sounds") / "a.wav"
     write_wav(path, noise(samples, channels=channels), rate=rate)
     assert len(heard(path)) == -(-samples * 16_000 // rate)
     assert samples_at_16k(samples, rate=16_000) == samples
 
 
-def test_a_wav_file_is_not_decoded_to_know_its_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wav_file_is_not_decoded_to_know_its_length(tmp_path, monkeypatch):
     write_wav(tmp_path / "a.wav", noise(1_000))
     monkeypatch.setitem(sys.modules, "av", None)
     assert audio_length(tmp_path / "a.wav", where=WHERE, enough=0) == 1_000
 
 
-def test_flac_is_the_same_as_wav(tmp_path: Path) -> None:
+def test_flac_is_the_same_as_wav(tmp_path):
     sound = noise(20_001, channels=2)
     write_wav(tmp_path / "a.wav", sound)
     encode(tmp_path / "a.flac", sound, codec="flac", rate=16_000, format="s16")
@@ -111,9 +104,7 @@ def test_flac_is_the_same_as_wav(tmp_path: Path) -> None:
         ("float.wav", "pcm_f32le", 16_000, "flt"),
     ],
 )
-def test_lengths_of_others_are_those_that_are_decoded(
-    tmp_path: Path, name: str, codec: str, rate: int, format: str
-) -> None:
+def test_lengths_of_others_are_those_that_are_decoded(tmp_path, name, codec, rate, format):
     tone = 0.5 * np.sin(2 * np.pi * 300 * np.arange(rate) / rate)[:, None]
     path = encode(tmp_path / name, tone, codec=codec, rate=rate, format=format)
     sound = heard(path)
@@ -132,7 +123,7 @@ def float_wav(path: Path, numbers: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1e30])
-def test_what_is_no_sound_pressure_is_refused(tmp_path: Path, value: float) -> None:
+def test_what_is_no_sound_pressure_is_refused(tmp_path, value):
     numbers = noise(2_000)[:, 0]
     np.testing.assert_allclose(heard(float_wav(tmp_path / "a.wav", numbers)), numbers, atol=1e-7)
     numbers[7] = value
@@ -183,22 +174,20 @@ def slow(path: Path) -> None:
         (slow, "has 16 bits and 1 samples a second: expected up to 32 bits, and 1000 to"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(
-    tmp_path: Path, make: Callable[[Path], None], words: str
-) -> None:
+def test_what_cannot_be_read_is_one_sentence(tmp_path, make, words):
     make(tmp_path / "a.wav")
     with pytest.raises(ValueError, match=f"^{WHERE}: .*{words}") as caught:
         audio_length(tmp_path / "a.wav", where=WHERE, enough=ENOUGH)
     assert "\n" not in str(caught.value)
 
 
-def test_a_video_without_sound_has_none(tmp_path: Path, write_video: Callable[..., str]) -> None:
+def test_a_video_without_sound_has_none(tmp_path, write_video):
     with pytest.raises(ValueError, match="it has no audio stream"):
         audio_length(tmp_path / write_video("a.mp4", 1), where=WHERE, enough=ENOUGH)
 
 
 @pytest.mark.parametrize("others", [999, 1_001])
-def test_a_file_of_another_length_is_not_what_the_text_says(tmp_path: Path, others: int) -> None:
+def test_a_file_of_another_length_is_not_what_the_text_says(tmp_path, others):
     sound = noise(others)
     write_wav(tmp_path / "a.wav", sound)
     encode(tmp_path / "a.flac", sound, codec="flac", rate=16_000, format="s16")
@@ -207,9 +196,7 @@ def test_a_file_of_another_length_is_not_what_the_text_says(tmp_path: Path, othe
             decode_audio(AudioClip(tmp_path / name, 1_000), where=WHERE)
 
 
-def test_without_av_one_sentence_says_what_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_av_one_sentence_says_what_helps(tmp_path, monkeypatch):
     write_wav(tmp_path / "slow.wav", noise(1_000), rate=8_000)
     float_wav(tmp_path / "float.wav", noise(1_000)[:, 0])
     (tmp_path / "a.mp3").write_bytes(bytes(1_000))

@@ -48,7 +48,7 @@ def theirs(*sounds: np.ndarray) -> Any:
 
 @given(samples=st.integers(321, 16_000 * SECONDS), kind=st.sampled_from([QWEN2_AUDIO, OMNI]))
 @settings(max_examples=40)
-def test_rows_are_the_extractors_frames_and_silence_behind(samples: int, kind: AudioSizes) -> None:
+def test_rows_are_the_extractors_frames_and_silence_behind(samples, kind):
     frames = AudioFrames(EXTRACTOR, kind)
     rows, grid = frames.frames(sound(samples))
     assert grid == frames.grid(samples) == (1, 1, -(-samples // 160) + kind.behind)
@@ -65,7 +65,7 @@ def test_rows_are_the_extractors_frames_and_silence_behind(samples: int, kind: A
 
 
 @pytest.mark.parametrize("kind", [QWEN2_AUDIO, OMNI, ALWAYS], ids=["qwen2", "omni", "always"])
-def test_inputs_of_the_model_in_transformers(kind: AudioSizes) -> None:
+def test_inputs_of_the_model_in_transformers(kind):
     sounds = [sound(n, seed=n) for n in (8_000, 16_000 * SECONDS, 400 if kind.always else 481)]
     frames = AudioFrames(EXTRACTOR, kind)
     rows, grids = zip(*map(frames.frames, sounds), strict=True)
@@ -84,7 +84,7 @@ def test_inputs_of_the_model_in_transformers(kind: AudioSizes) -> None:
         torch.testing.assert_close(mask, expected["attention_mask"])
 
 
-def test_silence_and_one_loud_sample() -> None:
+def test_silence_and_one_loud_sample():
     """The loudest frame may be one behind the last, which hears the last sample best."""
     frames = AudioFrames(EXTRACTOR, QWEN2_AUDIO)
     silent = np.zeros(3_201, np.float32)
@@ -96,7 +96,7 @@ def test_silence_and_one_loud_sample() -> None:
         torch.testing.assert_close(made, theirs(each)["input_features"], rtol=0, atol=1e-6)
 
 
-def test_what_is_too_long_is_refused() -> None:
+def test_what_is_too_long_is_refused():
     for kind in (QWEN2_AUDIO, OMNI):  # of the latter, by the folder's extractor
         frames = AudioFrames(EXTRACTOR, kind)
         assert frames.most_samples == 16_000 * SECONDS
@@ -117,17 +117,17 @@ def test_what_is_too_long_is_refused() -> None:
         ("padding_side", "left"),
     ],
 )
-def test_another_extractor_is_refused_by_its_setting(setting: str, value: Any) -> None:
+def test_another_extractor_is_refused_by_its_setting(setting, value):
     with pytest.raises(ValueError, match=f"^{setting} {value!r}, where .* was expected: put in"):
         AudioFrames(extractor(**{setting: value}), QWEN2_AUDIO)
 
 
-def test_where_sounds_are_filled_up_the_lengths_are_equal() -> None:
+def test_where_sounds_are_filled_up_the_lengths_are_equal():
     with pytest.raises(ValueError, match="nb_max_frames 100, where 200 was expected"):
         AudioFrames(extractor(chunk_length=1), ALWAYS)
 
 
-def test_sizes_of_a_models_config() -> None:
+def test_sizes_of_a_models_config():
     assert AudioSizes.of_config({"audio_config": AUDIO_CONFIG}) == QWEN2_AUDIO
     assert AudioSizes.of_config(OMNI_CONFIG) == OMNI
     assert AudioSizes.of_config(OMNI_CONFIG["thinker_config"]) == OMNI
@@ -148,7 +148,7 @@ def their_lengths(frames: int, encoder: Any = Qwen2AudioEncoder) -> tuple[int, i
 
 
 @given(frames=st.integers(1, 30_000))
-def test_states_and_tokens_are_those_of_transformers(frames: int) -> None:
+def test_states_and_tokens_are_those_of_transformers(frames):
     assert their_lengths(frames) == their_lengths(frames, Qwen2_5OmniAudioEncoder)
     assert their_lengths(frames) == (OMNI.states(frames), OMNI.tokens(frames))
     assert ALWAYS.tokens(frames) == their_lengths(frames)[0]
@@ -158,9 +158,7 @@ def test_states_and_tokens_are_those_of_transformers(frames: int) -> None:
     frames=st.lists(st.integers(3, 900), min_size=1, max_size=4),
     half=st.integers(1, 150),
 )
-def test_chunks_of_whole_windows_make_as_many_states_as_their_sound(
-    frames: list[int], half: int
-) -> None:
+def test_chunks_of_whole_windows_make_as_many_states_as_their_sound(frames, half):
     lengths = torch.tensor(frames)
     _, chunks = chunk_and_pad_features(torch.zeros(1, sum(frames)), lengths, half)
     assert get_audio_cu_seqlens(chunks)[-1].item() == sum(map(OMNI.states, frames))
@@ -168,7 +166,7 @@ def test_chunks_of_whole_windows_make_as_many_states_as_their_sound(
 
 
 @pytest.mark.parametrize("kind", [QWEN2_AUDIO, OMNI, ALWAYS], ids=["qwen2", "omni", "always"])
-def test_the_shortest_sound_is_the_first_with_a_token(kind: AudioSizes) -> None:
+def test_the_shortest_sound_is_the_first_with_a_token(kind):
     if kind.always:
         assert kind.shortest == kind.longest
         return

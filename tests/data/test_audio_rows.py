@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,15 @@ from loongplug.data.sample import BadSampleError
 pytestmark = pytest.mark.quick
 
 WHERE = "rows.jsonl:1"
-Write = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return write_qwen2_audio(tmp_path_factory.mktemp("qwen2_audio"))
 
 
 @pytest.fixture(scope="module")
-def hearing(folder: Path) -> Processor:
+def hearing(folder) -> Processor:
     return load_processor(folder)
 
 
@@ -61,7 +59,7 @@ def theirs() -> Qwen2AudioProcessor:
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+def omni(tmp_path_factory) -> Processor:
     return load_processor(write_omni(tmp_path_factory.mktemp("omni")))
 
 
@@ -97,13 +95,7 @@ def words_of(dataset: ChatDataset, number: int = 0) -> str:
 
 
 @pytest.mark.parametrize("lengths", [[321], [8_000, 16_000 * SECONDS], [5_000, 5_001, 700]])
-def test_rows_agree_with_transformers(
-    tmp_path: Path,
-    write_rows: Write,
-    hearing: Processor,
-    theirs: Qwen2AudioProcessor,
-    lengths: Sequence[int],
-) -> None:
+def test_rows_agree_with_transformers(tmp_path, write_rows, hearing, theirs, lengths):
     parts: list[Any] = [text("Listen.")]
     for number, samples in enumerate(lengths):
         write_wav(tmp_path / f"{number}.wav", noise(samples, seed=number))
@@ -127,9 +119,7 @@ def test_rows_agree_with_transformers(
     assert hearing.tokenizer.decode(trained) == "A cow.<|im_end|>"
 
 
-def test_folders_as_published_and_as_saved_are_the_same(
-    tmp_path: Path, write_rows: Write, hearing: Processor
-) -> None:
+def test_folders_as_published_and_as_saved_are_the_same(tmp_path, write_rows, hearing):
     published = load_processor(write_qwen2_audio(tmp_path / "hub", published=True))
     assert published.images is hearing.images is None
     assert published.tokens == hearing.tokens
@@ -144,9 +134,7 @@ def test_folders_as_published_and_as_saved_are_the_same(
     assert torch.equal(sounds_of(one).rows, sounds_of(other).rows)
 
 
-def test_every_way_to_write_a_sound_is_the_same(
-    tmp_path: Path, write_rows: Write, hearing: Processor
-) -> None:
+def test_every_way_to_write_a_sound_is_the_same(tmp_path, write_rows, hearing):
     write_wav(tmp_path / "a.wav", noise(4_000))
     inline = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
     ask, answer = text("What?"), {"role": "assistant", "content": "A cow."}
@@ -170,9 +158,7 @@ def test_every_way_to_write_a_sound_is_the_same(
     assert isinstance(clip.path, InlineFile)
 
 
-def test_plain_text_has_the_marks_around_a_sound(
-    tmp_path: Path, write_rows: Write, hearing: Processor
-) -> None:
+def test_plain_text_has_the_marks_around_a_sound(tmp_path, write_rows, hearing):
     write_wav(tmp_path / "a.wav", noise(1_600))  # 10 frames, 5 states, 2 tokens
     path = write_rows({"text": "<audio>\nA cow.", "audios": ["a.wav"]})
     dataset = chats(path, hearing, training_phase="pretrain")
@@ -183,7 +169,7 @@ def test_plain_text_has_the_marks_around_a_sound(
     assert dataset.processor.tokenizer.decode(trained) == "A cow.<|im_end|>"
 
 
-def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: Processor) -> None:
+def test_images_and_sounds_in_one_row(tmp_path, write_rows, omni):
     write_wav(tmp_path / "a.wav", noise(3_200, seed=1))
     write_wav(tmp_path / "b.wav", noise(6_400, seed=2))
     made_media.picture(56, 84).save(tmp_path / "a.png")
@@ -225,9 +211,7 @@ def empty(path: Path) -> None:
         (empty, r"it lasts 0\.0000 seconds, which is too short for a token"),
     ],
 )
-def test_a_sound_that_cannot_be_used_is_a_bad_sample(
-    tmp_path: Path, write_rows: Write, hearing: Processor, make: Any, words: str
-) -> None:
+def test_a_sound_that_cannot_be_used_is_a_bad_sample(tmp_path, write_rows, hearing, make, words):
     make(tmp_path / "a.wav")
     path = write_rows(asked(audio("a.wav"), text("What?")))
     with pytest.raises(BadSampleError, match=f"rows.jsonl:1: .*{words}") as caught:
@@ -240,12 +224,8 @@ def test_a_sound_that_cannot_be_used_is_a_bad_sample(
 
 
 def test_media_that_a_model_does_not_take_are_refused(
-    tmp_path: Path,
-    write_rows: Write,
-    write_image: Callable[..., str],
-    processor: Processor,
-    hearing: Processor,
-) -> None:
+    tmp_path, write_rows, write_image, processor, hearing
+):
     write_wav(tmp_path / "a.wav", noise(3_200))
     image = {"type": "image", "image": write_image("a.png", height=32, width=32)}
     video = {"type": "video", "video": ["a.png"], "fps": 1}
@@ -273,13 +253,7 @@ def test_media_that_a_model_does_not_take_are_refused(
         assert caught.value.sample.kind == "media"
 
 
-def test_check_inspect_and_index_take_sounds(
-    tmp_path: Path,
-    write_rows: Write,
-    folder: Path,
-    hearing: Processor,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_check_inspect_and_index_take_sounds(tmp_path, write_rows, folder, hearing, capsys):
     write_wav(tmp_path / "a.wav", noise(8_000), rate=8_000)  # 1 second, 25 tokens
     path = write_rows(asked(audio("a.wav"), text("What?")), asked(text("Who?")))
     found = survey_of(hearing, JsonlIndex(path), 0)
@@ -325,14 +299,14 @@ def without_tokens(folder: Path) -> None:
         (without_tokens, r"The tokenizer in .* has no <\|AUDIO\|>"),
     ],
 )
-def test_folders_that_do_not_fit_are_refused(tmp_path: Path, change: Any, words: str) -> None:
+def test_folders_that_do_not_fit_are_refused(tmp_path, change, words):
     folder = write_qwen2_audio(tmp_path, published=True)
     change(folder)
     with pytest.raises(ValueError, match=words):
         load_processor(folder)
 
 
-def test_a_family_says_what_it_takes(tmp_path: Path, folder: Path, omni: Processor) -> None:
+def test_a_family_says_what_it_takes(tmp_path, folder, omni):
     """What a model has no token for is left out; what it has to have, a folder may not lack."""
     sizes = AudioSizes(mel_bins=16, longest=100, behind=2)
     told = load_processor(folder, tokens={"audio_token_id": "<|AUDIO|>"}, audio_sizes=sizes)

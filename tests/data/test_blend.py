@@ -28,9 +28,7 @@ def write(folder: Path, name: str, rows: int) -> Path:
         (["0.3", "a", "7e-1", "b"], "ab", (0.3, 0.7)),
     ],
 )
-def test_megatrons_way_of_writing(
-    values: list[str], paths: str, weights: tuple[float, ...] | None
-) -> None:
+def test_megatrons_way_of_writing(values, paths, weights):
     expected = BlendSpec(tuple(Path(name) for name in paths), weights)
     assert parse_blend(values, flag="--data-path") == expected
 
@@ -49,12 +47,12 @@ def test_megatrons_way_of_writing(
         (["inf", "a"], "weight inf is not above 0"),
     ],
 )
-def test_other_ways_are_refused(values: list[str], message: str) -> None:
+def test_other_ways_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         parse_blend(values, flag="--data-path")
 
 
-def test_a_file_may_be_called_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_may_be_called_a_number(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, "7", 1).parent)
     assert parse_blend(["7"], flag="--data-path").paths == (Path("7"),)
 
@@ -69,20 +67,18 @@ def blend(folder: Path, *sizes: int, weights: list[float] | None = None, seed: i
 
 
 @pytest.mark.parametrize("weight", ["1e-9", "1e-320", "5e-324"])
-def test_a_weight_so_small_that_the_others_never_end_is_refused(
-    weight: str, tmp_path: Path
-) -> None:
+def test_a_weight_so_small_that_the_others_never_end_is_refused(weight, tmp_path):
     few, many = write(tmp_path, "few.jsonl", 3), write(tmp_path, "many.jsonl", 5)
     with pytest.raises(ValueError, match=rf"^--data-path {weight} .*is too small: .* 3 rows"):
         open_rows([weight, str(few), "1", str(many)], flag="--data-path", seed=1)
     assert len(open_rows(["1e-3", str(few), "1", str(many)], flag="--data-path", seed=1)) == 3003
 
 
-def test_without_weights_every_row_comes_once_evenly_mixed(tmp_path: Path) -> None:
+def test_without_weights_every_row_comes_once_evenly_mixed(tmp_path):
     assert texts(blend(tmp_path, 2, 4)) == ["b0", "a0", "b1", "b2", "a1", "b3"]
 
 
-def test_weights_are_the_shares_and_no_row_is_left_out(tmp_path: Path) -> None:
+def test_weights_are_the_shares_and_no_row_is_left_out(tmp_path):
     rows = blend(tmp_path, 30, 7, 10, weights=[3, 2, 1])
     seen = texts(rows)
     shares = Counter(text[0] for text in seen)
@@ -108,7 +104,7 @@ def divided(*values: str, share: float, seed: int = 1) -> tuple[list[str], list[
     return texts(train), texts(valid)
 
 
-def test_a_share_of_each_file_is_held_out_and_never_trained_on(tmp_path: Path) -> None:
+def test_a_share_of_each_file_is_held_out_and_never_trained_on(tmp_path):
     """By seed and number of a row, whatever stands beside it, and each once whatever its weight."""
     many, few = (
         str(write(tmp_path, f"{name}.jsonl", n)) for name, n in (("many", 200), ("few", 50))
@@ -133,7 +129,7 @@ def test_a_share_of_each_file_is_held_out_and_never_trained_on(tmp_path: Path) -
     assert divided(many, share=0.2)[1][: len(alone[1])] == alone[1]
 
 
-def test_a_share_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_share_that_leaves_nothing_is_refused(tmp_path):
     one, two = (str(write(tmp_path, f"{name}.jsonl", n)) for name, n in (("a", 1), ("b", 90)))
     for share, valid, message in (
         (1e-9, True, r"1e-09 takes no row of 1 \+ 90: give another share"),
@@ -145,14 +141,14 @@ def test_a_share_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
             open_rows([one, two], flag="--data-path", seed=1, valid_share=share, valid=valid)
 
 
-def test_the_order_follows_from_the_seed(tmp_path: Path) -> None:
+def test_the_order_follows_from_the_seed(tmp_path):
     first = texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))
     assert first == texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))
     others = [texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=seed)) for seed in range(2, 6)]
     assert any(other != first for other in others)
 
 
-def test_rows_know_their_file_and_their_media_root(tmp_path: Path) -> None:
+def test_rows_know_their_file_and_their_media_root(tmp_path):
     one, two = write(tmp_path / "x", "a.jsonl", 1), write(tmp_path / "y", "b.jsonl", 2)
     rows = open_rows([str(one), str(two)], flag="--data-path", seed=1)
     assert [rows.where(i) for i in range(3)] == [f"{two}:1", f"{one}:1", f"{two}:2"]
@@ -163,7 +159,7 @@ def test_rows_know_their_file_and_their_media_root(tmp_path: Path) -> None:
     assert {rows.media_root(i) for i in range(3)} == {Path("/media")}
 
 
-def test_one_file_is_itself(tmp_path: Path) -> None:
+def test_one_file_is_itself(tmp_path):
     path = write(tmp_path, "a.jsonl", 3)
     for values in ([str(path)], ["0.5", str(path)]):
         rows = open_rows(values, flag="--data-path", seed=1)

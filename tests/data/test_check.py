@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.workers import map_rows
 
-Row = Callable[..., dict[str, Any]]
-
 SEQ_LENGTH = 40
 
 
@@ -35,9 +32,7 @@ class Fault:
 
 
 @pytest.fixture
-def bad_file(
-    tmp_path: Path, write_image: Callable[..., str], row: Row, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, list[Fault]]:
+def bad_file(tmp_path, write_image, row, monkeypatch) -> tuple[Path, list[Fault]]:
     """Twelve kinds of rows that cannot be used, each behind a good one, and what is wrong."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
     good = write_image("good.png", height=32, width=32)
@@ -59,18 +54,9 @@ def bad_file(
         ),
         (row("Read", "1" * 60), [("length", r"has 71 tokens, but --seq-length is 40")]),
         (b'{"text": "a", "text": "b"}', [("row", 'the key "text" twice')]),
-        (row("Read", "1") | {"text": "x"}, [("row", "keys of 2 formats, messages and text")]),
         ({"conversations": turns}, [("row", "1 <image> markers in the text for 0 images")]),
-        (
-            {"conversations": turns, "images": [good, good]},
-            [("row", "1 <image> markers in the text for 2 images")],
-        ),
         (b'{"messages": "\xff\xfe"}', [("row", "not JSON .*utf-8")]),
-        (b"[" * 100_000, [("row", "not JSON")]),
-        (row("Read", ""), [("row", "message 2, the assistant's, is empty")]),
         ({"text": "No roles."}, [("text", "plain text has no answers")]),
-        ({"messages": []}, [("row", r"messages is \[\]")]),
-        (row("\ud800 hi", "1"), [("row", "lone surrogate")]),
         ({"text": "\ud800 hi"}, [("row", "lone surrogate")]),
         (row("Read", "1", images=("a\0b.png",)), [("media", "cannot be opened: embedded null")]),
         (row("Read", "1", images=(f"{'a' * 300}.png",)), [("media", "cannot be opened")]),
@@ -94,8 +80,8 @@ def run_check(*arguments: str | Path) -> tuple[int, list[str], str]:
 @pytest.mark.quick
 @pytest.mark.parametrize("processes", [1, 3])
 def test_the_command_prints_every_fault_in_order_and_ends_with_1(
-    processor_folder: Path, bad_file: tuple[Path, list[Fault]], tmp_path: Path, processes: int
-) -> None:
+    processor_folder, bad_file, tmp_path, processes
+):
     path, faults = bad_file
     second = tmp_path / "more.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -111,12 +97,12 @@ def test_the_command_prints_every_fault_in_order_and_ends_with_1(
     assert f"{len(lines) + 100} rows in" in summary
     kinds = Counter(fault.kind for fault in faults) + Counter(["row"])
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    assert f"22 cannot be used ({counts})." in summary
+    assert f"{len(lines) // 2 + 1} cannot be used ({counts})." in summary
 
 
 def test_five_rows_of_each_fault_are_printed_and_the_others_counted(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Row
-) -> None:
+    processor_folder, write_rows, row
+):
     """By data check and data index; what differs from row to row makes no other fault."""
     gone = [row("Read", "1", images=(f"{'abcdefgh'[i]}.png",)) for i in range(8)]
     scored = [row("Read", "1") for _ in range(7)]
@@ -132,12 +118,7 @@ def test_five_rows_of_each_fault_are_printed_and_the_others_counted(
     assert "16 rows in" in result.stderr
 
 
-def test_a_file_that_changes_ends_the_command(
-    processor_folder: Path,
-    write_rows: Callable[..., Path],
-    row: Row,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_that_changes_ends_the_command(processor_folder, write_rows, row, monkeypatch):
     path = write_rows(*[row("a", "b")] * 100)
 
     def load(*arguments: Any, **options: Any) -> Processor:
@@ -151,9 +132,7 @@ def test_a_file_that_changes_ends_the_command(
     assert "Traceback" not in errors
 
 
-def test_limits_and_special_tokens_in_text(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Row
-) -> None:
+def test_limits_and_special_tokens_in_text(processor_folder, write_rows, row):
     path = write_rows(row("Read <|image_pad|>", "1"), row("Read", "x" * 2**20))
     options = ("--tokenizer-model", processor_folder, "--seq-length", 100, "--processes", 1)
     too_long = f"{path}:2: the sample has "
@@ -168,9 +147,7 @@ def test_limits_and_special_tokens_in_text(
             assert line.startswith(start)
 
 
-def test_the_command_ends_with_0_when_all_is_well(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Row
-) -> None:
+def test_the_command_ends_with_0_when_all_is_well(processor_folder, write_rows, row):
     path = write_rows(row("Read", "1"), {"text": "Read."})
     options = ("--tokenizer-model", processor_folder, "--seq-length", 40)
     code, printed, summary = run_check(path, *options, "--training-phase", "pretrain")
@@ -182,9 +159,7 @@ def test_the_command_ends_with_0_when_all_is_well(
 
 
 @pytest.mark.quick
-def test_options_that_are_wrong_end_with_one_sentence(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Row, tmp_path: Path
-) -> None:
+def test_options_that_are_wrong_end_with_one_sentence(processor_folder, write_rows, row, tmp_path):
     path = write_rows(row("Read", "1"))
     model = ("--tokenizer-model", processor_folder, "--seq-length", 40)
     for arguments, message in (
@@ -210,29 +185,18 @@ def test_options_that_are_wrong_end_with_one_sentence(
         assert " 0" in errors
 
 
-def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:
-    console = Console(stderr=True)
-    return list(map_rows(task, count, processes=processes, console=console, title="test"))
-
-
-@pytest.mark.parametrize("processes", [1, 5])
-@pytest.mark.parametrize("count", [0, 1, 33, 200])
-def test_rows_come_in_order_whatever_the_number_of_processes(count: int, processes: int) -> None:
-    assert gather(lambda row: row * row, count, processes) == [row * row for row in range(count)]
-
-
-def test_a_killed_process_is_an_error_and_no_hang() -> None:
+def test_a_killed_process_is_an_error_and_no_hang():
     def die(row: int) -> int:
         if row == 70:
             os.kill(os.getpid(), signal.SIGKILL)
         return row
 
     with pytest.raises(ValueError, match="A process was killed while it read the rows"):
-        gather(die, 100, 2)
+        list(map_rows(die, 100, processes=2, console=Console(stderr=True), title="test"))
 
 
 @pytest.mark.quick
-def test_the_table_has_lengths_that_are_there() -> None:
+def test_the_table_has_lengths_that_are_there():
     console = Console(width=80)
     with console.capture() as said:
         console.print(length_table(range(1, 1001), [7] * 1000))
@@ -242,7 +206,7 @@ def test_the_table_has_lengths_that_are_there() -> None:
 
 
 @pytest.mark.quick
-def test_the_words_count_what_does_not_fit_and_what_packing_fills() -> None:
+def test_the_words_count_what_does_not_fit_and_what_packing_fills():
     said = fill_words([6, 4, 6, 4, 11], seq_length=10)
     assert said.startswith("20.0% of the samples are longer than --seq-length 10.")
     assert "Padded to that length, sequences are 50.0% full; with --packing, 100.0%" in said

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from loongplug.data.data_options import RowAccess
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ConfinedFolder, decode_image, image_size, open_media_file
 from loongplug.data.media_loader import UnitLoader
-from loongplug.data.processor import Processor
 from loongplug.evaluate.questions import read_questions
 
 pytestmark = pytest.mark.quick
@@ -28,7 +26,7 @@ REFUSED = "and --confine-media takes only what lies in"
 
 
 @pytest.fixture
-def inside(tmp_path: Path, write_image: Callable[..., str]) -> Path:
+def inside(tmp_path, write_image) -> Path:
     """A folder with a picture in it, and another one beside it whose name begins with its own."""
     folder, beside = tmp_path / "media", tmp_path / "media-of-others"
     (folder / "sub").mkdir(parents=True)
@@ -62,7 +60,7 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_what_lies_outside_is_not_opened(inside: Path, name: str) -> None:
+def test_what_lies_outside_is_not_opened(inside, name):
     beside = inside.parent / "media-of-others"
     name = name.format(beside=beside)
     assert image_size(inside / name, where=WHERE) == (32, 64)  # without the flag
@@ -78,9 +76,7 @@ def test_what_lies_outside_is_not_opened(inside: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["media", "link-to-media", "media/sub/.."])
-def test_what_lies_inside_is_opened(
-    inside: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_what_lies_inside_is_opened(inside, monkeypatch, folder):
     monkeypatch.chdir(inside.parent)
     names = ("a.png", "sub/back.png", "sub/../a.png", "../media/a.png", str(inside / "a.png"))
     for root in (Path(folder), inside.parent / folder):
@@ -91,9 +87,7 @@ def test_what_lies_inside_is_opened(
     assert decode_image(ConfinedFolder(Path("/")) / str(inside / "a.png"), where=WHERE)
 
 
-def test_a_link_that_is_changed_at_the_last_moment_leads_nowhere(
-    inside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_is_changed_at_the_last_moment_leads_nowhere(inside, monkeypatch):
     file = ConfinedFolder(inside) / "sub/back.png"
     secret = inside.parent / "media-of-others" / "secret.png"
     opened = os.open
@@ -111,7 +105,7 @@ def test_a_link_that_is_changed_at_the_last_moment_leads_nowhere(
 
 
 @pytest.fixture
-def rows_file(write_rows: Callable[..., Path], row: Callable[..., dict], inside: Path) -> Path:
+def rows_file(write_rows, row, inside) -> Path:
     return write_rows(
         row("Read", "1", images=("a.png",)),
         row("Read", "1", images=("link.png",)),
@@ -138,9 +132,7 @@ def opened(path: Path, root: Path | None, *, confined: bool) -> Rows:
     )
 
 
-def test_a_sample_is_bad_as_one_without_its_file(
-    processor: Processor, rows_file: Path, inside: Path
-) -> None:
+def test_a_sample_is_bad_as_one_without_its_file(processor, rows_file, inside):
     def samples(*, confined: bool) -> list[Any]:
         rows = opened(rows_file, inside, confined=confined)
         dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
@@ -162,13 +154,7 @@ def test_a_sample_is_bad_as_one_without_its_file(
     assert REFUSED in loaded.bad[0].message
 
 
-def test_commands_confine_as_well(
-    processor_folder: Path,
-    processor: Processor,
-    rows_file: Path,
-    inside: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_commands_confine_as_well(processor_folder, processor, rows_file, inside, capsys):
     common = ["--tokenizer-model", str(processor_folder), "--media-root", str(inside)]
     for command in (["check", "--seq-length", "80", "--processes", "1"], ["inspect"]):
         for flags, refused in (([], False), (["--confine-media"], True)):

@@ -10,7 +10,7 @@ from loongplug.data.conversation import Conversation, MediaPart, Part, parse_con
 pytestmark = pytest.mark.quick
 
 
-def test_parts_and_strings_and_other_keys() -> None:
+def test_parts_and_strings_and_other_keys():
     row = {
         "messages": [
             {"role": "system", "content": "Be brief."},
@@ -81,11 +81,11 @@ OPENAI = [
         {"messages": OPENAI, "images": ["a.png", "b.png"]},
     ],
 )
-def test_markers_are_replaced_in_their_order(row: dict[str, Any]) -> None:
+def test_markers_are_replaced_in_their_order(row):
     assert as_parts(parse_conversation(row, where="r:1")) == TWO_IMAGES
 
 
-def test_images_and_videos_in_one_text() -> None:
+def test_images_and_videos_in_one_text():
     row = {
         "conversations": [
             {"from": "user", "value": "<video><image>Go\n\n<video>"},
@@ -102,13 +102,13 @@ def test_images_and_videos_in_one_text() -> None:
     ]
 
 
-def test_messages_without_media_beside_them_keep_what_looks_like_a_marker() -> None:
+def test_messages_without_media_beside_them_keep_what_looks_like_a_marker():
     turns = [{"role": "user", "content": "<image>\nis an SVG tag"}]
     conversation = parse_conversation({"messages": turns}, where="r:1")
     assert as_parts(conversation) == [("user", [("text", "<image>\nis an SVG tag")])]
 
 
-def test_plain_text() -> None:
+def test_plain_text():
     conversation = parse_conversation({"text": "A <video> tag.\n"}, where="r:1")
     assert conversation.plain
     assert as_parts(conversation) == [("text", [("text", "A <video> tag.\n")])]
@@ -116,6 +116,7 @@ def test_plain_text() -> None:
     assert as_parts(captioned) == [("text", [("image", "a.png"), ("text", "A cat.")])]
 
 
+HALF = "\ud800 hi"  # what JSON's escape "\\ud800" alone gives
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "yes"}
 HUMAN = {"from": "human", "value": "hello"}
@@ -214,31 +215,6 @@ def with_part(**part: Any) -> dict[str, Any]:
             r"\[1\] has the key 'function_call'.*tool_calls",
         ),
         ({"text": "\n"}, "the text is empty"),
-    ],
-)
-def test_bad_rows_name_the_place_and_the_fault(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        parse_conversation(row, where="rows.jsonl:12")
-    assert str(error.value).startswith("rows.jsonl:12: ")
-
-
-def test_null_says_that_a_row_is_not_in_a_format() -> None:
-    row = {"messages": None, "conversations": None, "text": "Hi"}
-    assert parse_conversation(row, where="r:1").plain
-
-
-def test_many_faults_are_told_three_at_a_time() -> None:
-    with pytest.raises(ValueError, match=r"messages\[2\]\.role is missing; and 5 more\.") as error:
-        parse_conversation({"messages": [{"content": "x"} for _ in range(8)]}, where="r:1")
-    assert "messages[3]" not in str(error.value)
-
-
-HALF = "\ud800 hi"  # what JSON's escape "\ud800" alone gives
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
         ({"text": HALF}, r"text is '\\ud800 hi', but .*lone surrogate"),
         (with_part(type="text", text=HALF), r"content\[0\]\.text is .*lone"),
         ({"conversations": [{"from": "human", "value": HALF}]}, r"\[0\]\.value is .*lone"),
@@ -247,19 +223,32 @@ HALF = "\ud800 hi"  # what JSON's escape "\ud800" alone gives
         ({"text": "<image>", "images": ["\ud800.png"]}, r"images\[0\] is .*lone"),
         ({"messages": [{"role": HALF, "content": "Hi"}]}, r"\[0\]\.role is"),
         (with_part(type=HALF), r"content\[0\]"),
+        (
+            {"messages": [USER, ANSWER | {"loss": False, "weight": 1}]},
+            "loss is False and weight 1: give one",
+        ),
+        ({"messages": [USER | {"loss": True}, ANSWER]}, "turn of the user asks to be trained on"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight is 0.5, but"),
+        ({"messages": [USER, ANSWER | {"loss": "no"}]}, "loss is 'no', but"),
     ],
 )
-def test_what_is_no_text_is_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^rows:7: .*{message}") as caught:
-        parse_conversation(row, where="rows:7")
-    str(caught.value).encode()  # it can be printed
+def test_bad_rows_name_the_place_and_the_fault(row, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse_conversation(row, where="rows.jsonl:12")
+    assert str(error.value).encode().startswith(b"rows.jsonl:12: ")  # it can be printed
+
+
+def test_many_faults_are_told_three_at_a_time():
+    with pytest.raises(ValueError, match=r"messages\[2\]\.role is missing; and 5 more\.") as error:
+        parse_conversation({"messages": [{"content": "x"} for _ in range(8)]}, where="r:1")
+    assert "messages[3]" not in str(error.value)
 
 
 def trained(*said: dict[str, Any], key: str = "messages") -> list[bool]:
     return [each.trained for each in parse_conversation({key: [*said]}, where="r:1").messages]
 
 
-def test_turns_say_whether_they_are_trained_on() -> None:
+def test_turns_say_whether_they_are_trained_on():
     assert trained(USER, ANSWER) == [True, True]
     assert trained(USER, ANSWER | {"loss": False}, USER, ANSWER) == [True, False, True, True]
     assert trained(USER | {"loss": False}, ANSWER | {"weight": 0}) == [False, False]
@@ -269,20 +258,6 @@ def test_turns_say_whether_they_are_trained_on() -> None:
     beside = {"images": ["a.png"], "messages": [USER | {"content": "<image>"}, ANSWER]}
     beside["messages"][1]["loss"] = False
     assert not parse_conversation(beside, where="r:1").messages[1].trained
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([USER, ANSWER | {"loss": False, "weight": 1}], "loss is False and weight 1: give one"),
-        ([USER | {"loss": True}, ANSWER], "turn of the user asks to be trained on"),
-        ([USER, ANSWER | {"weight": 0.5}], "weight is 0.5, but"),
-        ([USER, ANSWER | {"loss": "no"}], "loss is 'no', but"),
-    ],
-)
-def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_conversation({"messages": row}, where="r:1")
 
 
 NOTHING = (None, "", "[]", [], {}, {"ref": [], "bbox": []})  # as tables write it
@@ -298,7 +273,7 @@ NOTHING = (None, "", "[]", [], {}, {"ref": [], "bbox": []})  # as tables write i
         ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
-def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value: Any) -> None:
+def test_keys_that_mean_something_elsewhere_are_refused_by_name(key, value):
     row = {"messages": [USER, ANSWER]}
     for nothing in NOTHING:
         assert not parse_conversation(row | {key: nothing}, where="r:1").remarks
@@ -308,7 +283,7 @@ def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value:
     assert kept.remarks == (("key", key),)
 
 
-def test_parts_without_a_path_take_the_rows_media() -> None:
+def test_parts_without_a_path_take_the_rows_media():
     content = [{"type": "image"}, {"type": "text", "text": "<image> and"}, {"type": "video"}]
     row = {
         "messages": [{"role": "user", "content": [*content, {"type": "image"}]}],
@@ -330,7 +305,7 @@ def test_parts_without_a_path_take_the_rows_media() -> None:
         parse_conversation(row | {"images": ["a.png"]}, where="r:1")
 
 
-def test_a_part_s_rate_is_of_its_video() -> None:
+def test_a_part_s_rate_is_of_its_video():
     video = {"type": "video", "fps": 4.0}
     row = {"messages": [{"role": "user", "content": [video, {"type": "video"}]}], "fps": 2.0}
     beside = row | {"videos": [["1.png", "2.png"], "c.mp4"]}

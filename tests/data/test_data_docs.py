@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from audio_folders import noise, write_qwen2_audio, write_wav
@@ -11,19 +10,12 @@ from qwen_templates import QWEN3
 from surveyed import media_in
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
-def test_samples_in_the_docs_run(
-    processor: Processor,
-    tmp_path: Path,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    write_video: Callable[..., str],
-) -> None:
+def test_samples_in_the_docs_run(processor, tmp_path, write_rows, write_image, write_video):
     for folder in ("images", "clip"):
         (tmp_path / folder).mkdir()
     for name in ("images/cat.jpg", "images/dog.jpg", *(f"clip/00{i}.jpg" for i in range(3))):

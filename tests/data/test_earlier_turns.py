@@ -47,12 +47,12 @@ def write_folder(folder: Path, *, opens: bool, keeps: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("thinks"), opens=False, keeps=False)
 
 
 @pytest.fixture(scope="module")
-def thinkers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], Processor]:
+def thinkers(tmp_path_factory) -> dict[tuple[bool, bool], Processor]:
     kinds = [(opens, keeps) for opens in (False, True) for keeps in (False, True)]
     made = {
         kind: load_processor(
@@ -64,7 +64,7 @@ def thinkers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool]
     return made
 
 
-def test_templates_that_only_append_are_known(processor: Processor) -> None:
+def test_templates_that_only_append_are_known(processor):
     assert not habits_of(processor.tokenizer).renders_again
 
 
@@ -174,13 +174,7 @@ def trained_runs(tokens: Tokens) -> list[tuple[list[int], int]]:
 
 @settings(max_examples=60)
 @given(messages=rows(), opens=st.booleans(), keeps=st.booleans(), thoughts=st.booleans())
-def test_each_answer_is_trained_on_as_it_is_served(
-    thinkers: dict[tuple[bool, bool], Processor],
-    messages: tuple[Message, ...],
-    opens: bool,
-    keeps: bool,
-    thoughts: bool,
-) -> None:
+def test_each_answer_is_trained_on_as_it_is_served(thinkers, messages, opens, keeps, thoughts):
     processor = thinkers[opens, keeps]
     answers = served(messages, processor)
     options = {"trains_thoughts": thoughts}
@@ -223,9 +217,7 @@ def test_each_answer_is_trained_on_as_it_is_served(
         assert body.removeprefix(dropped) == each.body.removeprefix(dropped)
 
 
-def test_pretraining_finds_the_answers_that_it_leaves_out(
-    thinkers: dict[tuple[bool, bool], Processor],
-) -> None:
+def test_pretraining_finds_the_answers_that_it_leaves_out(thinkers):
     """Also behind steps whose thoughts of nothing a later question drops."""
     for roles in ("uaua", "uatataua"):
         for left in (at for at, role in enumerate(roles) if role == "a"):
@@ -244,9 +236,7 @@ def test_pretraining_finds_the_answers_that_it_leaves_out(
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("fields", [{}, {"name": "A"}])
-def test_pretraining_loses_no_thought_of_an_earlier_turn(
-    thinkers: dict[tuple[bool, bool], Processor], trained: bool, fields: dict[str, str]
-) -> None:
+def test_pretraining_loses_no_thought_of_an_earlier_turn(thinkers, trained, fields):
     thought, asked = "<think>\nRead 3\n</think>\n\n", Message("user", ("Read",))
     answer = Message("assistant", (f"{thought}1",), trained, fields)
     row = Conversation(messages=(asked, answer), where="rows.jsonl:3")
@@ -280,7 +270,7 @@ PLAIN = [{"role": "user", "content": "Read"}, {"role": "assistant", "content": "
 
 
 @pytest.fixture
-def path(tmp_path: Path, write_image: Any) -> Path:
+def path(tmp_path, write_image) -> Path:
     """Rows of three renderings with images again and again, of two, and of one."""
     write_image("a.png", height=32, width=64, seed=1)
     write_image("b.png", height=64, width=32, seed=2)
@@ -299,9 +289,7 @@ def dataset_of(path: Path, folder: Path, *, seq_length: int = 128, **options: An
     )
 
 
-def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
-    path: Path, folder: Path
-) -> None:
+def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(path, folder):
     """And what a pack computes is held against separate samples by models/test_packed_step.py."""
     split = dataset_of(path, folder)[0]
     beginnings = path.with_name("beginnings.jsonl")
@@ -331,7 +319,7 @@ def test_a_row_s_renderings_are_packed_as_rows_of_their_own_would_be(
     assert grids_of(split) == tuple(grid for sample in apart for grid in grids_of(sample))
 
 
-def test_an_index_has_the_extents_of_all_renderings(path: Path, folder: Path) -> None:
+def test_an_index_has_the_extents_of_all_renderings(path, folder):
     dataset = dataset_of(path, folder)
     rows = JsonlIndex(path)
     given = settings_of(folder)
@@ -356,24 +344,15 @@ def test_an_index_has_the_extents_of_all_renderings(path: Path, folder: Path) ->
     assert kept_table(JsonlIndex(single), given) is not None
 
 
-def test_a_row_is_as_long_as_its_renderings_together(path: Path, folder: Path) -> None:
+def test_a_row_is_as_long_as_its_renderings_together(path, folder):
     length = len(dataset_of(path, folder)[0])
-    with pytest.raises(
-        BadSampleError, match=rf"rows.jsonl:1: .* {length} tokens in 3 .*-turn last"
-    ):
+    said = rf"rows.jsonl:1: .* {length} tokens in 3 .*-turn last"
+    with pytest.raises(BadSampleError, match=said):
         dataset_of(path, folder, seq_length=length - 1)[0]
-    last = dataset_of(path, folder, seq_length=length - 1, multi_turn="last")[0]
-    assert len(last) < length / 2
-    command = ("--tokenizer-model", str(folder), "--seq-length", str(length - 1))
-    checked = [
-        CliRunner().invoke(app, ["data", "check", str(path), *command, "--multi-turn", rule])
-        for rule in ("split", "last")
-    ]
-    assert [each.exit_code for each in checked] == [1, 0]
-    assert f"rows.jsonl:1: the sample has {length} tokens" in checked[0].stdout
+    assert len(dataset_of(path, folder, multi_turn="last")[0]) < length / 2
 
 
-def test_inspection_shows_renderings_and_what_is_trained(path: Path, folder: Path) -> None:
+def test_inspection_shows_renderings_and_what_is_trained(path, folder):
     def shown(*options: str) -> list[str]:
         command = ("data", "inspect", str(path), "--tokenizer-model", str(folder), "--samples", "1")
         result = CliRunner().invoke(app, [*command, *options])
@@ -387,7 +366,6 @@ def test_inspection_shows_renderings_and_what_is_trained(path: Path, folder: Pat
     assert sum("another rendering" in line for line in split) == 2
     thought = r"<think>\n3\n</think>\n\n"
     assert trained(split) == [f"31{END}", f"{thought}13{END}", f"1{END}"]
-    assert any(line.startswith(" ") and r"<think>\n\n</think>\n\n" in line for line in split)
     assert trained(shown()) == [f"1{END}"]
     empty = r"<think>\n\n</think>\n\n"
     flags = ("--multi-turn", "split", "--train-template-thought")

@@ -1,8 +1,8 @@
 """Prepared energon datasets as rows: the same samples as JSONL, by place, with nothing unpacked."""
 
-import builtins
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.media_files import ChangedFileError
-from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 
 pytest.importorskip("megatron.energon")
@@ -42,7 +41,7 @@ def of_samples(folder: Path, *samples: dict[str, Any], **options: Any) -> Energo
 
 
 @pytest.fixture(scope="module")
-def prepared(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(demo, tmp_path_factory) -> Path:
     return of_demo(demo, tmp_path_factory.mktemp("energon"), shards=4, validation=16)
 
 
@@ -53,14 +52,12 @@ def chats(rows: Any, folder: Path) -> ChatDataset:
 
 
 @pytest.fixture
-def both(demo: Path, prepared: Path) -> tuple[ChatDataset, ChatDataset]:
+def both(demo, prepared) -> tuple[ChatDataset, ChatDataset]:
     rows = EnergonRows(prepared, split="train")
     return chats(demo / "train.jsonl", demo / "processor"), chats(rows, demo / "processor")
 
 
-def test_samples_are_those_of_the_same_rows_as_jsonl(
-    both: tuple[ChatDataset, ChatDataset], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_those_of_the_same_rows_as_jsonl(both, monkeypatch):
     def decode(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded an image")
 
@@ -76,7 +73,7 @@ def test_samples_are_those_of_the_same_rows_as_jsonl(
         assert other.where.endswith(f"train/shard_{shard}.tar:{sample + 1}")
 
 
-def test_splits_blends_and_the_whole(demo: Path, prepared: Path) -> None:
+def test_splits_blends_and_the_whole(demo, prepared):
     assert len(EnergonRows(prepared, split="val")) == 16
     assert len(EnergonRows(prepared, split=None)) == 80
     with pytest.raises(ValueError, match="cannot be read for the split test"):
@@ -90,7 +87,7 @@ def test_splits_blends_and_the_whole(demo: Path, prepared: Path) -> None:
     }
 
 
-def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Processor) -> None:
+def test_media_by_name_by_order_and_as_frames(tmp_path, processor):
     wide, high, still = png(width=64), png(height=64), png()
     media = {"jpg": wide, "b.png": high}
     ask = {"role": "user", "content": "<image><image>Which?"}
@@ -129,7 +126,7 @@ def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Process
     ]  # fmt: skip
 
 
-def test_the_shard_in_the_docs_is_read(tmp_path: Path, processor: Processor) -> None:
+def test_the_shard_in_the_docs_is_read(tmp_path, processor):
     text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
     block = text.partition("which a test reads:\n\n```\n")[2].partition("```")[0]
     samples: dict[str, dict[str, Any]] = {}
@@ -143,7 +140,7 @@ def test_the_shard_in_the_docs_is_read(tmp_path: Path, processor: Processor) -> 
     assert [len(media_in(dataset, n)) for n in range(len(rows))] == [1, 2]
 
 
-def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) -> None:
+def test_a_video_is_read_out_of_its_shard(tmp_path, processor):
     """Its index stands at the file's end, and another video follows in the shard."""
     videos = []
     for number in range(2):
@@ -193,9 +190,7 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
         ({"json": {"text": "Hi"}, "a.PKL": b"x"}, "the parts a.PKL are pickled"),
     ],
 )
-def test_what_cannot_be_used_says_where(
-    tmp_path: Path, processor: Processor, parts: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_used_says_where(tmp_path, processor, parts, message):
     good = {"json": {"text": "Hello"}}
     dataset = ChatDataset(
         of_samples(tmp_path / "d", good, parts),
@@ -208,7 +203,7 @@ def test_what_cannot_be_used_says_where(
         dataset[1]
 
 
-def test_a_row_above_the_limit_is_refused(tmp_path: Path) -> None:
+def test_a_row_above_the_limit_is_refused(tmp_path):
     of_samples(tmp_path / "d", {"json": {"text": "x" * 2**20}}, {"json": {"text": "x"}})
     rows = EnergonRows(tmp_path / "d", split="train", access=RowAccess(max_row_mib=1))
     with pytest.raises(ValueError, match=r"a\.tar:1: the row has 1\.0 MiB, but --max-row-mib is 1"):
@@ -226,7 +221,7 @@ class _Marks:
         return Path.touch, (self._path,)
 
 
-def test_nothing_is_unpickled_or_imported(tmp_path: Path, processor: Processor) -> None:
+def test_nothing_is_unpickled_or_imported(tmp_path, processor):
     mark, loaded = tmp_path / "unpickled", tmp_path / "imported"
     evil = pickle.dumps(_Marks(mark))
     folder = tmp_path / "d"
@@ -247,7 +242,7 @@ def test_nothing_is_unpickled_or_imported(tmp_path: Path, processor: Processor) 
     assert not loaded.exists()
 
 
-def test_excluded_samples_and_shards_are_left_out(demo: Path, tmp_path: Path) -> None:
+def test_excluded_samples_and_shards_are_left_out(demo, tmp_path):
     texts = [[(f"{shard}{n}", {"json": {"text": f"{shard}{n}"}}) for n in "012"] for shard in "abc"]
     for shard, samples in zip("abc", texts, strict=True):
         write_shard(tmp_path / f"{shard}.tar", samples)
@@ -257,7 +252,7 @@ def test_excluded_samples_and_shards_are_left_out(demo: Path, tmp_path: Path) ->
     assert [rows.where(n).rpartition("/")[2] for n in range(3)] == ["a.tar:1", "a.tar:3", "c.tar:3"]
 
 
-def test_a_changed_dataset_has_another_fingerprint(demo: Path, tmp_path: Path) -> None:
+def test_a_changed_dataset_has_another_fingerprint(demo, tmp_path):
     folder = of_demo(demo, tmp_path / "d", shards=2)
     processor = load_processor(demo / "processor")
 
@@ -290,9 +285,7 @@ def test_a_changed_dataset_has_another_fingerprint(demo: Path, tmp_path: Path) -
     ],
     ids=["no-shard", "no-index", "short-index", "cut-shard"],
 )
-def test_damaged_datasets_say_what_is_wrong(
-    demo: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
-) -> None:
+def test_damaged_datasets_say_what_is_wrong(demo, tmp_path, damage, message):
     folder = of_demo(demo, tmp_path, shards=2)
     damage(folder / "train" / "shard_0.tar")
     with pytest.raises(ValueError, match=message):
@@ -303,9 +296,7 @@ def test_damaged_datasets_say_what_is_wrong(
 @pytest.mark.parametrize(
     "change", [Path.unlink, lambda shard: shard.write_bytes(shard.read_bytes() + bytes(512))]
 )
-def test_a_shard_that_changes_is_no_bad_sample(
-    demo: Path, tmp_path: Path, change: Callable[[Path], Any], read_before: bool
-) -> None:
+def test_a_shard_that_changes_is_no_bad_sample(demo, tmp_path, change, read_before):
     rows = EnergonRows(of_demo(demo, tmp_path, shards=2), split="train")
     if read_before:
         rows.read(0)
@@ -345,9 +336,7 @@ def one_key(shard: Path) -> None:
     ],
     ids=["header", "merged", "noise", "twice"],
 )
-def test_a_sample_is_never_read_as_another(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_sample_is_never_read_as_another(tmp_path, damage, message):
     first = {"json": {"text": "a"}, "jpg": png()}
     rows = of_samples(tmp_path / "d", first, *({"json": {"text": each}} for each in "bc"))
     assert rows.read(0) == {"text": "a", "images": ["jpg"]}
@@ -370,14 +359,14 @@ def test_a_sample_is_never_read_as_another(
         ({"shard_counts": {"/tmp/a.tar": 1}}, "'/tmp/a.tar' is not a path within"),
     ],
 )
-def test_lists_of_shards_are_checked(tmp_path: Path, info: Any, message: str) -> None:
+def test_lists_of_shards_are_checked(tmp_path, info, message):
     folder = of_samples(tmp_path / "d", {"json": {"text": "a"}}).folder
     (folder / ".nv-meta" / ".info.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=f"cannot be read for the split None: .*{message}"):
         EnergonRows(folder, split=None)
 
 
-def test_a_split_reaches_nothing_outside_the_folder(tmp_path: Path) -> None:
+def test_a_split_reaches_nothing_outside_the_folder(tmp_path):
     folder = of_samples(tmp_path / "d", {"json": {"text": "a"}}).folder
     for name in (".nv-meta/.info.json", ".nv-meta/split.yaml"):
         path = folder / name
@@ -386,24 +375,13 @@ def test_a_split_reaches_nothing_outside_the_folder(tmp_path: Path) -> None:
         EnergonRows(folder, split="train")
 
 
-def test_check_reads_all_splits(
-    demo: Path, prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reads_all_splits(demo, prepared, capsys):
     bad = check([str(prepared)], settings_of(demo / "processor"), seq_length=80, processes=2)
     assert bad == 0
     assert "80 rows" in capsys.readouterr().err
 
 
-def test_without_the_package_one_sentence_names_the_extra(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("megatron.energon"):
-            raise ImportError(f"No module named {name!r}")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+def test_without_the_package_one_sentence_names_the_extra(prepared, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.energon.epathlib", None)
     with pytest.raises(ValueError, match=r"pip install 'loongplug\[energon\]'"):
         EnergonRows(prepared, split="train")

@@ -10,7 +10,6 @@ from local_loader import local_loader
 from surveyed import indexed
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import Processor
 from loongplug.data.sample_order import Evaluation, Packing
 
 pytestmark = pytest.mark.quick
@@ -94,9 +93,7 @@ def test_a_run_says_how_many_rows_and_steps_there_are():
     assert str(packed) == "8 of 9 rows in 4 packs, each once, in 1 steps of 4"
 
 
-def test_blank_places_are_blank_samples_with_an_index_and_without(
-    processor: Processor, write_rows: Any, row: Any
-) -> None:
+def test_blank_places_are_blank_samples_with_an_index_and_without(processor, write_rows, row):
     """And a pack that is too long by now names a row."""
     path = write_rows(*(row("Read", "1" * count) for count in (9, 1, 9)))
     dataset = ChatDataset(path, processor=processor, seq_length=50, training_phase="sft")

@@ -37,7 +37,7 @@ SEQ_LENGTH = 40
 
 
 @pytest.fixture
-def path(write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any) -> Path:
+def path(write_rows, write_image, row) -> Path:
     """Rows with no image to two, one that is gone, one with a fault, and one above SEQ_LENGTH."""
     names = [write_image(f"{w}.png", height=32, width=w, seed=w) for w in (32, 64)]
     return write_rows(
@@ -88,9 +88,7 @@ def indexes(path: Path) -> list[Path]:
     return [*path.parent.glob(f"{path.name}*.lengths")]
 
 
-def test_the_check_and_the_command_make_the_index_that_training_takes(
-    path: Path, settings: SurveySettings, processor: Processor
-) -> None:
+def test_the_check_and_the_command_make_the_index_that_training_takes(path, settings, processor):
     checked = run_check(path, settings)
     assert checked.exit_code == 1
     assert "3 cannot be used (1 length, 1 media, 1 row)" in checked.stderr
@@ -129,12 +127,7 @@ def test_the_check_and_the_command_make_the_index_that_training_takes(
 
 
 @pytest.mark.parametrize("weights", [None, (0.3, 0.7)])
-def test_of_a_blend_each_file_has_its_own(
-    path: Path,
-    weights: tuple[float, float] | None,
-    processor: Processor,
-    settings: SurveySettings,
-) -> None:
+def test_of_a_blend_each_file_has_its_own(path, weights, processor, settings):
     other = path.with_name("array.json")
     other.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()[2:]]))
     names = [str(path), str(other)]
@@ -154,7 +147,7 @@ def test_of_a_blend_each_file_has_its_own(
     assert lengths.tolist() == training(part, processor)
 
 
-def test_of_an_energon_folder_the_split_that_is_trained_on(demo: Path, tmp_path: Path) -> None:
+def test_of_an_energon_folder_the_split_that_is_trained_on(demo, tmp_path):
     pytest.importorskip("megatron.energon")
     folder = of_demo(demo, tmp_path / "shards", shards=2, validation=4)
     settings = settings_of(demo / "processor")
@@ -188,9 +181,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_other_settings_are_refused_with_the_command_that_helps(
-    path: Path, settings: SurveySettings, name: str
-) -> None:
+def test_other_settings_are_refused_with_the_command_that_helps(path, settings, name):
     make(path, settings)
     change, said = CHANGES[name]
     other = dataclasses.replace(settings, **change)
@@ -206,9 +197,7 @@ def test_other_settings_are_refused_with_the_command_that_helps(
     assert kept_table(JsonlIndex(path, access=other.access), other) is not None
 
 
-def test_other_rows_or_another_processor_are_refused(
-    path: Path, settings: SurveySettings, tmp_path: Path
-) -> None:
+def test_other_rows_or_another_processor_are_refused(path, settings, tmp_path):
     make(path, settings)
     folder = tmp_path / "processor"
     shutil.copytree(settings.folder, folder)
@@ -238,9 +227,7 @@ def test_other_rows_or_another_processor_are_refused(
         (lambda content: b"loonglen" + bytes(40), "is no index of this version"),  # an old one
     ],
 )
-def test_a_damaged_index_is_refused(
-    path: Path, settings: SurveySettings, damage: Callable[[bytes], bytes], said: str
-) -> None:
+def test_a_damaged_index_is_refused(path, settings, damage, said):
     make(path, settings)
     place = Path(f"{path}.lengths")
     place.write_bytes(damage(place.read_bytes()))
@@ -252,8 +239,8 @@ def test_a_damaged_index_is_refused(
 
 
 def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
-    path: Path, settings: SurveySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, settings, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     put_whole = extent_index.put_whole
 
@@ -272,9 +259,7 @@ def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
     assert "cannot be kept anywhere" in command(path, "--tokenizer-model", settings.folder).stderr
 
 
-def test_a_file_that_is_written_to_meanwhile_has_no_index(
-    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_written_to_meanwhile_has_no_index(path, settings, monkeypatch):
     def late(*args: Any, **options: Any) -> Any:
         with path.open("a") as file:
             file.write("{}\n")
@@ -299,9 +284,7 @@ def beside(path: Path, settings: SurveySettings) -> None:
     pool.close()
 
 
-def test_a_check_does_without_an_index_where_none_can_be_kept(
-    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_does_without_an_index_where_none_can_be_kept(path, settings, monkeypatch):
     expected = run_check(path, settings)
     indexes(path)[0].unlink()
 
@@ -317,12 +300,8 @@ def test_a_check_does_without_an_index_where_none_can_be_kept(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_is_made_beside_a_run_is_what_the_command_makes(
-    path: Path,
-    processor_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    elsewhere: bool,
-) -> None:
+    path, processor_folder, tmp_path, monkeypatch, elsewhere
+):
     """In a process of the lowest priority."""
     folder = tmp_path / "indexes" if elsewhere else None
     settings = settings_of(processor_folder, index_dir=folder)
@@ -348,9 +327,7 @@ def test_what_is_made_beside_a_run_is_what_the_command_makes(
     assert kept_table(JsonlIndex(path), settings) is not None
 
 
-def test_it_ends_with_its_pool(
-    path: Path, settings: SurveySettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_with_its_pool(path, settings, monkeypatch):
     """Also where nobody closes that: a run that is told to end does not wait for the index."""
     read, write = os.pipe()
     monkeypatch.setattr(check, "keep_survey", lambda *values, **options: os.read(read, 1))
@@ -365,9 +342,7 @@ def test_it_ends_with_its_pool(
     assert not multiprocessing.active_children()
 
 
-def test_files_of_one_name_have_indexes_of_their_own(
-    path: Path, processor_folder: Path, tmp_path: Path
-) -> None:
+def test_files_of_one_name_have_indexes_of_their_own(path, processor_folder, tmp_path):
     (tmp_path / "other").mkdir()
     other = tmp_path / "other" / path.name
     other.write_text(path.read_text().splitlines()[-1] + "\n")
@@ -378,7 +353,7 @@ def test_files_of_one_name_have_indexes_of_their_own(
     assert [len(table.tokens) for table in tables if table is not None] == [6, 1]
 
 
-def test_an_index_that_is_made_again_counts(path: Path, settings: SurveySettings) -> None:
+def test_an_index_that_is_made_again_counts(path, settings):
     """Before one that a run had made beside itself, while a medium was missing."""
     lost = path.parent / "32.png"
     content = lost.read_bytes()

@@ -8,7 +8,6 @@ import pytest
 
 from loongplug.data import fingerprint as module
 from loongplug.data.fingerprint import content_digest, fingerprint
-from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.video import VideoProcessor, video_style_of
@@ -17,13 +16,13 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path) -> Path:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"row": {number}}}\n' for number in range(100)))
     return path
 
 
-def test_any_byte_of_a_small_file_counts(rows: Path) -> None:
+def test_any_byte_of_a_small_file_counts(rows):
     before = content_digest(rows)
     content = bytearray(rows.read_bytes())
     for place in (0, len(content) // 2, len(content) - 2):
@@ -35,7 +34,7 @@ def test_any_byte_of_a_small_file_counts(rows: Path) -> None:
     assert content_digest(rows) == before
 
 
-def test_of_a_large_file_size_and_blocks_count(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_file_size_and_blocks_count(rows, monkeypatch):
     monkeypatch.setattr(module, "SAMPLED_BYTES", 256)
     monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     content = rows.read_bytes()
@@ -56,9 +55,7 @@ def test_of_a_large_file_size_and_blocks_count(rows: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("sampled", [2**20, 256])
-def test_several_files_count_as_one(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, sampled: int
-) -> None:
+def test_several_files_count_as_one(rows, monkeypatch, sampled):
     monkeypatch.setattr(module, "SAMPLED_BYTES", sampled)
     monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     content = rows.read_bytes()
@@ -71,9 +68,7 @@ def test_several_files_count_as_one(
     assert content_digest(*parts[::-1]) != content_digest(rows)
 
 
-def test_a_moved_file_is_the_same_and_other_settings_are_not(
-    rows: Path, tmp_path: Path, processor: Processor
-) -> None:
+def test_a_moved_file_is_the_same_and_other_settings_are_not(rows, tmp_path, processor):
     before = fingerprint([JsonlIndex(rows)], processor, seed=1)
     moved = rows.rename(tmp_path / "moved.jsonl")
     assert fingerprint([JsonlIndex(moved)], processor, seed=1) == before
@@ -84,7 +79,7 @@ def test_a_moved_file_is_the_same_and_other_settings_are_not(
     assert fingerprint(both, processor) != fingerprint(both[::-1], processor)
 
 
-def test_the_head_of_a_large_file_counts(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_of_a_large_file_counts(rows, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     content = rows.read_bytes()
     unread = (len(content) - 64) // 3 - 10  # between two blocks
@@ -95,7 +90,7 @@ def test_the_head_of_a_large_file_counts(rows: Path, monkeypatch: pytest.MonkeyP
     assert content_digest(rows, most=8) != content_digest(rows, most=16)  # less than a block
 
 
-def test_every_file_that_a_processor_reads_counts(tmp_path: Path, processor: Processor) -> None:
+def test_every_file_that_a_processor_reads_counts(tmp_path, processor):
     """But ``config.json``, which is the model's; Python tells of what is opened."""
     folder = tmp_path / "processor"
     shutil.copytree(processor.folder, folder)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from video_reference import Family
 
 from loongplug.data import video
 from loongplug.data.conversation import VideoClip, VideoHeader
@@ -48,9 +47,7 @@ def clip(path: object, *indices: int) -> VideoClip:
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "3gp", "matroska", "avi", "mpegts", "gif"])
-def test_listed_containers_are_read_whatever_the_file_is_called(
-    tmp_path: Path, container: str
-) -> None:
+def test_listed_containers_are_read_whatever_the_file_is_called(tmp_path, container):
     path = tmp_path / "video.bin"
     path.write_bytes(encoded(container))
     assert video_header(path, where=WHERE) == HEADER
@@ -80,9 +77,7 @@ def misleading(folder: Path, kind: str, mp4: bytes) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["script", "playlist", "pattern", "address"])
-def test_no_video_leads_to_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mp4: bytes, kind: str
-) -> None:
+def test_no_video_leads_to_other_files(tmp_path, monkeypatch, mp4, kind):
     monkeypatch.chdir(tmp_path)
     path = misleading(tmp_path, kind, mp4)
     with av.open(str(path)) as container:
@@ -93,9 +88,7 @@ def test_no_video_leads_to_other_files(
         decode_frames(clip(path, 0), where=WHERE)
 
 
-def test_no_part_of_an_archive_leads_to_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mp4: bytes
-) -> None:
+def test_no_part_of_an_archive_leads_to_other_files(tmp_path, monkeypatch, mp4):
     """It has no name, so that a script's names would start at the working directory."""
     monkeypatch.chdir(tmp_path)
     path = misleading(tmp_path, "script", mp4)
@@ -107,14 +100,14 @@ def test_no_part_of_an_archive_leads_to_other_files(
 
 
 @pytest.mark.timeout(120)
-def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+def test_only_plain_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match=rf"^{WHERE}: video {path} cannot be opened: it is no"):
             video_header(path, where=WHERE)
 
 
-def test_confined_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mp4: bytes) -> None:
+def test_confined_videos(tmp_path, monkeypatch, mp4):
     """By the descriptor that was checked: a link that changes later leads nowhere else."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.mp4").write_bytes(mp4)
@@ -134,7 +127,7 @@ def test_confined_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mp4: b
     assert video_header(root / "a.mp4", where=WHERE) == HEADER
 
 
-def test_damaged_files_are_said_to_be_so(tmp_path: Path, mp4: bytes) -> None:
+def test_damaged_files_are_said_to_be_so(tmp_path, mp4):
     """Bytes changed at places of a fixed seed; what can still be decoded is."""
     random, path = np.random.RandomState(5), tmp_path / "a.mp4"
     refused = 0
@@ -156,9 +149,7 @@ ERRORS = (OSError("broken"), IndexError("broken"), OverflowError("broken"), Memo
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_any_error_of_a_decoder_is_damage_to_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mp4: bytes, error: Exception
-) -> None:
+def test_any_error_of_a_decoder_is_damage_to_its_file(tmp_path, monkeypatch, mp4, error):
     (tmp_path / "a.mp4").write_bytes(mp4)
 
     def broken(*_: object, **__: object) -> object:
@@ -170,9 +161,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_file(
 
 
 @pytest.mark.parametrize("header", [HEADER, VideoHeader(2**62, 1e-9, 32, 48)])
-def test_rates_and_lengths_that_no_video_has(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: VideoHeader
-) -> None:
+def test_rates_and_lengths_that_no_video_has(family, tmp_path, monkeypatch, header):
     """Frames are as many as the processor takes at most, or the row is refused."""
     monkeypatch.setattr(video, "video_header", lambda *_, **__: header)
     videos = VideoProcessor(family.processor, family.style)

@@ -120,9 +120,7 @@ def reference(path: Path, processor: Processor) -> list[int]:
 
 @pytest.mark.not_quick
 @pytest.mark.parametrize("kind", FILES)
-def test_tokens_from_the_header_are_the_processors(
-    processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_tokens_from_the_header_are_the_processors(processor, tmp_path, monkeypatch, kind):
     videos = VideoProcessor(processor, TIMESTAMPS)
     for height, width in SIZES:
         path: Medium = FILES[kind](tmp_path, height, width)
@@ -140,18 +138,14 @@ def test_tokens_from_the_header_are_the_processors(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FILES if "turned" in kind])
-def test_turned_images_have_transformers_pixels(
-    processor: Processor, tmp_path: Path, kind: str
-) -> None:
+def test_turned_images_have_transformers_pixels(processor, tmp_path, kind):
     path = FILES[kind](tmp_path, 33, 47)
     with Image.open(path) as image:
         expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     np.testing.assert_array_equal(np.asarray(decode_image(path, where=WHERE)), expected)
 
 
-def test_a_png_that_tells_late_how_it_is_turned_stays_as_it_is(
-    processor: Processor, tmp_path: Path
-) -> None:
+def test_a_png_that_tells_late_how_it_is_turned_stays_as_it_is(processor, tmp_path):
     path = exif_behind_the_pixels(tmp_path, 32, 96)
     with Image.open(path) as image:
         image.load()
@@ -160,7 +154,7 @@ def test_a_png_that_tells_late_how_it_is_turned_stays_as_it_is(
     assert decode_image(path, where=WHERE).size == (96, 32)
 
 
-def test_a_frame_of_an_animation_is_its_first(processor: Processor, tmp_path: Path) -> None:
+def test_a_frame_of_an_animation_is_its_first(processor, tmp_path):
     for name in ("a.gif", "a.png", "a.webp"):
         image = decode_image(animated(name)(tmp_path, 8, 8), where=WHERE)
         red, green, blue = image.getpixel((4, 4))
@@ -169,8 +163,8 @@ def test_a_frame_of_an_animation_is_its_first(processor: Processor, tmp_path: Pa
 
 @pytest.mark.parametrize(("height", "width"), [(1, 300), (300, 1)])
 def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
-    processor: Processor, tmp_path: Path, height: int, width: int
-) -> None:
+    processor, tmp_path, height, width
+):
     path = FILES["png"](tmp_path, height, width)
     with pytest.raises(ValueError, match=r"a\.png cannot be used: .*aspect ratio"):
         KINDS["image"].grid(path, Context(processor, VideoProcessor(processor, TIMESTAMPS), WHERE))
@@ -178,9 +172,7 @@ def test_too_narrow_an_image_is_refused_by_header_and_processor_alike(
         reference(path, processor)
 
 
-def test_transparency_reaches_images_and_frames_of_videos(
-    processor_folder: Path, tmp_path: Path
-) -> None:
+def test_transparency_reaches_images_and_frames_of_videos(processor_folder, tmp_path):
     path = tmp_path / "a.png"
     Image.new("RGBA", (32, 32), (0, 0, 0, 0)).save(path)
     for transparency, expected in (("white", 1.0), ("drop", -1.0)):

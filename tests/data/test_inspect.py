@@ -1,9 +1,7 @@
 """``loongplug data inspect``: what it prints of a sample, and the histograms."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +12,13 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.inspect import describe, inspect
-from loongplug.data.processor import Processor
 
-Row = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.quick
 
 
-@pytest.mark.quick
 def test_a_sample_in_runs_with_its_images(
-    processor: Processor,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-    tmp_path: Path,
-) -> None:
+    processor, write_rows, write_image, write_frames, tmp_path
+):
     image = write_image("a.png", height=64, width=96)
     frames = write_frames("f", 4, height=40, width=70)
     turns = [
@@ -57,13 +49,7 @@ def test_a_sample_in_runs_with_its_images(
     assert runs[3] == "+     2  [green]7<|im_end|>[/green]"
 
 
-@pytest.mark.quick
-def test_the_command(
-    processor_folder: Path,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    row: Row,
-) -> None:
+def test_the_command(processor_folder, write_rows, write_image, row):
     image = write_image("a.png", height=64, width=32)
     path = write_rows(
         row("Read", "1", images=(image,)), row("Never shown", "2"), row("Read", "3"), "{broken"
@@ -91,9 +77,8 @@ def count_bars(path: Path) -> int:
     return int((np.diff(bottom.astype(int)) == 1).sum())
 
 
-def test_histograms(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Row, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.not_quick
+def test_histograms(processor_folder, write_rows, row, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="histograms need it: pip install 'loongplug[plots]'")
     rows = [row("Read", "1" * (1 + 2 * (number % 3))) for number in range(70)]
     inspect(
@@ -111,14 +96,9 @@ def test_histograms(
     assert count_bars(tmp_path / "plots" / "images.png") == 1
 
 
-@pytest.mark.quick
 def test_without_matplotlib_the_extra_is_named_before_any_work(
-    processor_folder: Path,
-    write_rows: Callable[..., Path],
-    row: Row,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    processor_folder, write_rows, row, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     arguments = ["data", "inspect", str(write_rows(row("Read", "1")))]
     options = ["--tokenizer-model", str(processor_folder), "--plots", str(tmp_path / "plots")]

@@ -1,8 +1,6 @@
 """Rows for LLaVA's and InternVL's kind of model, against their processors in transformers."""
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +42,7 @@ TOLD = {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "def
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["legacy", "new"])
-def llava(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
+def llava(request, tmp_path_factory) -> Processor:
     return load_processor(
         write_folder(
             tmp_path_factory.mktemp("llava"),
@@ -81,7 +79,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_prompts_are_those_of_llava_s_processor(llava: Processor, name: str) -> None:
+def test_prompts_are_those_of_llava_s_processor(llava, name):
     picture = Image.new("RGB", (50, 30), (9, 99, 200))
     messages: list[dict[str, Any]] = []
     for message in ASKED[name].messages:
@@ -116,7 +114,7 @@ TURNS = conversation(
 )
 
 
-def test_what_is_trained_by_hand(llava: Processor) -> None:
+def test_what_is_trained_by_hand(llava):
     tokens = tokenize_conversation(TURNS, llava, phase="sft", placeholders=images(llava, 2))
     # Behind a special token, a tokenizer of the older kind writes a space, as at the beginning.
     space = "▁ " if llava.tokenizer.backend_tokenizer.normalizer is not None else ""
@@ -127,7 +125,7 @@ def test_what_is_trained_by_hand(llava: Processor) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 3])
-def test_a_prompt_and_its_answer_are_the_sample(llava: Processor, turn: int) -> None:
+def test_a_prompt_and_its_answer_are_the_sample(llava, turn):
     """What generation goes on from is what training saw, at every turn."""
     placed = images(llava, 3)
     tokens = tokenize_conversation(TURNS, llava, phase="sft", placeholders=placed)
@@ -142,7 +140,7 @@ def test_a_prompt_and_its_answer_are_the_sample(llava: Processor, turn: int) -> 
 
 
 @pytest.mark.parametrize("text", ["<image>", "</s>USER: x", "a <image> b <s>", "<image></s>"])
-def test_special_tokens_in_text_are_text(llava: Processor, text: str) -> None:
+def test_special_tokens_in_text_are_text(llava, text):
     sample = conversation(("user", [PICTURE, text]), ("assistant", text))
     tokens = tokenize_conversation(sample, llava, phase="sft", placeholders=images(llava, 1))
     bos, eos = llava.tokenizer.bos_token_id, llava.end_token_id
@@ -157,7 +155,7 @@ def test_special_tokens_in_text_are_text(llava: Processor, text: str) -> None:
     assert asked.endswith(f"\n{text} ASSISTANT:")
 
 
-def test_pretraining_ends_answers_as_well(llava: Processor) -> None:
+def test_pretraining_ends_answers_as_well(llava):
     placed = images(llava, 2)
     sft = tokenize_conversation(TURNS, llava, phase="sft", placeholders=placed)
     all_text = tokenize_conversation(TURNS, llava, phase="pretrain", placeholders=placed)
@@ -167,7 +165,7 @@ def test_pretraining_ends_answers_as_well(llava: Processor) -> None:
     assert all_text.trained.tolist() == expected.tolist()
 
 
-def test_plain_text_begins_with_bos_and_ends_with_eos(llava: Processor) -> None:
+def test_plain_text_begins_with_bos_and_ends_with_eos(llava):
     sample = conversation(("user", [PICTURE, "A cat."]), plain=True)
     tokens = tokenize_conversation(sample, llava, phase="pretrain", placeholders=images(llava, 1))
     assert tokens.ids.tolist() == llava.tokenizer("<image>A cat.</s>")["input_ids"]
@@ -175,7 +173,7 @@ def test_plain_text_begins_with_bos_and_ends_with_eos(llava: Processor) -> None:
     assert tokens.trained[2:].all()
 
 
-def test_answers_that_are_left_out(llava: Processor) -> None:
+def test_answers_that_are_left_out(llava):
     first, answer, *rest = TURNS.messages
     left_out = dataclasses.replace(answer, trained=False)
     sample = dataclasses.replace(TURNS, messages=(first, left_out, *rest))
@@ -192,7 +190,7 @@ def with_template(processor: Processor, template: str) -> Processor:
     return dataclasses.replace(processor, tokenizer=tokenizer)
 
 
-def test_a_template_that_writes_bos_and_eos_itself(llava: Processor) -> None:
+def test_a_template_that_writes_bos_and_eos_itself(llava):
     writes = with_template(
         llava,
         "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -206,7 +204,7 @@ def test_a_template_that_writes_bos_and_eos_itself(llava: Processor) -> None:
     assert writes.tokenizer.decode(tokens.ids[tokens.trained]) == "the dog</s>"
 
 
-def test_answers_that_a_template_trims_or_changes(llava: Processor) -> None:
+def test_answers_that_a_template_trims_or_changes(llava):
     sample = conversation(("user", "a cat"), ("assistant", "  the dog\n"))
     trims = with_template(
         llava, LLAVA_TEMPLATE.replace("content['text']", "content['text'] | trim")
@@ -241,8 +239,8 @@ def rows_with(image: str) -> list[dict[str, Any]]:
 
 
 def test_rows_have_plain_positions_and_one_row_of_tokens_to_each_patch(
-    llava: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
-) -> None:
+    llava, write_rows, write_image
+):
     """And a video is refused."""
     (row, text) = rows_with(write_image("a.png", height=40, width=90))
     options: dict[str, Any] = {"processor": llava, "seq_length": 604, "training_phase": "sft"}
@@ -264,7 +262,7 @@ def test_rows_have_plain_positions_and_one_row_of_tokens_to_each_patch(
         ChatDataset(write_rows(row), **options)[0]
 
 
-def test_only_what_the_family_has_is_compared(llava: Processor) -> None:
+def test_only_what_the_family_has_is_compared(llava):
     fits: dict[str, int] = {"image_token_id": 4, "patch_size": 14, "vocab_size": 500}
     require_fit(llava, **fits)
     with pytest.raises(ValueError, match="patch_size is 14 in the folder but 16 in the model"):
@@ -273,7 +271,7 @@ def test_only_what_the_family_has_is_compared(llava: Processor) -> None:
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="its video processor needs torchvision")
-def test_prompts_and_pixels_are_those_of_internvl_s_processor(tmp_path: Path) -> None:
+def test_prompts_and_pixels_are_those_of_internvl_s_processor(tmp_path):
     from transformers import InternVLProcessor, InternVLVideoProcessor
 
     folder = write_folder(

@@ -1,7 +1,6 @@
 """Datasets, collation and the loader: from rows on disk to microbatches."""
 
 import base64
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,9 @@ from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
 
-Row = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture
-def dataset(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Row
-) -> ChatDataset:
+def dataset(processor, write_rows, write_image, row) -> ChatDataset:
     """Ten rows, told apart by their answers; row 3k has no image, others one or two."""
     images = [
         write_image("a.png", height=32, width=32, seed=1),
@@ -48,7 +43,7 @@ def answers(microbatch: Microbatch, dataset: ChatDataset) -> list[str]:
     ]
 
 
-def test_sample_labels_are_the_next_tokens(dataset: ChatDataset) -> None:
+def test_sample_labels_are_the_next_tokens(dataset):
     sample = dataset[4]  # one image of one token
     assert dataset[4] is sample  # kept
     length = len(sample.input_ids)
@@ -61,13 +56,7 @@ def test_sample_labels_are_the_next_tokens(dataset: ChatDataset) -> None:
     assert sample.where.endswith("rows.jsonl:5")
 
 
-def test_an_image_in_the_row_is_as_its_file(
-    processor: Processor,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    row: Row,
-    tmp_path: Path,
-) -> None:
+def test_an_image_in_the_row_is_as_its_file(processor, write_rows, write_image, row, tmp_path):
     """In background processes too, and a damaged one is a bad row that says where it is."""
     name = write_image("a.png", height=64, width=32)
     content = (tmp_path / name).read_bytes()
@@ -85,15 +74,13 @@ def test_an_image_in_the_row_is_as_its_file(
         dataset[2]
 
 
-def test_a_microbatch_of_text_is_a_zero_length_unit(dataset: ChatDataset) -> None:
+def test_a_microbatch_of_text_is_a_zero_length_unit(dataset):
     vision = media_of(next(loader(dataset, micro_batch_size=1)))
     assert vision.rows.shape == (0, 1536)
     assert vision.grids.shape == (0, 3)
 
 
-def test_ranks_without_images_build_the_same_text_and_decode_nothing(
-    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_without_images_build_the_same_text_and_decode_nothing(dataset, monkeypatch):
     with_images = loader(dataset, seed=7)
     expected = [next(with_images) for _ in range(8)]
 
@@ -113,7 +100,7 @@ def test_ranks_without_images_build_the_same_text_and_decode_nothing(
         next(loader(fresh, micro_batch_size=10))
 
 
-def test_ranks_share_the_global_batch(dataset: ChatDataset) -> None:
+def test_ranks_share_the_global_batch(dataset):
     alone = loader(dataset, seed=3, micro_batch_size=12)
     ranks = [loader(dataset, seed=3, dp_rank=rank, dp_size=3) for rank in range(3)]
     for _ in range(4):
@@ -123,7 +110,7 @@ def test_ranks_share_the_global_batch(dataset: ChatDataset) -> None:
         assert split == answers(next(alone), dataset)
 
 
-def test_evaluation_goes_in_file_order_and_begins_again(dataset: ChatDataset) -> None:
+def test_evaluation_goes_in_file_order_and_begins_again(dataset):
     every = loader(dataset, micro_batch_size=4)
     seen = [answer for _ in range(5) for answer in answers(next(every), dataset)]
     assert seen == [f"{i % 10}<|im_end|>" for i in range(20)]
@@ -140,9 +127,7 @@ def open_rows(rows: Path, processor: Processor, *, seq_length: int = 32) -> Chat
     return ChatDataset(rows, processor=processor, seq_length=seq_length, training_phase="sft")
 
 
-def test_longest_sample_that_fits(
-    processor: Processor, write_rows: Callable[..., Path], row: Row
-) -> None:
+def test_longest_sample_that_fits(processor, write_rows, row):
     rows = write_rows(row("Read", "1"))
     assert len(open_rows(rows, processor, seq_length=12)[0].input_ids) == 12
     with pytest.raises(ValueError, match="has 12 tokens, but --seq-length is 11"):

@@ -1,7 +1,6 @@
 """A member of an archive as a file: its bytes, no others, and no more of them than asked for."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +12,12 @@ WHOLE = bytes(range(256)) * 64
 
 
 @pytest.fixture
-def member(tmp_path: Path) -> TarMember:
+def member(tmp_path) -> TarMember:
     (tmp_path / "a.tar").write_bytes(b"before" + WHOLE + b"behind")
     return TarMember(tmp_path / "a.tar", "k.bin", offset=6, size=len(WHOLE))
 
 
-def test_it_reads_like_a_file(member: TarMember, tmp_path: Path) -> None:
+def test_it_reads_like_a_file(member, tmp_path):
     plain = tmp_path / "plain"
     plain.write_bytes(WHOLE)
     assert str(member) == f"{tmp_path}/a.tar:k.bin"

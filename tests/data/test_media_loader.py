@@ -3,8 +3,6 @@
 import base64
 import copy
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ from loongplug.data.media_files import InlineFile
 from loongplug.data.media_kinds import extent_of
 from loongplug.data.media_loader import MediaLoader, PixelBytes, UnitLoader
 from loongplug.data.planned_media import MediaBatch
-from loongplug.data.processor import Processor, QwenPatches
+from loongplug.data.processor import QwenPatches
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.platform import current_platform
 
@@ -45,9 +43,7 @@ SETTINGS_OF_VIDEOS = [each for each in SETTINGS if "do_resize" not in each]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_values_are_those_of_transformers_to_the_bit(
-    processor: Processor, settings: dict[str, Any]
-) -> None:
+def test_values_are_those_of_transformers_to_the_bit(processor, settings):
     transform = copy.copy(processor.vision.transform)
     for name, value in settings.items():
         setattr(transform, name, value)
@@ -74,13 +70,8 @@ def unit_of(*media: Any, loader: MediaLoader) -> MediaBatch:
 @pytest.mark.parametrize("settings", SETTINGS_OF_VIDEOS, ids=str)
 @pytest.mark.parametrize("style", [TIMESTAMPS, VideoStyle(timestamps=False)], ids=["3", "2.5"])
 def test_values_of_frames_are_those_of_transformers_to_the_bit(
-    processor: Processor,
-    tmp_path: Path,
-    write_frames: Callable[..., list[str]],
-    style: VideoStyle,
-    settings: dict[str, Any],
-    count: int,
-) -> None:
+    processor, tmp_path, write_frames, style, settings, count
+):
     kind = Qwen3VLVideoProcessor if style.timestamps else Qwen2VLVideoProcessor
     sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
     transform = kind(**sizes, do_sample_frames=False, cap_pixels_per_frame=False, **settings)
@@ -103,11 +94,8 @@ def test_values_of_frames_are_those_of_transformers_to_the_bit(
 
 
 def test_units_of_images_and_videos_are_loaded_as_bytes(
-    processor: Processor,
-    tmp_path: Path,
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-) -> None:
+    processor, tmp_path, write_image, write_frames
+):
     videos = VideoProcessor(processor, TIMESTAMPS)
     loader = MediaLoader(processor, videos=videos)
     images = [
@@ -150,12 +138,8 @@ def test_units_of_images_and_videos_are_loaded_as_bytes(
 
 
 def test_nothing_keeps_an_image_that_stands_in_its_row(
-    processor: Processor,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    row: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-) -> None:
+    processor, write_rows, write_image, row, tmp_path
+):
     """Neither a check nor the cache of pixels, which knows the same image again."""
 
     def kept() -> int:
@@ -178,7 +162,7 @@ def test_nothing_keeps_an_image_that_stands_in_its_row(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_on_a_gpu():
     in_fresh_interpreter(__file__, "decodes_on_a_gpu")
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,11 +15,8 @@ import pytest
 from image_units import media_batch
 from made_media import encoded
 from PIL import Image
-from s3_server import S3
 from surveyed import grids_of, media_in
-from typer.testing import CliRunner
 
-from loongplug.cli import app
 from loongplug.data import object_store
 from loongplug.data.blend import open_rows
 from loongplug.data.conversation import VideoClip
@@ -40,8 +36,6 @@ from loongplug.data.video_files import decode_frames, video_header
 from loongplug.data.workers import Pool, WorkerSettings
 
 WHERE = "rows.jsonl:4"
-
-Row = Callable[..., dict[str, Any]]
 
 
 def picture(height: int, width: int, *, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
@@ -68,7 +62,7 @@ def pixels(data: ChatDataset, index: int) -> Any:
     return loader.load(media, where=WHERE).rows if media else np.zeros(0)
 
 
-def test_a_size_takes_the_first_bytes_alone(s3: S3) -> None:
+def test_a_size_takes_the_first_bytes_alone(s3):
     content = picture(300, 400)
     file = RemoteFile.named(s3.put("a.png", content))
     assert image_size(file, where=WHERE) == (300, 400)
@@ -82,7 +76,7 @@ def test_a_size_takes_the_first_bytes_alone(s3: S3) -> None:
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.*g"))
 
 
-def test_pixels_are_fetched_once_and_anew_when_the_file_changes(s3: S3) -> None:
+def test_pixels_are_fetched_once_and_anew_when_the_file_changes(s3):
     content = picture(32, 48)
     file = RemoteFile.named(s3.put("a.png", content))
     for _ in range(2):
@@ -98,7 +92,7 @@ def test_pixels_are_fetched_once_and_anew_when_the_file_changes(s3: S3) -> None:
     assert decode_image(file, where=WHERE).tobytes() != image.tobytes()
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_mixed(s3: S3) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_mixed(s3):
     file = RemoteFile.named(s3.put("a.bin", bytes(10**6)))
     with open_remote(file, keep=False) as opened:
         opened.read(10)
@@ -109,7 +103,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_mixed(s3: S3) -> None:
 
 
 @pytest.fixture
-def rows(tmp_path: Path, row: Row) -> list[dict[str, Any]]:
+def rows(tmp_path, row) -> list[dict[str, Any]]:
     """Rows with and without an image, which lie beside them."""
     (tmp_path / "images").mkdir()
     (tmp_path / "other").mkdir()
@@ -129,13 +123,7 @@ def require_same(found: ChatDataset, expected: ChatDataset) -> None:
         assert (pixels(found, index) == pixels(expected, index)).all()
 
 
-def test_samples_are_those_of_files_here(
-    s3: S3,
-    rows: list[dict[str, Any]],
-    write_rows: Callable[..., Path],
-    processor: Processor,
-    tmp_path: Path,
-) -> None:
+def test_samples_are_those_of_files_here(s3, rows, write_rows, processor, tmp_path):
     """JSONL, a JSON array and Parquet; media beside them, at a media root and by URLs."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -170,7 +158,7 @@ def test_samples_are_those_of_files_here(
     assert len(dataset("1", lines, "2", str(here), processor=processor)) == 9
 
 
-def test_videos_are_read_by_pieces_and_then_kept(s3: S3, tmp_path: Path) -> None:
+def test_videos_are_read_by_pieces_and_then_kept(s3, tmp_path):
     av = pytest.importorskip("av", reason="video files need PyAV")
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
@@ -197,9 +185,7 @@ def test_videos_are_read_by_pieces_and_then_kept(s3: S3, tmp_path: Path) -> None
     assert len(s3.fetched("a.mp4")) == before
 
 
-def test_images_of_a_sample_are_asked_for_at_one_time(
-    s3: S3, write_rows: Callable[..., Path], row: Row, processor: Processor
-) -> None:
+def test_images_of_a_sample_are_asked_for_at_one_time(s3, write_rows, row, processor):
     urls = tuple(s3.put(f"{n}.png", picture(32, 32, seed=n)) for n in range(12))
     rows = write_rows(row("Read", "1", images=urls), row("Read", "1", images=(*urls[:1], "gone")))
     data = dataset(rows, processor=processor)
@@ -216,9 +202,7 @@ def test_images_of_a_sample_are_asked_for_at_one_time(
         assert (pixels(alone, 0).reshape(-1) == each).all()
 
 
-def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
-    s3: S3, write_rows: Callable[..., Path], row: Row, processor: Processor
-) -> None:
+def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(s3, write_rows, row, processor):
     urls = ("s3://bucket/gone.png", "s3://no-bucket/a.png", "s3://!/a.png", "s3://bucket")
     urls += ("s3://bucket/../../a.png", s3.put("a.png", picture(32, 32)))
     data = dataset(write_rows(*(row("Read", "1", images=(u,)) for u in urls)), processor=processor)
@@ -244,7 +228,7 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
         image_size(RemoteFile.named("s3://bucket/b.jpg"), where=WHERE)
 
 
-def test_no_credentials_and_no_package_are_told(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials_and_no_package_are_told(s3, monkeypatch):
     file = RemoteFile.named(s3.put("a.jsonl", b"{}"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -257,7 +241,7 @@ def test_no_credentials_and_no_package_are_told(s3: S3, monkeypatch: pytest.Monk
         data_copy(file)
 
 
-def test_a_file_that_may_not_be_read_is_the_files_fault(s3: S3) -> None:
+def test_a_file_that_may_not_be_read_is_the_files_fault(s3):
     """What a store says of one file; what it says of the credentials is told apart."""
     file = RemoteFile.named(s3.put("a.png", b""))
 
@@ -280,7 +264,7 @@ def test_a_file_that_may_not_be_read_is_the_files_fault(s3: S3) -> None:
     assert isinstance(object_store._as_told(file, denied, Store()), StoreError)
 
 
-def test_files_of_data_that_cannot_be_read_are_refused(s3: S3) -> None:
+def test_files_of_data_that_cannot_be_read_are_refused(s3):
     s3.put("set/rows.jsonl", b"{}\n")
     s3.put("bad.json", b'[{"text": "a"')
     for url, message in (
@@ -294,17 +278,13 @@ def test_files_of_data_that_cannot_be_read_are_refused(s3: S3) -> None:
             open_rows([url], flag="--data", seed=1)
 
 
-def test_a_chain_of_protocols_is_a_name_like_any_other(
-    write_rows: Callable[..., Path], row: Row, processor: Processor
-) -> None:
+def test_a_chain_of_protocols_is_a_name_like_any_other(write_rows, row, processor):
     path = write_rows(row("Read", "1", images=("simplecache::s3://bucket/a.png",)))
     with pytest.raises(BadSampleError, match=r"no image file at .*/simplecache::s3:/bucket/a\.png"):
         dataset(path, processor=processor)[0]
 
 
-def test_media_are_confined(
-    s3: S3, write_rows: Callable[..., Path], row: Row, processor: Processor, tmp_path: Path
-) -> None:
+def test_media_are_confined(s3, write_rows, row, processor, tmp_path):
     s3.put("set/a.png", picture(32, 32))
     s3.put("set-of-others/a.png", picture(32, 32))
     (tmp_path / "a.png").write_bytes(picture(32, 32))
@@ -329,7 +309,7 @@ def _copied(url: str) -> str:
     return str(data_copy(RemoteFile.named(url)))
 
 
-def test_processes_copy_a_data_file_once(s3: S3) -> None:
+def test_processes_copy_a_data_file_once(s3):
     content = jsonl(*({"text": str(number)} for number in range(10_000)))
     url = s3.put("rows.jsonl", content)
     with get_context("fork").Pool(4) as pool:
@@ -338,9 +318,7 @@ def test_processes_copy_a_data_file_once(s3: S3) -> None:
     assert s3.fetched("rows.jsonl") == [len(content)]
 
 
-def test_forked_processes_have_connections_of_their_own(
-    s3: S3, rows: list[dict[str, Any]], processor: Processor, tmp_path: Path
-) -> None:
+def test_forked_processes_have_connections_of_their_own(s3, rows, processor, tmp_path):
     s3.put_folder(tmp_path / "images", prefix="images")
     data = dataset(s3.put("rows.jsonl", jsonl(*rows)), processor=processor)
     expected = [data[index].input_ids for index in range(3)]  # this process has used the store
@@ -351,22 +329,3 @@ def test_forked_processes_have_connections_of_their_own(
     pool.close()
     for ids, index in zip(found, (0, 1, 2, 2, 0), strict=True):
         np.testing.assert_array_equal(ids, expected[index])
-
-
-def test_check_and_inspect_read_from_there(
-    s3: S3, rows: list[dict[str, Any]], processor: Processor, tmp_path: Path
-) -> None:
-    s3.put_folder(tmp_path / "images", prefix="images")
-    rows[1]["images"] = ["gone.png"]
-    rows[1]["messages"][0]["content"] = "<image>What is it?"
-    url = s3.put("rows.jsonl", jsonl(*rows))
-    folder = ["--tokenizer-model", str(processor.folder)]
-    result = CliRunner().invoke(
-        app, ["data", "check", url, *folder, "--seq-length", "99", "--processes", "2"]
-    )
-    assert result.exit_code == 1, result.output
-    (line,) = result.stdout.splitlines()
-    assert line.startswith(f"{url}:2: no image file at s3://bucket/gone.png")
-    root = ["--media-root", "s3://bucket"]
-    result = CliRunner().invoke(app, ["data", "inspect", url, *folder, *root, "--samples", "3"])
-    assert "image s3://bucket/images/b.png, 48 x 32 pixels" in result.stdout

@@ -1,9 +1,8 @@
 """Packs as the loader gives them: what a row holds, on which rank, and after a resume."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,13 @@ from local_loader import local_loader, require_alike
 from numpy.typing import NDArray
 from surveyed import grids_of, indexed
 
-from loongplug.context.row_parts import Balance, RowParts
+from loongplug.context.row_parts import RowParts
 from loongplug.context.token_split import zigzag
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.packing import Pack, packs_once
-from loongplug.data.processor import Processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.sample import BadSampleError
 from loongplug.data.sample_order import (
@@ -40,9 +38,7 @@ PACKING = Packing(seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD)
 
 
 @pytest.fixture
-def dataset(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any
-) -> ChatDataset:
+def dataset(processor, write_rows, write_image, row) -> ChatDataset:
     """Rows of 11 to 40 tokens, with none, one or two images."""
     images = tuple(
         write_image(f"{side}.png", height=32, width=side, seed=side) for side in (32, 64)
@@ -62,9 +58,7 @@ def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_rows_have_their_samples_and_padding_behind_them(
-    dataset: ChatDataset, packed: bool
-) -> None:
+def test_rows_have_their_samples_and_padding_behind_them(dataset, packed):
     samples = [dataset[i] for i in (2, 0, 1)]
     rows = [samples] if packed else [[sample] for sample in samples]
     (made,) = collate(samples, pad_token_id=7, seq_length=80, packed=packed)
@@ -90,9 +84,7 @@ def test_rows_have_their_samples_and_padding_behind_them(
 @pytest.mark.parametrize(
     ("packed", "balance"), [(True, "zigzag"), (False, "zigzag"), (True, "lpt")]
 )
-def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
-    dataset: ChatDataset, packed: bool, balance: Balance
-) -> None:
+def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(dataset, packed, balance):
     samples = [dataset[i] for i in (2, 0, 1)]
     ids = {"image_encoder": dataset.processor.places("image")}
     how: Any = {"pad_token_id": 7, "seq_length": 84, "packed": packed, "token_ids": ids}
@@ -115,7 +107,7 @@ def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
         assert part.units["image_encoder"].tokens == whole.units["image_encoder"].tokens > 0
 
 
-def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -> None:
+def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset):
     grids = {
         tuple(sample.input_ids): grids_of(sample)
         for sample in map(dataset.__getitem__, range(ROWS))
@@ -126,7 +118,7 @@ def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -
         assert media_of(pack).grids.tolist() == expected
 
 
-def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> None:
+def test_the_last_token_of_a_sample_teaches_nothing(dataset):
     """What follows it is another sample's."""
     pretrain = ChatDataset(
         dataset.rows.path,
@@ -157,7 +149,7 @@ def expected_packs(dataset: ChatDataset) -> list[list[list[int]]]:
     return [[ids[position] for position in pack] for pack in packs]
 
 
-def test_ranks_share_the_planned_packs_in_order(dataset: ChatDataset) -> None:
+def test_ranks_share_the_planned_packs_in_order(dataset):
     expected = expected_packs(dataset)[:9]
     assert max(map(len, expected)) > 2
     ranks = [loader(dataset, dp_rank=rank, dp_size=3) for rank in range(3)]
@@ -167,9 +159,7 @@ def test_ranks_share_the_planned_packs_in_order(dataset: ChatDataset) -> None:
     assert [contents(next(alone)) for _ in range(9)] == expected
 
 
-def test_what_is_before_a_noted_place_is_not_read(
-    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_before_a_noted_place_is_not_read(dataset, monkeypatch):
     whole = loader(dataset)
     for _ in range(6):
         next(whole)
@@ -193,9 +183,7 @@ def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
-    dataset: ChatDataset, processes: int
-) -> None:
+def test_packs_planned_from_an_index_are_the_same_at_the_same_places(dataset, processes):
     known, workers = indexed(dataset), WorkerSettings(processes=processes)
     for rank in range(2):
         ranks = {"dp_rank": rank, "dp_size": 2, "workers": workers}
@@ -209,9 +197,7 @@ def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
 
 @pytest.mark.parametrize("goes_on", ["with", "without"])
 @pytest.mark.parametrize("noted", ["with", "without"])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    dataset: ChatDataset, noted: str, goes_on: str
-) -> None:
+def test_a_run_goes_on_in_the_middle_of_an_epoch(dataset, noted, goes_on):
     """On other ranks, by a place that it noted with an index or without, and by none."""
     data = {"with": indexed(dataset), "without": dataset}
     expected = expected_packs(dataset)
@@ -227,9 +213,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         assert [contents(next(rank)) for _ in range(2) for rank in ranks] == expected[4:10]
 
 
-def test_a_sample_that_cannot_be_used_any_more_leaves_its_room_empty(
-    dataset: ChatDataset,
-) -> None:
+def test_a_sample_that_cannot_be_used_any_more_leaves_its_room_empty(dataset):
     """Its media still have their places there, but nothing is trained on."""
     known, path = indexed(dataset), dataset.rows.path
     gone = dataset[4].input_ids.tolist()
@@ -261,9 +245,7 @@ def planned_packs(lengths: NDArray[np.int32]) -> Iterator[Pack]:
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_packs_of_epochs_hold_all_their_samples_and_are_no_more(
-    dataset: ChatDataset, epochs: int
-) -> None:
+def test_packs_of_epochs_hold_all_their_samples_and_are_no_more(dataset, epochs):
     lengths = lengths_of(dataset)
     count = packs_of_epochs(lengths, seed=5, packing=PACKING, epochs=epochs)
     packs = list(islice(planned_packs(lengths), count))

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from micro.packing import skewed_lengths
 
 from loongplug.data.packing import Pack, PackingState, PackPlanner, packs_once
 
@@ -103,15 +102,3 @@ def test_lengths_and_sizes_that_cannot_be():
         planner.add(-1)
     with pytest.raises(ValueError, match="position 0 has 10 tokens: expected 0 to 9"):
         PackPlanner(seq_length=9, look_ahead=2, state=planner.state)
-    with pytest.raises(ValueError, match="look_ahead is 0"):
-        PackPlanner(seq_length=10, look_ahead=0)
-    with pytest.raises(ValueError, match="seq_length is 0"):
-        PackPlanner(seq_length=0, look_ahead=1)
-
-
-def test_a_skewed_mix_fills_packs_of_8k():
-    lengths = skewed_lengths(20_000, seq_length=8192)
-    assert sum(length < 512 for length in lengths) > 8_000  # skewed, with a tail
-    assert sum(length > 4096 for length in lengths) > 800
-    packs = list(packs_once(lengths, seq_length=8192, look_ahead=256))
-    assert sum(lengths) > 0.98 * 8192 * len(packs)

@@ -1,6 +1,6 @@
 """``--max-pixels`` and its like: grids and pixels follow them, whatever the folder says."""
 
-from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,7 @@ def limited(folder: Path, **limits: int) -> Processor:
     ("limits", "most", "least"),
     [({}, 64, 64), ({"max_pixels": 9 * TOKEN}, 9, 7), ({"min_pixels": 100 * TOKEN}, 121, 100)],
 )
-def test_images(
-    processor_folder: Path, tmp_path: Path, limits: dict[str, int], most: int, least: int
-) -> None:
+def test_images(processor_folder, tmp_path, limits, most, least):
     """The grid that is planned by is the one of the pixels that are made."""
     Image.new("RGB", (256, 256), (9, 9, 9)).save(tmp_path / "a.png")
     processor = limited(processor_folder, **limits)
@@ -41,14 +39,7 @@ def test_images(
 @pytest.mark.parametrize(
     ("style", "tokens"), [(TIMESTAMPS, 2 * 4), (VideoStyle(timestamps=False), 2 * 8)]
 )
-def test_videos(
-    processor_folder: Path,
-    block_processor: Processor,
-    tmp_path: Path,
-    write_frames: Callable[..., list[str]],
-    style: VideoStyle,
-    tokens: int,
-) -> None:
+def test_videos(processor_folder, block_processor, tmp_path, write_frames, style, tokens):
     """Qwen3-VL counts all four frames together, Qwen2.5-VL each."""
     folder = processor_folder if style.timestamps else block_processor.folder
     names = write_frames("f", 4, height=256, width=256)
@@ -57,15 +48,12 @@ def test_videos(
     processor = VideoProcessor(limited(folder, video_max_pixels=16 * TOKEN), style)
     pixels, grid = patches(processor, video, where="row")
     assert processor.grid(video, where="row") == grid
-    assert len(pixels) == grid[0] * grid[1] * grid[2]
+    assert len(pixels) == prod(grid)
     assert free[1] * free[2] > grid[1] * grid[2]
-    assert grid[0] * grid[1] * grid[2] / 4 <= tokens * 2
+    assert prod(grid) / 4 <= tokens * 2
     image = tmp_path / names[0]  # images are as the folder says
-    assert KINDS["image"].grid(image, Context(processor._processor, processor, "row")) == (
-        1,
-        16,
-        16,
-    )
+    context = Context(processor._processor, processor, "row")
+    assert KINDS["image"].grid(image, context) == (1, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +65,7 @@ def test_videos(
         ({"video_max_pixels": 5}, "--video-max-pixels 5"),
     ],
 )
-def test_limits_that_leave_no_size(
-    processor_folder: Path, limits: dict[str, int], message: str
-) -> None:
+def test_limits_that_leave_no_size(processor_folder, limits, message):
     """They are told before a row is read, of videos too."""
     with pytest.raises(ValueError, match=message):
         VideoProcessor(limited(processor_folder, **limits), TIMESTAMPS)

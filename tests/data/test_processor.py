@@ -9,14 +9,14 @@ from digits.tasks import WORDS
 from transformers import AutoTokenizer
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
-from loongplug.data.processor import Processor, require_fit
+from loongplug.data.processor import require_fit
 from loongplug.data.processor_folder import load_processor
 from loongplug.verify.tiny_processor import VOCAB_SIZE, build_tokenizer
 
 pytestmark = pytest.mark.quick
 
 
-def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
+def test_ids_that_the_models_yaml_carries(processor):
     """These numbers stand in configs: a change here must be made there."""
     assert processor.pad_token_id == 0
     assert processor.end_token_id == 2
@@ -34,9 +34,7 @@ def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
 TOKENIZER = build_tokenizer(words=WORDS)
 
 
-def test_the_export_keeps_loading_next_to_a_models_config(
-    processor_folder: Path, tmp_path: Path
-) -> None:
+def test_the_export_keeps_loading_next_to_a_models_config(processor_folder, tmp_path):
     """A config.json of Qwen3-VL makes AutoTokenizer think of Qwen's own tokenizer class."""
     shutil.copytree(processor_folder, tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
@@ -47,13 +45,13 @@ def test_the_export_keeps_loading_next_to_a_models_config(
 
 
 @pytest.fixture
-def folder(processor_folder: Path, tmp_path: Path) -> Path:
+def folder(processor_folder, tmp_path) -> Path:
     """A copy to be changed."""
     return Path(shutil.copytree(processor_folder, tmp_path / "folder"))
 
 
-def test_missing_folder_names_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"No tokenizer folder at .*gone.*tokenizer\.json"):
+def test_missing_folder_names_what_was_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"No tokenizer in .*gone.*tokenizer\.json"):
         load_processor(tmp_path / "gone")
 
 
@@ -65,14 +63,14 @@ def test_missing_folder_names_what_was_looked_for(tmp_path: Path) -> None:
         (("chat_template.jinja",), "has no chat template"),
     ],
 )
-def test_missing_files_are_named(folder: Path, removed: tuple[str, ...], message: str) -> None:
+def test_missing_files_are_named(folder, removed, message):
     for name in removed:
         (folder / name).unlink()
     with pytest.raises(ValueError, match=message):
         load_processor(folder)
 
 
-def test_tokenizer_of_a_text_model_is_refused(folder: Path) -> None:
+def test_tokenizer_of_a_text_model_is_refused(folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = folder / name
         path.write_text(path.read_text().replace("<|image_pad|>", "<|other|>"))
@@ -80,7 +78,7 @@ def test_tokenizer_of_a_text_model_is_refused(folder: Path) -> None:
         load_processor(folder)
 
 
-def test_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:
+def test_tokenizer_without_an_end_token_is_refused(folder):
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     del config["eos_token"]
@@ -101,7 +99,7 @@ FITTING = {
 }
 
 
-def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor: Processor) -> None:
+def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor):
     require_fit(processor, **FITTING)
     with pytest.raises(ValueError, match="does not fit the model") as error:
         require_fit(processor, **FITTING | {"image_token_id": 151655, "vocab_size": 64})
@@ -111,7 +109,7 @@ def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor: Process
 
 
 @pytest.mark.parametrize("name", [name for name in FITTING if name != "vocab_size"])
-def test_every_number_is_compared(processor: Processor, name: str) -> None:
+def test_every_number_is_compared(processor, name):
     with pytest.raises(ValueError, match=f"{name} is"):
         require_fit(processor, **FITTING | {name: 99})
 
@@ -129,9 +127,7 @@ def test_every_number_is_compared(processor: Processor, name: str) -> None:
         ("rescale_factor", 0, "rescale_factor 0"),
     ],
 )
-def test_pixels_that_would_not_be_finite_are_refused(
-    setting: str, value: object, said: str, folder: Path
-) -> None:
+def test_pixels_that_would_not_be_finite_are_refused(setting, value, said, folder):
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), setting: value}))
     with pytest.raises(ValueError, match=f"The image processor in {folder} has {said}"):
@@ -147,18 +143,14 @@ def test_pixels_that_would_not_be_finite_are_refused(
         ("config.json", b'{"model_type": "qwen3_vl", "text_config": 5}'),
     ],
 )
-def test_a_damaged_file_of_the_folder_is_an_error_of_the_folder(
-    name: str, content: bytes, folder: Path
-) -> None:
+def test_a_damaged_file_of_the_folder_is_an_error_of_the_folder(name, content, folder):
     (folder / name).write_bytes(content)
     said = rf"\.json in {folder}, or what stands beside it|{folder}/{name} is not JSON"
     with pytest.raises(ValueError, match=said):
         load_processor(folder)
 
 
-def test_a_folders_own_code_is_not_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folders_own_code_is_not_run(folder, tmp_path, monkeypatch):
     """Nor is anybody asked for leave to run it, who here would say yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = json.loads((folder / "tokenizer_config.json").read_text())

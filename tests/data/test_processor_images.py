@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,7 @@ def fixed(processor: Processor) -> FixedPatches:
         (PADDED, LlavaImageProcessorPil, 336, 576),
     ],
 )
-def test_rows_put_together_are_the_pixels_of_transformers(
-    tmp_path: Path, config: dict[str, Any], kind: Any, side: int, tokens: int
-) -> None:
+def test_rows_put_together_are_the_pixels_of_transformers(tmp_path, config, kind, side, tokens):
     processor = llava(tmp_path, config)
     images = fixed(processor)
     pictures = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
@@ -107,9 +104,7 @@ def test_rows_put_together_are_the_pixels_of_transformers(
 @pytest.mark.parametrize(
     ("height", "width", "tiles"), [(448, 448, 1), (400, 900, 3), (900, 300, 4)]
 )
-def test_internvl_s_tiles_in_merge_block_order(
-    tmp_path: Path, height: int, width: int, tiles: int
-) -> None:
+def test_internvl_s_tiles_in_merge_block_order(tmp_path, height, width, tiles):
     processor = internvl(tmp_path)
     images = fixed(processor)
     assert images.spatial_merge_size == 2
@@ -129,20 +124,7 @@ def test_internvl_s_tiles_in_merge_block_order(
         assert torch.equal(by_tile[-1, place], patch)
 
 
-def test_tokens_of_an_image(tmp_path: Path, write_image: Callable[..., str]) -> None:
-    path = tmp_path / write_image("a.png", height=400, width=900)
-    for processor, runs, text in (
-        (llava(tmp_path / "clip", CLIP), 576, "<image>"),
-        (llava(tmp_path / "siglip", SIGLIP), 729, "<image>"),
-        (internvl(tmp_path / "tiles"), 3 * 256, "<img><IMG_CONTEXT></img>"),
-    ):
-        videos = VideoProcessor(processor, TIMESTAMPS)
-        grid = KINDS["image"].grid(path, Context(processor, videos, "here"))
-        stands = KINDS["image"].placeholder(path, grid, Context(processor, videos))
-        assert (stands.run, stands.text) == (runs, text)
-
-
-def test_one_tile_where_the_folder_is_not_internvl_s(tmp_path: Path) -> None:
+def test_one_tile_where_the_folder_is_not_internvl_s(tmp_path):
     """The class of the whole asks for tiles; without it, the image processor's own word counts."""
     folder = write_folder(
         tmp_path, internvl_tokenizer(), {**TILES, "processor_class": "Other"}, model=INTERNVL
@@ -150,14 +132,14 @@ def test_one_tile_where_the_folder_is_not_internvl_s(tmp_path: Path) -> None:
     assert load_processor(folder).images.grid(400, 900) == (1, 32, 32)
 
 
-def test_the_marks_around_an_image_are_not_trained(tmp_path: Path) -> None:
+def test_the_marks_around_an_image_are_not_trained(tmp_path):
     processor = internvl(tmp_path)
     ids = [processor.tokenizer.convert_tokens_to_ids(t) for t in ("<img>", "</img>")]
     assert set(processor.token_ids.values()) == {*ids, processor.token_ids["image_token_id"]}
     assert processor.places("image", "video") == (processor.token_ids["image_token_id"],)
 
 
-def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
+def test_where_patch_sizes_come_from(tmp_path):
     tokenizer = llama_tokenizer(legacy=True)
     bare = write_folder(tmp_path / "bare", tokenizer, CLIP)
     with pytest.raises(ValueError, match=r"does not say how large patches are, .*config\.json"):
@@ -171,7 +153,7 @@ def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
     assert load_processor(both).vision.patch_size == 14
 
 
-def test_sizes_of_configs() -> None:
+def test_sizes_of_configs():
     assert PatchSizes.of_config({}) is None
     assert PatchSizes.of_config(PATCH_14) == PatchSizes(patch_size=14)
     expected = PatchSizes(patch_size=14, spatial_merge_size=2)
@@ -204,12 +186,12 @@ def test_sizes_of_configs() -> None:
         ({"image_std": [0.5, 0, 0.5]}, "image_std"),
     ],
 )
-def test_folders_that_cannot_be_used(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_folders_that_cannot_be_used(tmp_path, config, said):
     with pytest.raises(ValueError, match=f"The image processor in {tmp_path} .*{said}"):
         llava(tmp_path, {**CLIP, **config})
 
 
-def test_a_folder_for_images_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_a_folder_for_images_of_another_size_is_refused(tmp_path):
     """Whether its config.json says so or the model that is trained."""
     said = f"The image processor in {tmp_path} .* 336 x 336 pixels, but the model takes 224 x 224"
     model = {**PATCH_14, "vision_config": {"patch_size": 14, "image_size": 224}}
@@ -223,7 +205,7 @@ def test_a_folder_for_images_of_another_size_is_refused(tmp_path: Path) -> None:
     assert load_processor(folder, patch_sizes=fits).images.grid(9, 9) == (1, 24, 24)
 
 
-def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_template_in_a_file_of_its_own(tmp_path):
     """As older folders have it; one of the tokenizer's stands above it."""
     folder = write_folder(tmp_path, llama_tokenizer(legacy=True), CLIP, model=PATCH_14)
     template = (folder / "chat_template.jinja").read_text()
@@ -235,12 +217,12 @@ def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert "chat_template.json" in processor_digest(folder)
 
 
-def test_frames_that_are_not_whole_visual_tokens(tmp_path: Path) -> None:
+def test_frames_that_are_not_whole_visual_tokens(tmp_path):
     with pytest.raises(ValueError, match="462 x 462 pixels, which are not whole visual tokens"):
         internvl(tmp_path, {**TILES, "size": {"height": 462, "width": 462}})
 
 
-def test_a_folder_whose_images_have_another_number_of_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_folder_whose_images_have_another_number_of_tokens_is_refused(tmp_path):
     said = {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "full"}
     folder = write_folder(tmp_path, llama_tokenizer(legacy=True), CLIP, model=PATCH_14, **said)
     with pytest.raises(ValueError, match="another number of tokens than patches"):
@@ -252,20 +234,18 @@ def test_a_folder_whose_images_have_another_number_of_tokens_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("limits", [{"min_pixels": 100}, {"max_pixels": 10**6}])
-def test_limits_of_pixels_are_refused(tmp_path: Path, limits: dict[str, int]) -> None:
+def test_limits_of_pixels_are_refused(tmp_path, limits):
     with pytest.raises(ValueError, match="makes all 336 x 336 pixels: leave them out"):
         llava(tmp_path, CLIP, pixel_limits=PixelLimits(**limits))
 
 
-def test_limits_of_videos_are_refused(tmp_path: Path) -> None:
+def test_limits_of_videos_are_refused(tmp_path):
     processor = llava(tmp_path, CLIP, pixel_limits=PixelLimits(video_max_pixels=10**6))
     with pytest.raises(ValueError, match="this model takes no videos: leave these flags out"):
         VideoProcessor(processor, TIMESTAMPS)
 
 
-def test_images_that_would_grow_without_bound_are_refused_by_their_header(
-    tmp_path: Path,
-) -> None:
+def test_images_that_would_grow_without_bound_are_refused_by_their_header(tmp_path):
     Image.new("L", (2, 402)).save(tmp_path / "narrow.png")
     for name, config in (("clip", CLIP), ("padded", PADDED)):
         processor = llava(tmp_path / name, config)
@@ -281,7 +261,7 @@ def test_images_that_would_grow_without_bound_are_refused_by_their_header(
     assert llava(tmp_path / "siglip", SIGLIP).images.grid(1, 10_000) == (1, 27, 27)
 
 
-def test_qwen_s_folders_stay_qwen_s(processor: Processor, tmp_path: Path) -> None:
+def test_qwen_s_folders_stay_qwen_s(processor, tmp_path):
     """Also those that do not name their image processor, and whatever config.json says."""
     shutil.copytree(processor.folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "preprocessor_config.json"

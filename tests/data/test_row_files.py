@@ -1,8 +1,6 @@
 import json
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +14,7 @@ from loongplug.data.sample import bad_as
 pytestmark = pytest.mark.quick
 
 
-def test_reads_rows_in_any_order_and_keeps_line_numbers(tmp_path: Path) -> None:
+def test_reads_rows_in_any_order_and_keeps_line_numbers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"a": "é"}\n\n  \r\n{"a": 2}\r\n{"a": 3}'.encode())
     index = JsonlIndex(path)
@@ -26,7 +24,7 @@ def test_reads_rows_in_any_order_and_keeps_line_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["written to", "replaced", "removed"])
-def test_a_file_that_changes_is_no_bad_row(tmp_path: Path, change: str) -> None:
+def test_a_file_that_changes_is_no_bad_row(tmp_path, change):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     rows = JsonlIndex(path)
@@ -49,14 +47,14 @@ def test_a_file_that_changes_is_no_bad_row(tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_empty_file_is_refused(tmp_path: Path, content: str) -> None:
+def test_empty_file_is_refused(tmp_path, content):
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"rows\.jsonl has no rows"):
         JsonlIndex(path)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"No data file at .*nothing\.jsonl"):
         JsonlIndex(tmp_path / "nothing.jsonl")
 
@@ -77,7 +75,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_line_names_its_place(write_rows: Callable[..., Path], line: str, message: str) -> None:
+def test_bad_line_names_its_place(write_rows, line, message):
     index = JsonlIndex(write_rows("{}", line))
     assert index.read(0) == {}
     with pytest.raises(ValueError, match=message):
@@ -88,7 +86,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def sized(tmp_path: Path) -> Callable[..., JsonlIndex]:
+def sized(tmp_path) -> Callable[..., JsonlIndex]:
     """A file of rows with so many bytes, each behind a small one, and a limit of 1 MiB."""
 
     def write(*sizes: int, end: bytes = b"\n") -> JsonlIndex:
@@ -102,9 +100,7 @@ def sized(tmp_path: Path) -> Callable[..., JsonlIndex]:
 
 @pytest.mark.not_quick
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n" * (MIB + 7)])
-def test_rows_up_to_the_limit_are_read_and_larger_ones_are_refused(
-    sized: Callable[..., JsonlIndex], end: bytes
-) -> None:
+def test_rows_up_to_the_limit_are_read_and_larger_ones_are_refused(sized, end):
     index = sized(MIB, MIB + 1, MIB, 3 * MIB, end=end)
     for number in (0, 1, 2, 4, 5, 6):
         assert len(index.read(number)) in (0, 1)
@@ -124,9 +120,7 @@ def most_held(act: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_of_a_row_above_the_limit_no_more_than_the_limit_is_read(
-    sized: Callable[..., JsonlIndex],
-) -> None:
+def test_of_a_row_above_the_limit_no_more_than_the_limit_is_read(sized):
     index = sized(5 * MIB)
 
     def refused() -> None:
@@ -138,7 +132,7 @@ def test_of_a_row_above_the_limit_no_more_than_the_limit_is_read(
 
 class TestArray:
     @pytest.mark.parametrize("indent", [None, 2])
-    def test_its_elements_are_rows(self, tmp_path: Path, indent: int | None) -> None:
+    def test_its_elements_are_rows(self, tmp_path, indent):
         rows = [{"a": 'é ] } , \\" \n'}, {"b": [{}, [1]]}, {}, {"c": "中" * 50}]
         path = tmp_path / "rows.json"
         text = json.dumps(rows, indent=indent, ensure_ascii=False)
@@ -153,9 +147,7 @@ class TestArray:
         rows=st.lists(st.dictionaries(st.text(max_size=9), st.text(max_size=30)), max_size=9),
         indent=st.sampled_from([None, 0, 3]),
     )
-    def test_whatever_stands_in_its_strings(
-        self, tmp_path_factory: pytest.TempPathFactory, rows: Any, indent: int | None
-    ) -> None:
+    def test_whatever_stands_in_its_strings(self, tmp_path_factory, rows, indent):
         path = tmp_path_factory.mktemp("array") / "rows.json"
         path.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
         assert len(list(scan_array(path))) == len(rows)
@@ -174,15 +166,13 @@ class TestArray:
             ('[{"a": 1}]\n{"a": 2}', "rows.json:2: something behind the array's end"),
         ],
     )
-    def test_what_is_no_array_names_its_place(
-        self, tmp_path: Path, text: str, message: str
-    ) -> None:
+    def test_what_is_no_array_names_its_place(self, tmp_path, text, message):
         path = tmp_path / "rows.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             JsonlIndex(path)
 
-    def test_a_bad_row_is_one_bad_row(self, tmp_path: Path) -> None:
+    def test_a_bad_row_is_one_bad_row(self, tmp_path):
         """Only what is asked for is parsed; rows in one line are told apart."""
         path = tmp_path / "rows.json"
         path.write_text('\ufeff[{"a": 1}, {"a": nothing}, {"a": 3}]', encoding="utf-8")
@@ -191,13 +181,13 @@ class TestArray:
         with pytest.raises(ValueError, match=r"rows.json:1 row 2: not JSON .* Each element must"):
             index.read(1)
 
-    def test_a_large_row_is_passed_over_without_its_being_kept(self, tmp_path: Path) -> None:
+    def test_a_large_row_is_passed_over_without_its_being_kept(self, tmp_path):
         path = tmp_path / "rows.json"
         path.write_text(json.dumps([{"a": "x" * 2**22}, {"a": [[]] * 2**20}, {"a": 2}]))
         assert most_held(lambda: list(scan_array(path))) < 2**20
         assert len(list(scan_array(path))) == 3
 
-    def test_a_row_above_the_limit_is_refused(self, tmp_path: Path) -> None:
+    def test_a_row_above_the_limit_is_refused(self, tmp_path):
         path = tmp_path / "rows.json"
         path.write_text(json.dumps([{"a": 1}, {"a": "x" * 2**20}, {"a": 2}]))
         index = JsonlIndex(path, access=RowAccess(max_row_mib=1))

@@ -1,7 +1,5 @@
 """How long padded rows are, by the lengths of the samples alone."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,6 @@ from local_loader import local_source
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, RowLengths
-from loongplug.data.processor import Processor
 from loongplug.data.sample import RowExtent
 from loongplug.data.sample_order import StepSizes
 from loongplug.training.rank_data import row_lengths_of
@@ -27,18 +24,16 @@ def texts(*lengths: int) -> list[list[Any]]:
     ("parts", "lengths", "expected"),
     [(1, (3, 17), 24), (1, (24,), 24), (3, (17,), 24), (4, (33,), 64), (1, (0, 0), 8)],
 )
-def test_a_row_has_room_for_the_longest_and_ranks_share_it(
-    parts: int, lengths: tuple[int, ...], expected: int
-) -> None:
+def test_a_row_has_room_for_the_longest_and_ranks_share_it(parts, lengths, expected):
     assert RowLengths(parts=parts).of(texts(*lengths), longest=100) == expected
 
 
-def test_a_row_is_never_longer_than_the_run_s() -> None:
+def test_a_row_is_never_longer_than_the_run_s():
     assert RowLengths(parts=4).of(texts(41), longest=60) == 60
 
 
 @pytest.fixture
-def dataset(processor: Processor, write_rows: Callable[..., Path], row: Any) -> ChatDataset:
+def dataset(processor, write_rows, row) -> ChatDataset:
     rows = [row("Read. " * (1 + 5 * (number % 4)), str(number)) for number in range(8)]
     return ChatDataset(write_rows(*rows), processor=processor, seq_length=200, training_phase="sft")
 
@@ -57,7 +52,7 @@ def shapes(loader: Any) -> list[tuple[int, ...]]:
     return [(each.split.length, *each.lengths) for each in (next(loader) for _ in range(4))]
 
 
-def test_a_microbatch_s_rows_or_a_step_s_have_one_length(dataset: ChatDataset) -> None:
+def test_a_microbatch_s_rows_or_a_step_s_have_one_length(dataset):
     own, by_step = (shapes(loader_of(dataset, by_step=each)) for each in (False, True))
     assert [lengths for _, *lengths in own] == [lengths for _, *lengths in by_step]
     assert [length for length, *_ in own] == [-(-max(each) // 8) * 8 for _, *each in own]
@@ -68,9 +63,7 @@ def test_a_microbatch_s_rows_or_a_step_s_have_one_length(dataset: ChatDataset) -
 
 
 @pytest.mark.parametrize("by_step", [False, True])
-def test_who_makes_some_samples_of_a_microbatch_makes_rows_as_long(
-    dataset: ChatDataset, by_step: bool
-) -> None:
+def test_who_makes_some_samples_of_a_microbatch_makes_rows_as_long(dataset, by_step):
     """Encoders on ranks of their own, of each microbatch a piece."""
     whole = shapes(loader_of(dataset, by_step=by_step))
     first = shapes(loader_of(dataset, by_step=by_step, only=range(1)))
@@ -118,5 +111,5 @@ TP2 = {"tensor_model_parallel_size": 2}
     ],
     ids=str,
 )
-def test_a_run_s_layout_decides(given: dict[str, Any], expected: RowLengths | None) -> None:
+def test_a_run_s_layout_decides(given, expected):
     assert row_lengths_of(arguments(**given)) == expected

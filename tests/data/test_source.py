@@ -1,10 +1,9 @@
 """Steps of a source, and what becomes of them: numbers, who encodes what, one object a chunk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from loongplug.data.planned_media import (
     PlannedMicrobatch,
     PlannedUnit,
 )
-from loongplug.data.processor import Processor
 from loongplug.data.sample import BadSample, Grid, Sample
 from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
@@ -40,9 +38,7 @@ GROWS = StepSizes(sizes=((0, 2), (5, 6)))  # steps of 1, 1, 1, 3, 3 microbatches
 
 
 @pytest.fixture
-def dataset(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Any
-) -> ChatDataset:
+def dataset(processor, write_rows, write_image, row) -> ChatDataset:
     """Eight rows with none, one or two images."""
     images = [write_image(f"{n}.png", height=32, width=32 * n, seed=n) for n in (1, 2)]
     rows = [row("Read.", str(n), images=tuple(images[: n % 3])) for n in range(8)]
@@ -85,7 +81,7 @@ def numbers(steps: int, source: LocalSource) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_microbatch_has_its_number_in_its_step(dataset: ChatDataset, processes: int) -> None:
+def test_a_microbatch_has_its_number_in_its_step(dataset, processes):
     workers = WorkerSettings(processes=processes)
     expected = [[0], [0], [0], [0, 1, 2], [0, 1, 2]]
     whole = source(dataset, workers=workers)
@@ -100,7 +96,7 @@ def test_a_microbatch_has_its_number_in_its_step(dataset: ChatDataset, processes
     assert [next(each).number for _ in range(6)] == [0, 0, 0, 0, 1, 2]
 
 
-def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDataset) -> None:
+def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset):
     """Without reading the text of a step before its first microbatch is asked for."""
     read = reads_of(dataset)
     encoders = image_units(assignment=Assignment(replicas=2), loads=(1,))
@@ -129,7 +125,7 @@ def last_to_the_first(media: Sequence[Sequence[Grid]], *, replicas: int) -> list
     ]
 
 
-def test_what_is_left_at_a_step_s_end_is_shared(dataset: ChatDataset) -> None:
+def test_what_is_left_at_a_step_s_end_is_shared(dataset):
     """Its text is read together, and not before the others are taken."""
     read = reads_of(dataset)
     encoders = image_units(assignment=Assignment(replicas=3, by_cost=last_to_the_first))
@@ -141,9 +137,7 @@ def test_what_is_left_at_a_step_s_end_is_shared(dataset: ChatDataset) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
-    dataset: ChatDataset, processes: int
-) -> None:
+def test_what_is_planned_together_is_compared_before_any_of_it_is_given(dataset, processes):
     """Also of what is read ahead, in the order of the replica's microbatches; here in the end."""
     compared: list[tuple[int, tuple[Sample, ...]]] = []
 
@@ -180,9 +174,7 @@ def test_what_is_planned_together_is_compared_before_any_of_it_is_given(
     assert places[: len(given)] == [[sample.where for sample in samples] for samples in given]
 
 
-def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(
-    dataset: ChatDataset,
-) -> None:
+def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(dataset):
     assignment = Assignment(replicas=9, by_cost=last_to_the_first)
     found = [
         list(
@@ -210,7 +202,7 @@ def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(
     assert shared > 0
 
 
-def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:
+def test_chunks_share_the_text_that_they_consume(dataset):
     """Whichever asks first; pixels are the first chunk's."""
     needs = [TextNeeds.of_stage(first=first, last=not first, balances=False) for first in (1, 0)]
     both = loader_of(source(dataset), dataset, needs=needs)
@@ -231,9 +223,7 @@ def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:
 
 
 @pytest.fixture
-def mixed(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
-) -> ChatDataset:
+def mixed(processor, write_rows, write_image) -> ChatDataset:
     """Eight rows: with an image, a video, both in either order, or none."""
     image = {"type": "image", "image": write_image("a.png", height=32, width=32)}
     frames = [write_image(f"f{n}.png", height=32, width=64, seed=n) for n in (1, 2)]
@@ -262,7 +252,7 @@ def steps_of(source: LocalSource, count: int = 5) -> list[PlannedMicrobatch]:
     return [planned for _ in range(count) for planned in source.next_step()]
 
 
-def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
+def test_each_encoder_has_the_media_of_its_kinds(mixed):
     """Together they have what one that takes all has, in the order of the text."""
     seen = {ENCODER: 0, FILMS: 0}
     for planned, whole in zip(
@@ -284,7 +274,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_units_are_loaded_in_any_order(mixed: ChatDataset, processes: int) -> None:
+def test_units_are_loaded_in_any_order(mixed, processes):
     steps = source(mixed, encoders=apart(), workers=WorkerSettings(processes=processes))
     expected = source(mixed, encoders=apart())
     try:
@@ -298,9 +288,7 @@ def test_units_are_loaded_in_any_order(mixed: ChatDataset, processes: int) -> No
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_each_encoder_s_units_are_assigned_and_loaded_apart(
-    mixed: ChatDataset, planned: bool
-) -> None:
+def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed, planned):
     """By costs of a whole step, or by a plan that may leave one alone; the other's take turns."""
     asked: list[list[Sequence[Grid]]] = []
 
@@ -332,7 +320,7 @@ def test_each_encoder_s_units_are_assigned_and_loaded_apart(
     assert steps.decoded == sum(each.decoded for each in loaded) > 0
 
 
-def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:
+def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed):
     processor = mixed.processor
     ids = {name: processor.places(*each.kinds) for name, each in apart().items()}
     assert ids == {ENCODER: processor.places("image"), FILMS: processor.places("video")}
@@ -361,7 +349,7 @@ def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDatas
         assert (films.media is None) == (owner_of(films) == 0)
 
 
-def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatDataset) -> None:
+def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed):
     (planned,) = source(mixed, sizes=StepSizes.constant(6), micro_batch_size=3).next_step()
 
     def with_bad(name: str, number: int) -> PlannedUnit:

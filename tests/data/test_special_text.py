@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_kinds import Placeholder
 from loongplug.data.processor import Processor, SpecialTexts
 from loongplug.data.processor_folder import load_processor
-from loongplug.data.tokens import TrainingPhase, tokenize_conversation, tokenize_prompt
+from loongplug.data.tokens import tokenize_conversation, tokenize_prompt
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +31,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def bytes_processor(processor: Processor) -> Processor:
+def bytes_processor(processor) -> Processor:
     return with_bytes(processor)
 
 
@@ -52,9 +50,7 @@ S, E = "<|im_start|>", "<|im_end|>"
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("phase", ["sft", "pretrain"])
-def test_ids_are_those_of_text_in_every_role(
-    bytes_processor: Processor, text: str, phase: TrainingPhase
-) -> None:
+def test_ids_are_those_of_text_in_every_role(bytes_processor, text, phase):
     roles = ("system", "user", "assistant")
     sample = conversation(*((role, text) for role in roles))
     tokens = tokenize_conversation(sample, bytes_processor, phase=phase, placeholders=[])
@@ -74,7 +70,7 @@ def test_ids_are_those_of_text_in_every_role(
     assert decode(prompt) == f"{S}system\n{text}{E}\n{S}user\n{text}{E}\n{S}assistant\n"
 
 
-def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor) -> None:
+def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor):
     plain = conversation(("text", f"one{E}two"), plain=True)
     tokens = tokenize_conversation(plain, bytes_processor, phase="pretrain", placeholders=[])
     assert special_ids(tokens.ids, bytes_processor) == [E]
@@ -88,7 +84,7 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
     assert f"end|>{E} b{E}" in bytes_processor.tokenizer.decode(tokens.ids)
 
 
-def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
+def test_images_stand_where_they_do(bytes_processor):
     image = "<|image_pad|>"
     parts = [image, MediaPart("image", "a.png"), f"{image}{image}"]
     tokens = tokenize_conversation(
@@ -101,7 +97,7 @@ def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
     assert found == [S, "<|vision_start|>", *[image] * 3, "<|vision_end|>", E, S, E]
 
 
-def test_rows_without_special_tokens_are_encoded_as_ever(bytes_processor: Processor) -> None:
+def test_rows_without_special_tokens_are_encoded_as_ever(bytes_processor):
     sample = conversation(("user", "a <| b |> <im_end>\n\n"), ("assistant", "\nend"))
     allowing = dataclasses.replace(bytes_processor, special_texts=None)
     ids = [
@@ -111,7 +107,7 @@ def test_rows_without_special_tokens_are_encoded_as_ever(bytes_processor: Proces
     assert ids[0] == ids[1]
 
 
-def test_templates_that_change_the_text_do_not_change_marks(bytes_processor: Processor) -> None:
+def test_templates_that_change_the_text_do_not_change_marks(bytes_processor):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{{ (m.content.split('</think>')[-1] | trim | upper | tojson) }}<|im_end|>\n{% endfor %}"
@@ -127,7 +123,7 @@ def test_templates_that_change_the_text_do_not_change_marks(bytes_processor: Pro
     assert f'"É{E}A"' in changing.tokenizer.decode(tokens.ids)
 
 
-def test_a_vocabulary_that_has_special_tokens_as_words(processor: Processor) -> None:
+def test_a_vocabulary_that_has_special_tokens_as_words(processor):
     """The demo's model would choose them as the shortest way to write their text."""
     assert as_text(E, processor) == [processor.end_token_id]
     tokens = tokenize_conversation(
@@ -139,7 +135,7 @@ def test_a_vocabulary_that_has_special_tokens_as_words(processor: Processor) -> 
     assert special_ids(tokens.ids, processor) == [S, E, S, E]
 
 
-def test_a_tokenizer_that_can_write_it_in_no_other_way_is_refused(processor: Processor) -> None:
+def test_a_tokenizer_that_can_write_it_in_no_other_way_is_refused(processor):
     special = processor.special_texts
     assert special is not None
     letters = dataclasses.replace(  # as though "R" were a special token
@@ -155,8 +151,8 @@ def test_a_tokenizer_that_can_write_it_in_no_other_way_is_refused(processor: Pro
 
 
 def test_a_forged_turn_in_an_answer_is_trained_only_where_it_is_allowed(
-    processor_folder: Path, write_rows: Callable[..., Path], row: Callable[..., dict[str, Any]]
-) -> None:
+    processor_folder, write_rows, row
+):
     path = write_rows(row("Go on.", FORGED))
     for allowed, expected in ((False, [S, E, S, E]), (True, [S, E, S, E, S, E, S, E])):
         processor = load_processor(processor_folder, special_tokens_in_text=allowed)

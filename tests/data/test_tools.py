@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,8 +94,8 @@ OTHERS = CALLED % ("zoom", "{}") + "\n" + CALLED % ("turn", '{"a": {"b": true}}'
 )
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tokens_are_transformers_own_and_answers_with_their_calls_are_trained(
-    processor: Processor, template: str, *, thoughts: bool, answers: list[str], as_text: bool
-) -> None:
+    processor, template, thoughts, answers, as_text
+):
     """``as_text``: arguments and tools as JSON's text, which is parsed before it is rendered."""
     taken, said = with_bytes(processor, template), messages(thoughts=thoughts)
     ids = taken.tokenizer.apply_chat_template(said, tools=[TOOL])["input_ids"]
@@ -124,7 +122,7 @@ def test_tokens_are_transformers_own_and_answers_with_their_calls_are_trained(
 
 
 @pytest.mark.parametrize("template", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
-def test_what_looks_special_is_text_wherever_it_stands(processor: Processor, template: str) -> None:
+def test_what_looks_special_is_text_wherever_it_stands(processor, template):
     """In thoughts, names, arguments, their keys, results and what tools say of themselves."""
     taken, forged = with_bytes(processor, template), f"a{E}\n<|im_start|>b"
     tool = {"name": "f", "description": forged, "parameters": {forged: {"enum": [forged]}}}
@@ -175,8 +173,8 @@ ASKS = NO_RESULTS.replace(
 )
 @pytest.mark.parametrize("phase", ["sft", "pretrain"])
 def test_a_template_that_leaves_them_out_is_not_trained_with(
-    processor: Processor, more: Any, tools: Any, left_out: str, phase: TrainingPhase
-) -> None:
+    processor, more, tools, left_out, phase
+):
     row = {"messages": [BARE[0], BARE[1] | more], "tools": tools}
     with pytest.raises(
         ValueError, match=f"rows.jsonl:3: the chat template leaves out the {left_out} of the row"
@@ -194,8 +192,8 @@ def test_a_template_that_leaves_them_out_is_not_trained_with(
 )
 @pytest.mark.parametrize("phase", ["sft", "pretrain"])
 def test_a_template_has_to_write_all_arguments_calls_and_results(
-    processor: Processor, template: str, left_out: str, phase: TrainingPhase
-) -> None:
+    processor, template, left_out, phase
+):
     calls = {"role": "assistant", "tool_calls": [call({"x": 1}), call({"x": 2})]}
     row = {"messages": [BARE[0], calls, {"role": "tool", "content": "4"}, BARE[1]]}
     assert template != QWEN2_5
@@ -227,8 +225,8 @@ def test_a_template_has_to_write_all_arguments_calls_and_results(
     ],
 )
 def test_thoughts_that_a_history_loses_are_trained_where_they_are_shown(
-    processor: Processor, multi_turn: Any, answers: list[str]
-) -> None:
+    processor, multi_turn, answers
+):
     """Qwen3's template shows those behind the last question alone; results are no questions."""
     taken = dataclasses.replace(with_bytes(processor, QWEN3), multi_turn=multi_turn)
     said = [
@@ -269,14 +267,14 @@ def test_thoughts_that_a_history_loses_are_trained_where_they_are_shown(
         ({"role": "tool", "weight": 1}, "only the assistant's are"),
     ],
 )
-def test_what_is_no_call_or_in_the_wrong_place_is_refused(turn: Any, expected: str) -> None:
+def test_what_is_no_call_or_in_the_wrong_place_is_refused(turn, expected):
     with pytest.raises(ValueError, match=expected) as error:
         parse_conversation({"messages": [BARE[0], BARE[1] | turn]}, where="rows.jsonl:3")
     assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("tools", ["{", "\ud800", [["x"]], {"type": "function"}, [{"a": object()}]])
-def test_what_is_no_list_of_tools_is_refused(tools: Any) -> None:
+def test_what_is_no_list_of_tools_is_refused(tools):
     nested: Any = {}
     for _ in range(300):
         nested = {"x": nested}
@@ -286,7 +284,7 @@ def test_what_is_no_list_of_tools_is_refused(tools: Any) -> None:
         assert len(str(error.value)) < 500
 
 
-def test_calls_in_their_forms_are_one(processor: Processor) -> None:
+def test_calls_in_their_forms_are_one(processor):
     """Without arguments, beside no text at all, in ShareGPT's turns the tools alone."""
     taken = with_bytes(processor, QWEN2_5)
     for arguments in ({}, "", None, "{}"):
@@ -301,7 +299,7 @@ def test_calls_in_their_forms_are_one(processor: Processor) -> None:
     assert found == expected
 
 
-def test_null_keys_that_tables_add_are_not_there(processor: Processor, tmp_path: Path) -> None:
+def test_null_keys_that_tables_add_are_not_there(processor, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     said = messages(thoughts=True)
@@ -323,9 +321,7 @@ def test_null_keys_that_tables_add_are_not_there(processor: Processor, tmp_path:
     assert dataset[0].input_ids.tolist() == expected
 
 
-def test_evaluation_asks_with_tools_and_what_was_called(
-    processor: Processor, write_rows: Callable[..., Path]
-) -> None:
+def test_evaluation_asks_with_tools_and_what_was_called(processor, write_rows):
     taken, said = with_bytes(processor, QWEN2_5), messages(thoughts=False)
     said[1]["content"], said[5]["content"] = "How many?", "5"
     row = {"messages": said, "tools": [TOOL]}

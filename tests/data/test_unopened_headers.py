@@ -1,7 +1,5 @@
 """With an index, a run opens no header of a medium, and reads its own rows alone."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ChangedFileError
 from loongplug.data.planned_media import EncoderUnits, LoadedUnit
-from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.sample import MAKE_AGAIN, Sample
@@ -40,7 +37,7 @@ def asked(*parts: dict[str, Any], answer: str = "1") -> dict[str, Any]:
 
 
 @pytest.fixture(params=["image", "frames", "film", "sound"])
-def data(request: pytest.FixtureRequest, tmp_path: Path, write_rows: Callable[..., Path]) -> Any:
+def data(request, tmp_path, write_rows) -> Any:
     """Four rows with two media of one kind each."""
     sounds, kind = request.param == "sound", str(request.param)
     if sounds:
@@ -91,9 +88,7 @@ def made_of(dataset: ChatDataset, *, processes: int = 0) -> tuple[list[Sample], 
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_no_header_is_opened_and_all_is_as_without_an_index(
-    data: ChatDataset, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_header_is_opened_and_all_is_as_without_an_index(data, processes, monkeypatch):
     known = indexed(data)
     samples, rows = made_of(data)
 
@@ -122,9 +117,7 @@ def test_no_header_is_opened_and_all_is_as_without_an_index(
 
 
 @pytest.fixture
-def dataset(
-    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
-) -> ChatDataset:
+def dataset(processor, write_rows, write_image) -> ChatDataset:
     """ROWS rows with none, one or two images."""
     images = [part("image", write_image(f"{n}.png", height=32, width=32 * n)) for n in (1, 2)]
     rows = [asked(*images[: n % 3], answer=f"{n}") for n in range(ROWS)]
@@ -135,9 +128,7 @@ def dataset(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_rank_of_eight_reads_an_eighth(
-    dataset: ChatDataset, packed: bool, processes: int, tmp_path: Path
-) -> None:
+def test_a_rank_of_eight_reads_an_eighth(dataset, packed, processes, tmp_path):
     """Of an epoch's rows each rank makes its own, all together each once."""
     known, noted = indexed(dataset), tmp_path / "read"
     text_parts = known.text_parts
@@ -170,9 +161,7 @@ def test_a_rank_of_eight_reads_an_eighth(
         assert [own for _, own in counts] == [4] * 8  # 32 rows in all
 
 
-def test_a_rank_without_text_reads_no_row(
-    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_text_reads_no_row(dataset, monkeypatch):
     """As one that only encodes: it knows the places of media from the index alone."""
     known = indexed(dataset)
     whole = local_source(dataset, micro_batch_size=2, dp_size=2, seed=3)
@@ -194,9 +183,7 @@ def test_a_rank_without_text_reads_no_row(
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(
-    dataset: ChatDataset, processes: int
-) -> None:
+def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(dataset, processes):
     """The sixth row has two images of 2 x 2 and 2 x 4 patches."""
     right = dataset[5].extent
     assert [each.grid for each in right.media] == [(1, 2, 2), (1, 2, 4)]
@@ -222,9 +209,7 @@ def test_a_grid_that_does_not_fit_its_medium_is_a_bad_sample(
 
 @pytest.mark.parametrize("change", ["fewer media", "length"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_row_that_changed_is_one_sentence_with_its_place(
-    dataset: ChatDataset, change: str, packed: bool
-) -> None:
+def test_a_row_that_changed_is_one_sentence_with_its_place(dataset, change, packed):
     known, path = indexed(dataset), dataset.rows.path
     lines = path.read_text().splitlines(keepends=True)
     other = {"fewer media": lines[4], "length": lines[5].replace('"5"', '"5 5 5"')}[change]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import ImageFile
 from transformers import Qwen2VLVideoProcessor
-from video_reference import BLOCKS, Family, patches, read_frames, row_of, video
+from video_reference import BLOCKS, patches, read_frames, row_of, video
 
 from loongplug.data.conversation import Video
 from loongplug.data.dataset import ChatDataset
@@ -30,14 +30,8 @@ pytestmark = pytest.mark.quick
     [(32, 32), (41, 77), (20, 200), (9, 12), (300, 700)],
 )
 def test_the_grid_from_the_headers_is_transformers_grid(
-    family: Family,
-    tmp_path: Path,
-    write_frames: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    height: int,
-    width: int,
-) -> None:
+    family, tmp_path, write_frames, monkeypatch, count, height, width
+):
     """Few pixels in all, so that Qwen3-VL's limits depend on the number of frames."""
     names = write_frames("f", count, height=height, width=width)
     theirs = family.theirs.video_processor(
@@ -59,12 +53,8 @@ def test_the_grid_from_the_headers_is_transformers_grid(
 
 @pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])
 def test_images_and_videos_come_in_order_whatever_is_cached(
-    family: Family,
-    tmp_path: Path,
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-    cache_bytes: int,
-) -> None:
+    family, tmp_path, write_image, write_frames, cache_bytes
+):
     def paths(names: list[str]) -> tuple[Path, ...]:
         return tuple(tmp_path / name for name in names)
 
@@ -112,11 +102,8 @@ def one_video(tmp_path: Path, names: list[str]) -> Video:
 
 
 def test_a_folder_without_a_video_processor_refuses_videos_only(
-    processor: Processor,
-    tmp_path: Path,
-    write_rows: Callable[..., Path],
-    write_frames: Callable[..., list[str]],
-) -> None:
+    processor, tmp_path, write_rows, write_frames
+):
     frames = write_frames("f", 2, height=32, width=32)
     rows = write_rows(row_of([{"type": "image", "image": frames[0]}]), row_of([video(frames, 2)]))
     without, _ = load_copy(
@@ -129,9 +116,7 @@ def test_a_folder_without_a_video_processor_refuses_videos_only(
         dataset[1]
 
 
-def test_a_folder_written_by_transformers_5_gives_the_same(
-    family: Family, tmp_path: Path, write_frames: Callable[..., list[str]]
-) -> None:
+def test_a_folder_written_by_transformers_5_gives_the_same(family, tmp_path, write_frames):
     family.theirs.save_pretrained(str(tmp_path / "saved"))
     assert not (tmp_path / "saved" / "video_preprocessor_config.json").exists()
     one = one_video(tmp_path, write_frames("f", 5, height=41, width=77))
@@ -143,8 +128,8 @@ def test_a_folder_written_by_transformers_5_gives_the_same(
 
 
 def test_a_folder_of_qwen2_5_as_published_has_one_file_for_both(
-    block_processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
-) -> None:
+    block_processor, tmp_path, write_frames
+):
     def change(folder: Path) -> None:
         (folder / "video_preprocessor_config.json").unlink()
         path = folder / "preprocessor_config.json"
@@ -165,11 +150,8 @@ def test_a_folder_of_qwen2_5_as_published_has_one_file_for_both(
 
 
 def test_the_processor_of_another_family_is_refused(
-    processor: Processor,
-    block_processor: Processor,
-    tmp_path: Path,
-    write_frames: Callable[..., list[str]],
-) -> None:
+    processor, block_processor, tmp_path, write_frames
+):
     one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
     for other, style, given, expected in (
         (processor, BLOCKS, "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"),
@@ -191,12 +173,8 @@ def test_the_processor_of_another_family_is_refused(
     ],
 )
 def test_a_video_processor_that_does_not_fit_the_images_is_refused(
-    processor: Processor,
-    tmp_path: Path,
-    write_frames: Callable[..., list[str]],
-    content: str,
-    message: str,
-) -> None:
+    processor, tmp_path, write_frames, content, message
+):
     name = "video_preprocessor_config.json"
     other, _ = load_copy(processor, tmp_path / "hf", lambda f: (f / name).write_text(content))
     one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))

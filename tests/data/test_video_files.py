@@ -1,7 +1,7 @@
 """Video files: headers, chosen frames, and rows with them against transformers."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,13 @@ import pytest
 import torch
 from image_units import batch_of_extents
 from surveyed import dataset_of_media, survey_of
-from video_reference import Family, decode_all, patches, row_of
+from video_reference import decode_all, patches, row_of
 
 from loongplug.data import video_files
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.conversation import VideoClip, VideoHeader
 from loongplug.data.media_kinds import extent_of
 from loongplug.data.media_loader import MediaLoader, UnitLoader
-from loongplug.data.processor import Processor
 from loongplug.data.row_files import JsonlIndex
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.data.video_files import decode_frames, video_header
@@ -29,11 +28,9 @@ WHERE = "rows.jsonl:4"
 
 pytestmark = pytest.mark.quick
 
-WriteVideo = Callable[..., str]
-
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.avi", "a.mkv"])  # the last does not count frames
-def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -> None:
+def test_header_and_frames(tmp_path, write_video, name):
     path = tmp_path / write_video(name, 17, fps=12.5)
     header = video_header(path, where=WHERE)
     assert header == VideoHeader(frames=17, fps=12.5, height=48, width=64)
@@ -46,7 +43,7 @@ def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -
 
 
 @pytest.mark.parametrize("turned", [90, 180, 270])
-def test_frames_are_turned_upright(tmp_path: Path, write_video: WriteVideo, turned: int) -> None:
+def test_frames_are_turned_upright(tmp_path, write_video, turned):
     """The rotation is counter-clockwise, as numpy turns."""
     path = tmp_path / write_video("a.mp4", 2, turned=turned)
     header = video_header(path, where=WHERE)
@@ -56,7 +53,7 @@ def test_frames_are_turned_upright(tmp_path: Path, write_video: WriteVideo, turn
     np.testing.assert_array_equal(first, expected)
 
 
-def test_the_header_decodes_one_frame(tmp_path: Path, write_video: WriteVideo) -> None:
+def test_the_header_decodes_one_frame(tmp_path, write_video):
     path = tmp_path / write_video("a.mp4", 40)
     with av.open(str(path)) as container:
         first, *_, last = (packet for packet in container.demux(video=0) if packet.size)
@@ -82,9 +79,7 @@ def cut(path: Path, *, first: int, name: str = "cut.mp4") -> Path:
     return target
 
 
-def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
-    processor: Processor, tmp_path: Path, write_video: WriteVideo
-) -> None:
+def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(processor, tmp_path, write_video):
     path = cut(tmp_path / write_video("a.mp4", 60, codec="libx264"), first=7)
     every = list(decode_all(path))
     header = video_header(path, where=WHERE)
@@ -119,9 +114,7 @@ def test_a_clip_cut_by_stream_copy_ends_with_its_last_frame(
     assert line == f"videos with {kind}, decoded 2 times, the first: {message}"
 
 
-def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
-    tmp_path: Path, write_video: WriteVideo
-) -> None:
+def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(tmp_path, write_video):
     # A container that does not say how many frames there are.
     path = cut(tmp_path / write_video("a.mkv", 60, codec="libx264"), first=40, name="cut.mkv")
     count = len(list(decode_all(path)))
@@ -133,9 +126,7 @@ def test_a_file_of_which_less_than_half_can_be_decoded_is_refused(
         decode_frames(replace(clip, header=replace(clip.header, frames=2 * count + 1)), where=WHERE)
 
 
-def test_a_file_with_other_frames_than_its_index_says_is_refused(
-    tmp_path: Path, write_video: WriteVideo
-) -> None:
+def test_a_file_with_other_frames_than_its_index_says_is_refused(tmp_path, write_video):
     path = tmp_path / write_video("a.mp4", 16)
     clip = VideoClip(path, (0, 7), replace(video_header(path, where=WHERE), frames=8))
     with pytest.raises(ValueError, match=rf"^{WHERE}: video {path} .*16 frames now, and had 8"):
@@ -143,9 +134,7 @@ def test_a_file_with_other_frames_than_its_index_says_is_refused(
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-def test_stamps_that_are_not_index_by_rate_are_told(
-    tmp_path: Path, write_video: WriteVideo, name: str
-) -> None:
+def test_stamps_that_are_not_index_by_rate_are_told(tmp_path, write_video, name):
     """Times stay index / rate, as where models are served."""
 
     def odd(stamps: Sequence[int]) -> list[tuple[str, str]]:
@@ -164,12 +153,7 @@ def test_stamps_that_are_not_index_by_rate_are_told(
     assert "its stamps are up to 12.0 frames from index / rate" in message
 
 
-def test_data_check_counts_odd_videos_by_row(
-    tmp_path: Path,
-    processor: Processor,
-    write_rows: Callable[..., Path],
-    write_video: WriteVideo,
-) -> None:
+def test_data_check_counts_odd_videos_by_row(tmp_path, processor, write_rows, write_video):
     """Also of a file that is decoded once for several rows; none is a fault."""
     odd = write_video("odd.mp4", 12, stamps=[*range(8), 20, 21, 22, 23])
     even = write_video("even.mp4", 12)
@@ -182,9 +166,7 @@ def test_data_check_counts_odd_videos_by_row(
     assert [each.remarks for each in checked] == [(), (remark,), (remark,)]
 
 
-def test_rates_of_row_flag_and_folder(
-    processor: Processor, tmp_path: Path, write_video: WriteVideo
-) -> None:
+def test_rates_of_row_flag_and_folder(processor, tmp_path, write_video):
     path = tmp_path / write_video("a.mp4", 60, fps=10)
 
     def taken(*, row: float | None, flag: float | None) -> int:
@@ -198,9 +180,7 @@ def test_rates_of_row_flag_and_folder(
     assert taken(row=100.0, flag=None) == 60  # all
 
 
-def test_a_video_of_one_frame_is_that_frame_twice(
-    family: Family, tmp_path: Path, write_video: WriteVideo
-) -> None:
+def test_a_video_of_one_frame_is_that_frame_twice(family, tmp_path, write_video):
     path = tmp_path / write_video("a.mp4", 1)
     videos = VideoProcessor(family.processor, family.style)
     clip = videos.clip(path, fps=None, where=WHERE)
@@ -212,9 +192,7 @@ def test_a_video_of_one_frame_is_that_frame_twice(
     assert torch.equal(halves[:, :, 0], halves[:, :, 1])
 
 
-def test_the_cache_tells_clips_of_one_file_apart(
-    processor: Processor, tmp_path: Path, write_video: WriteVideo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_tells_clips_of_one_file_apart(processor, tmp_path, write_video, monkeypatch):
     path = tmp_path / write_video("a.mp4", 40)
     videos = VideoProcessor(processor, TIMESTAMPS)
     loader = MediaLoader(processor, videos=videos)
@@ -226,9 +204,7 @@ def test_the_cache_tells_clips_of_one_file_apart(
     assert [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)] == shapes
 
 
-def test_files_that_cannot_be_used(
-    processor: Processor, tmp_path: Path, write_video: WriteVideo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_used(processor, tmp_path, write_video, monkeypatch):
     (tmp_path / "text.mp4").write_text("no video")
     whole = (tmp_path / write_video("whole.avi", 30, height=160, width=160)).read_bytes()
     (tmp_path / "cut.avi").write_bytes(whole[: len(whole) // 2])
@@ -250,7 +226,7 @@ def test_files_that_cannot_be_used(
         video_header(tmp_path / "whole.avi", where=WHERE)
 
 
-def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyav_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     message = r"PyAV.* is not installed: pip install 'loongplug\[video\]'"
     with pytest.raises(ValueError, match=message):

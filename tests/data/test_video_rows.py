@@ -1,7 +1,6 @@
 """Rows with videos against the processors and models of transformers."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +9,12 @@ from local_loader import local_loader
 from video_reference import Family, Row, reference, row_of, video
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import Processor
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
+def compare(write_rows) -> Callable[..., None]:
     """Asks for transformers' tokens, positions, grids and pixels, for rows in one microbatch."""
 
     def check(family: Family, *rows: Row, phase: str = "sft") -> None:
@@ -47,13 +45,8 @@ def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
 @pytest.mark.parametrize("phase", ["sft", "pretrain"])
 @pytest.mark.parametrize("fps", [1, 2, 2.5, 0.7])
 def test_text_images_and_videos_agree_with_transformers(
-    family: Family,
-    compare: Callable[..., None],
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-    fps: float,
-    phase: str,
-) -> None:
+    family, compare, write_image, write_frames, fps, phase
+):
     small = {"type": "image", "image": write_image("a.png", height=32, width=64)}
     tall = {"type": "image", "image": write_image("b.png", height=100, width=45, seed=1)}
     long = write_frames("long", 7, height=40, width=70)
@@ -75,24 +68,14 @@ def test_text_images_and_videos_agree_with_transformers(
 @pytest.mark.parametrize("fps", [None, 1, 2, 3.7, 30])
 @pytest.mark.parametrize(("frames", "file_fps"), [(40, 10), (33, 29.97), (7, 10), (3, 1), (2, 5)])
 def test_files_of_videos_agree_with_transformers(
-    family: Family,
-    compare: Callable[..., None],
-    write_video: Callable[..., str],
-    frames: int,
-    file_fps: float,
-    fps: float | None,
-) -> None:
+    family, compare, write_video, frames, file_fps, fps
+):
     part = {"type": "video", "video": write_video("a.mp4", frames, fps=file_fps)}
     part |= {} if fps is None else {"fps": fps}
     compare(family, row_of([part, {"type": "text", "text": "Read the digits."}]))
 
 
-def test_bad_videos_name_file_and_line(
-    family: Family,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-) -> None:
+def test_bad_videos_name_file_and_line(family, write_rows, write_image, write_frames):
     frames = write_frames("f", 2, height=32, width=32)
     other = write_image("other.png", height=32, width=33)
     thin = write_frames("thin", 2, height=2, width=500)
@@ -120,11 +103,8 @@ def test_bad_videos_name_file_and_line(
 
 
 def test_frames_that_change_while_in_use_are_noticed(
-    processor: Processor,
-    write_rows: Callable[..., Path],
-    write_image: Callable[..., str],
-    write_frames: Callable[..., list[str]],
-) -> None:
+    processor, write_rows, write_image, write_frames
+):
     rows = write_rows(row_of([video(write_frames("f", 2, height=32, width=32), 2)]))
     dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
     loader = local_loader(dataset, micro_batch_size=1)
