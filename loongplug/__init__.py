@@ -1,9 +1,7 @@
 """LoongPlug: training of multimodal models as a plugin for stock Megatron-Core.
 
-Here live the entries, ``train.py`` for torchrun and ``cli.py`` for people, and where configs are
-found. Everything else is in a folder of its own, and imports between folders point one way:
-``bench`` > ``training``, ``evaluate`` > ``checkpoint`` > ``models`` > ``data`` > ``parallel``,
-``platform``. Importing this package imports nothing heavy.
+Here are the entries, ``train.py`` for torchrun and ``cli.py`` for people. Imports between folders
+point one way (docs/architecture.md). Importing this package imports nothing heavy.
 """
 
 import os

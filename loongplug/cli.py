@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,6 @@ from loongplug.data.object_store import file_named
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.output_files import PREDICTIONS, check_output
 
-_NOT_COMPARED = 2  # the exit code of verify, which has two of its own
-
 app = typer.Typer(
     name="loongplug",
     no_args_is_help=True,
@@ -39,9 +38,7 @@ app.add_typer(data, name="data")
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"loongplug {version('loongplug')} ({commit()})")
+        typer.echo(f"loongplug {metadata.version('loongplug')} ({commit()})")
         raise typer.Exit
 
 
@@ -226,7 +223,7 @@ def verify(
 
     Takes train.py's flags. Exit code 0: they agree, 1: they differ, 2: nothing could be compared.
     """
-    with user_errors(json_path, "verify", flags=context.args, code=_NOT_COMPARED):
+    with user_errors(json_path, "verify", flags=context.args, code=2):
         from loongplug.verify.command import verify as run
         from loongplug.verify.plan import Request
         from loongplug.verify.ranks import RankError

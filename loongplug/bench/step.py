@@ -41,11 +41,7 @@ class StepFigures:
 def measure_step(
     flags: Sequence[str], *, ranks: int, warmup: int, steps: int, environment: dict[str, str]
 ) -> StepFigures:
-    """Run ``warmup + steps`` iterations of the training that ``flags`` describe.
-
-    Raises:
-        ValueError: the run failed; its own message has been printed by then.
-    """
+    """Run ``warmup + steps`` iterations of the training that ``flags`` describe."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command = ranks_command(

@@ -58,9 +58,6 @@ def evaluate(
     :func:`~loongplug.evaluate.metrics.metric_named`. ``predictions`` gets every answer as JSONL.
     ``json_path`` gets the score by the metric's name (``exact_match``), ``scores_per_task``,
     ``eval_samples`` and ``eval_seconds`` (without loading the model); what else it holds stays.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the folder, the data or the options.
     """
     scored = metric_named(metric, tolerance=tolerance, trusted_packages=trusted_packages)
     console = table_console()

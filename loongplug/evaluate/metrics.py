@@ -32,9 +32,6 @@ def metric_named(
     the prediction. ``number``: the last number of the prediction differs from that of the right
     answer by at most ``tolerance`` times the latter (0 unless given). Else a function of a trusted
     package, ``package.module.function(prediction, answer) -> float``.
-
-    Raises:
-        ValueError: there is no such metric, or its function cannot be used.
     """
     if tolerance is not None and (name != "number" or not 0 <= tolerance < math.inf):
         raise ValueError(

@@ -1,8 +1,4 @@
-"""What the functions of a training step report; ``tracing.py`` puts it in place.
-
-Nothing here changes what a function is given or gives back, but for handles of transfers under
-way, which report how long they are waited for.
-"""
+"""What the functions of a training step report; ``tracing.py`` puts it in place."""
 
 import functools
 import inspect
@@ -143,8 +139,8 @@ class StepHooks:
         if given["f_model"] is not None:
             details |= {"microbatch": microbatch, "chunk": chunk}
         if given["b_model"] is not None:
-            of_backward = self._recall(given["b_output_tensor"])
-            details["backward_microbatch"], details["backward_chunk"] = of_backward
+            its, of = self._recall(given["b_output_tensor"])
+            details |= {"backward_microbatch": its, "backward_chunk": of}
         with self._recorder.span("forward_backward", "forward with backward", **details):
             result = call()
         if given["f_model"] is not None:
@@ -234,8 +230,7 @@ class ModuleHooks:
 
     A backward begins when the first gradient reaches a module's outputs. Its inputs are pixels,
     which need no gradient, so nothing tells of its end: it is taken to last until the next watched
-    module's backward begins, or until autograd's pass ends. Autograd runs what was made first last,
-    so that is when the encoder's backward is done.
+    module's backward begins, or until autograd's pass ends, which runs what was made first last.
     """
 
     def __init__(self, recorder: Recorder) -> None:

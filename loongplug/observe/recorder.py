@@ -1,7 +1,6 @@
 """What code reports events to: a recorder that drops them, and one that keeps them.
 
-A recorder is handed down: by constructor or as a plain callback. Code that nobody handed one
-reports to ``NOTHING``.
+A recorder is handed down. Code that nobody handed one reports to ``NOTHING``.
 """
 
 import time

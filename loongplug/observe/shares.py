@@ -1,16 +1,7 @@
 """What a rank's time went to: pure functions of its events.
 
-At each moment of a window a rank is in one state, the first of these that holds:
-
-1. ``data``: it waits for a microbatch's data (also where that is within a forward), or
-   ``exchange``: for features or their gradients (also within a forward or a backward);
-2. it computes the model: ``encoder_backward``, ``encoder_forward``, ``backward``, ``forward``,
-   ``forward_backward``, with the transfers within them (those of tensor parallelism, say);
-3. ``waiting``: it is within another transfer;
-4. it computes the update: ``optimizer``, ``gradients``, without the transfers within them;
-5. ``idle``: it is in none of all.
-
-The bubble is what is not computing: data, exchange, waiting and idle.
+At each moment of a window a rank is in one state, the first of ``STATES`` that holds
+(docs/traces.md). The bubble is what is not computing: data, exchange, waiting and idle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

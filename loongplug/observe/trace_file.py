@@ -17,25 +17,19 @@ _OWN_KEYS = ("phase", "name", "start", "end", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """Something that took from ``start`` to ``end``, in nanoseconds since 1970.
-
-    ``step`` is the iteration it belongs to, from 1; None outside of steps.
-    """
+    """Something that took from ``start`` to ``end``, in nanoseconds since 1970."""
 
     phase: str
     name: str
     start: int
     end: int
-    step: int | None
+    step: int | None  # from 1; None outside of steps
     details: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank wrote.
-
-    ``place`` holds its ranks by kind: ``tp``, ``pp``, ``dp``, and ``cp`` where rows are shared.
-    """
+    """What one rank wrote; ``place`` holds its ranks by kind, such as ``tp``."""
 
     rank: int
     world_size: int
@@ -101,23 +95,18 @@ class TraceWriter:
 
 
 def read_folder(folder: Path) -> list[RankTrace]:
-    """Every rank's trace, by rank.
-
-    Raises ValueError: there are none, one is damaged before its last line, or they are of
-    different runs.
-    """
+    """Every rank's trace, by rank; ValueError where they are none of one run."""
     traces = [read_rank(path) for path in sorted(folder.glob("rank_*.jsonl"))]
     if not traces:
         raise ValueError(
             f"{folder} holds no rank_*.jsonl: expected a folder that a run with --trace wrote."
         )
-    expected = traces[0].world_size
+    first = traces[0]
     for trace in traces:
-        if trace.world_size != expected:
+        if trace.world_size != first.world_size:
             raise ValueError(
-                f"{rank_file(folder, trace.rank)} is of a run of {trace.world_size} ranks,"
-                f" {rank_file(folder, traces[0].rank)} of one of {expected}: remove the older"
-                " run's files."
+                f"{rank_file(folder, trace.rank)} is of a run of {trace.world_size} ranks, that of"
+                f" rank {first.rank} of one of {first.world_size}: remove the older run's files."
             )
     return traces
 
@@ -138,11 +127,5 @@ def read_rank(path: Path) -> RankTrace:
         if "phase" in row:
             own = {key: row.pop(key) for key in _OWN_KEYS}
             events.append(TraceEvent(**own, details=row))
-    return RankTrace(
-        rank=rows[0]["rank"],
-        world_size=rows[0]["world_size"],
-        device=rows[0]["device"],
-        place=next((row["place"] for row in rows if "place" in row), {}),
-        events=tuple(events),
-        cut_off=bool(rest),
-    )
+    place = next((row["place"] for row in rows if "place" in row), {})
+    return RankTrace(**rows[0], place=place, events=tuple(events), cut_off=bool(rest))

@@ -1,6 +1,5 @@
 """``loongplug verify``: does a layout compute the training step that a single rank computes?
 
 Two runs through training's own entry are recorded and compared: the layout's, and that of one rank
-on the same weights and samples. What lives here plans, forks, records, compares and reports; it
-holds no model code and changes nothing of a run but its flags.
+on the same weights and samples.
 """

@@ -3,7 +3,10 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+from rich.progress import Progress, TaskID
 
 from loongplug.consoles import threadless_bars
 from loongplug.output_files import write_figures
@@ -20,15 +23,7 @@ def verify(
     keep: Path | None = None,
     record_layout: RecordRank | None = None,
 ) -> int:
-    """Run the command; gives its exit code, :data:`AGREES` or :data:`DIFFERS`.
-
-    ``keep`` is where recordings and logs stay. ``record_layout`` stands in for
-    :func:`loongplug.verify.step_recorder.record_run` on the layout's ranks.
-
-    Raises:
-        ValueError: the flags or the options cannot be used.
-        RankError: a run failed otherwise.
-    """
+    """The command; ``record_layout`` stands in for ``record_run`` on the layout's ranks."""
     with _folder(keep) as folder, threadless_bars() as progress:
         task = progress.add_task("planning", total=1)
         progress.refresh()
@@ -36,37 +31,39 @@ def verify(
         plan = plan_runs(request, folder=folder)
         progress.advance(task)
 
-        def run(name: str, flags: tuple[str, ...], ranks: int, rank: RecordRank | None) -> Path:
+        recordings = []
+        for name, flags, ranks, record_rank in (
+            ("layout", plan.layout, plan.ranks, record_layout),  # the one that may fail
+            ("reference", plan.reference, 1, None),
+        ):
             task = progress.add_task(f"{name}, {ranks} rank(s)", total=request.steps)
             progress.refresh()
-
-            def on_step() -> None:
-                progress.advance(task)
-                progress.refresh()
-
-            return record(
-                flags,
-                ranks=ranks,
-                device=plan.device,
-                folder=folder / name,
-                on_step=on_step,
-                record_rank=rank,
+            recordings.append(
+                record(
+                    flags,
+                    ranks=ranks,
+                    device=plan.device,
+                    folder=folder / name,
+                    on_step=partial(_advance, progress, task),
+                    record_rank=record_rank,
+                )
             )
-
-        # The layout first: it is the one that may fail.
-        found = run("layout", plan.layout, plan.ranks, record_layout)
-        expected = run("reference", plan.reference, 1, None)
         progress.stop()
         from loongplug.verify.compare import compare
         from loongplug.verify.recorded_run import read_recording
         from loongplug.verify.report import as_json, report
 
-        comparison = compare(read_recording(found), read_recording(expected))
+        comparison = compare(*map(read_recording, recordings))
         print(report(plan, comparison))
         write_figures(json_path, as_json(plan, comparison), "verify")
     if keep is not None:
         print(f"recordings and logs: {keep}")
     return AGREES if comparison.agrees else DIFFERS
+
+
+def _advance(progress: Progress, task: TaskID) -> None:
+    progress.advance(task)
+    progress.refresh()
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from loongplug.verify.recorded_run import (
 GRADIENT_LIMIT = 1e-4
 NORM_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
-# What is measured of each tensor, and how much of it is too much. A parameter's error is the
-# gradient error that would explain it; a second moment is a square, and its error twice as large.
+# How much is too much. A parameter's error is the gradient error that would explain it; a second
+# moment is a square, and its error twice as large.
 LIMITS = {
     "gradients": GRADIENT_LIMIT,
     "parameters": GRADIENT_LIMIT,

@@ -57,10 +57,7 @@ OUTPUT, REPLACED, LAYOUT, SOURCES = (
 
 
 def common_flags(argv: Sequence[str], *, steps: int, drop_sources: bool) -> list[str]:
-    """The user's flags as both runs take them, but for the layout.
-
-    With ``drop_sources``, the weights come from elsewhere than the user's folders.
-    """
+    """The user's flags as both runs take them; ``drop_sources``: without the user's weights."""
     dropped = OUTPUT | REPLACED | (SOURCES if drop_sources else frozenset())
     return [
         *without_flags(argv, dropped),
@@ -73,11 +70,7 @@ def common_flags(argv: Sequence[str], *, steps: int, drop_sources: bool) -> list
 def reference_flags(
     argv: Sequence[str], *, global_batch_size: int, encoders: Sequence[str]
 ) -> list[str]:
-    """The single rank's flags, of the layout's: the same model and batch, nothing parallel.
-
-    The place that knows what a reference is: no parallelism of any module, no recompute, no
-    distributed optimizer, nothing overlapped. ``encoders`` are the keys of the model's.
-    """
+    """The single rank's flags, of the layout's: the same model and batch, nothing parallel."""
     return [
         *without_flags(argv, LAYOUT | {"global_batch_size"}),
         *("--global-batch-size", str(global_batch_size)),

@@ -85,12 +85,7 @@ def record(
     timeout: float | None = None,
     record_rank: RecordRank | None = None,
 ) -> Path:
-    """Run ``flags`` on ``ranks`` forked processes; gives the folder with the recording.
-
-    Raises:
-        ValueError: the flags cannot be used, or ``folder`` is not empty.
-        RankError: a rank failed otherwise.
-    """
+    """Run ``flags`` on ``ranks`` forked processes; gives the folder with the recording."""
     new_folder(folder)
     run_ranks(
         partial(record_rank or _record_rank, flags=flags, folder=folder, device=device),

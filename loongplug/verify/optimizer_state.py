@@ -1,7 +1,6 @@
 """What a rank's optimizer and gradient buffers hold, in whole parameters.
 
-A distributed optimizer leaves a data parallel rank with its own share of each: here the shares are
-put together again. A chunk may have any number of wrappers with gradient buffers of their groups.
+A distributed optimizer leaves a data parallel rank with its own share of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +14,9 @@ Read = Callable[[nn.Parameter, dict[str, Tensor]], Tensor]
 
 
 def gather_gradient_shards(chunks: Sequence[nn.Module]) -> None:
-    """Make every ``main_grad`` whole and reduced on every rank.
+    """Make every ``main_grad`` whole on every rank. Collective: all data parallel groups.
 
-    What is overwritten are the shares of other ranks, which nobody reads before the buffers are
-    zeroed for the next step. Collective: the data parallel groups of all buffers.
+    What is overwritten are the shares of other ranks, which nobody reads before the next step.
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
     for name in ("bucket_groups", "expert_parallel_bucket_groups"):
@@ -44,8 +42,7 @@ def whole_states(optimizer: Any, read: Read) -> dict[nn.Parameter, Tensor]:
     """``read(main parameter, its state)`` of each of this rank's parameters, whole, by parameter.
 
     ``main parameter`` is the optimizer's own copy, or a data parallel rank's share of it; what
-    ``read`` gives has its shape. Collective: the data parallel groups of the distributed
-    optimizers.
+    ``read`` gives has its shape. Collective: all data parallel groups.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for single in single_optimizers(optimizer):

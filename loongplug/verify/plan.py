@@ -59,9 +59,6 @@ def make_plan(request: Request, *, folder: Path) -> Plan:
     """Check the flags for both runs, and make in ``folder`` what they lack: data, weights.
 
     Imports Megatron and leaves its traces in the process; no collectives.
-
-    Raises:
-        ValueError: the flags, or the options, cannot be used.
     """
     if request.scale not in (None, *SCALES):
         raise ValueError(f"--scale is {request.scale!r}: expected {' or '.join(SCALES)}")
@@ -202,10 +199,7 @@ class _Planner:
         return [*more, *overrides]
 
     def _ranks(self, args: Namespace, own: int) -> int:
-        """As many ranks as were asked for, else the fewest that the sizes ask for.
-
-        ``own`` are the ranks of encoders that the decoder has not.
-        """
+        """As many ranks as were asked for, else the fewest; ``own`` are encoders' alone."""
         least = least_world(args)
         ranks = least + own if self._request.ranks is None else self._request.ranks
         if ranks <= own or (ranks - own) % least:
@@ -214,10 +208,7 @@ class _Planner:
         return ranks
 
     def _batch(self, args: Namespace, ranks: int) -> list[str]:
-        """The global batch, for so many ``ranks`` of the decoder.
-
-        At a small scale, no more of it than fills the pipeline twice.
-        """
+        """The global batch; at a small scale, no more of it than fills the pipeline twice."""
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         replicas = max(1, ranks // (tp * pp * args.context_parallel_size))
         each = args.micro_batch_size or 1
@@ -233,10 +224,7 @@ class _Planner:
         return ["--global-batch-size", str(enough * each * replicas)]
 
     def _sources(self, layout: "ParsedArguments") -> list[str]:
-        """Random weights and adapters, where the user gives none.
-
-        Adapters of a fresh start are zero, and hide half of their gradients.
-        """
+        """Random weights and adapters, where the user gives none: fresh adapters are zero."""
         from loongplug.models.lora.mapping import adapter_table
         from loongplug.verify.weights import write_random_adapters, write_random_weights
 

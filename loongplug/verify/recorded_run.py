@@ -1,7 +1,6 @@
-"""What is kept of a recorded run: numbers in one JSON file, whole tensors beside it.
+"""What is kept of a recorded run: numbers in ``recording.json``, and whole tensors beside it.
 
-A recording is a folder. ``recording.json`` has what was said of every step; tensors lie in one
-safetensors file for each kind, under their Hugging Face names.
+These lie in one safetensors file for each kind, under their Hugging Face names.
 """
 
 import dataclasses

@@ -130,14 +130,14 @@ def as_json(plan: Plan, comparison: Comparison) -> dict[str, Any]:
         "steps": len(comparison.norms),
         "copies_apart": list(comparison.apart),
         "faults": list(comparison.faults),
-        "tensors": [
-            asdict(each) | {"step": _number(each)} for each in comparison.tensors if each.fails
-        ],
-        "losses": [
-            asdict(each) | {"step": _number(each)} for each in comparison.losses if each.fails
-        ],
+        "tensors": _failing(comparison.tensors),
+        "losses": _failing(comparison.losses),
     }
     return _finite(figures)
+
+
+def _failing(measured: Iterable[Measured]) -> list[dict[str, Any]]:
+    return [asdict(each) | {"step": _number(each)} for each in measured if each.fails]
 
 
 def _finite(value: Any) -> Any:

@@ -46,10 +46,7 @@ COLLECTIVE_MINUTES = 10.0
 def record_run(
     rank: int, tell: OnEvent, *, flags: Sequence[str], folder: Path, device: str
 ) -> None:
-    """Train as ``flags`` say and leave the recording in ``folder``. For :func:`run_ranks`.
-
-    ``tell`` gets the number of each step that is done, from rank 0.
-    """
+    """Train as ``flags`` say and leave the recording in ``folder``. For :func:`run_ranks`."""
     if device != "cpu":
         # fp32 as fp32, no products in TF32, and sums in one order: copies stay copies.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -223,12 +220,7 @@ def least_room(before: Tensor | None, moment: Tensor, *, eps: float) -> Tensor:
 
 
 def module_of(bundle: Bundle) -> str:
-    """The row of the report that a parameter belongs to.
-
-    >>> from loongplug.models.hf_mapping import Row, Source
-    >>> module_of(Bundle(Row(("image_encoder.blocks.x",), ()), 0, None))
-    'image_encoder'
-    """
+    """The row of the report that a parameter belongs to."""
     name = bundle.row.names[0]
     module = name.partition(".")[0]
     if module != "text_decoder":
@@ -248,9 +240,6 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> float:
 
 
 def _samples(labels: Tensor, loss_mask: Tensor) -> int:
-    """A number for the tokens [b, s] that are trained and their places.
-
-    Padding behind them does not count: how long rows are depends on the layout.
-    """
+    """A number for the tokens [b, s] that are trained and their places, wherever padding ends."""
     trained = loss_mask != 0
     return digest(labels[trained]) ^ digest(trained.nonzero()) ^ digest(loss_mask[trained])

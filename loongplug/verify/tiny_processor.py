@@ -1,7 +1,6 @@
 """Folders of tiny processors, a kind for each family: tokenizer, chat template, what makes pixels.
 
-Tokenizers know single characters, and words that they are given; they lose nothing but characters
-outside their alphabet.
+Tokenizers know single characters, and words that they are given.
 """
 
 import json
@@ -169,8 +168,7 @@ def write_processor(
     """Write tokenizer, chat template and what prepares media into ``folder``.
 
     ``words`` are tokens besides the characters; one that follows a space begins with it. ``fixed``
-    says how large the images of LLaVA's and InternVL's kind are. A folder of InternVL's does not
-    say how large patches are: the model does.
+    says how large the images of LLaVA's and InternVL's kind are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer(kind, words=words).save_pretrained(str(folder))

@@ -1,7 +1,4 @@
-"""A model's small likeness: the same modules and layout constraints, a few thousand parameters.
-
-Everything here is a pure function of the model's config and the layout.
-"""
+"""A model's small likeness: the same modules and layout constraints, a few thousand parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,11 +101,7 @@ def tiny_stages(layout: TinyLayout, *, taps: int) -> Stages:
 def tiny_sizes(
     model: MultimodalArchitecture, layout: TinyLayout, *, vocabulary: int, tiny_media: bool
 ) -> dict[str, Any]:
-    """Sizes of the likeness by their keys below ``model``.
-
-    ``vocabulary`` is how many ids the tokenizer has; with ``tiny_media``, media come from a
-    tiny processor, whose patches and frames the encoders then take.
-    """
+    """Sizes of the likeness by their keys; with ``tiny_media``, for a tiny processor's media."""
     sizes: dict[str, Any] = {}
     text = _decoder(model.foundation, layout)
     for name in model.encoders:
@@ -141,18 +134,18 @@ def _in_stages(encoder: EncoderArchitecture, sizes: Mapping[str, Any]) -> dict[s
     return {"num_layers": sum(each) + behind, "stage_layers": each}
 
 
+def _layers(split: int) -> dict[str, Any]:
+    """Two layers of an encoder whose widths are split so."""
+    sizes = {"num_attention_heads": up(4, split), "hidden_size": up(4, split) * _HEAD}
+    return sizes | {"ffn_hidden_size": up(_FFN, split), "num_layers": 2}
+
+
 def _hears(
     encoder: AudioTransformerConfig, layout: TinyLayout, *, out: int, tiny_media: bool
 ) -> dict[str, Any]:
     """``out`` is the decoder's width, which some encoders have in their files."""
     split = lcm(layout.tp, layout.encoder_tp)
-    heads = up(4, split)
-    sizes: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "hidden_size": heads * _HEAD,
-        "ffn_hidden_size": up(_FFN, split),
-        "num_layers": 2,
-    }
+    sizes = _layers(split)
     if tiny_media:
         sizes |= {"mel_bins": MEL_BINS, "max_positions": SECONDS * _STATES_IN_A_SECOND}
     if getattr(encoder, "n_window", None) is not None:
@@ -162,15 +155,9 @@ def _hears(
 
 def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, tiny_media: bool) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
-    heads = up(4, split)
-    hidden = heads * _HEAD
-    ratio = encoder.ffn_hidden_size % encoder.hidden_size == 0  # some families have it as a factor
-    sizes: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "hidden_size": hidden,
-        "ffn_hidden_size": 2 * hidden if ratio else up(_FFN, split),
-        "num_layers": 2,
-    }
+    sizes = _layers(split)
+    if encoder.ffn_hidden_size % encoder.hidden_size == 0:  # some families have it as a factor
+        sizes["ffn_hidden_size"] = 2 * sizes["hidden_size"]
     if encoder.one_size:
         behind = min(1, encoder.num_layers - encoder.computed_layers)  # what only travels, too
         sizes |= {"num_layers": 2 + behind, "feature_layer": -1 - behind}
