@@ -47,16 +47,6 @@ def test_importing_the_command_is_fast() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [(), ("doctor",), ("eval",), ("bench", "step"), ("data", "check"), ("data", "inspect")],
-)
-def test_help(command: tuple[str, ...]) -> None:
-    code, printed = _run(*command, "--help")
-    assert code == 0
-    assert "Usage" in printed
-
-
 def test_eval_options(calls: _Calls) -> None:
     options = (
         "--media-root m --confine-media --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu"
@@ -94,27 +84,12 @@ def test_doctor(calls: _Calls) -> None:
     assert calls[0][1] == {"device": "cpu", "as_json": True, "deep": False}
 
 
-def test_doctor_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loongplug.platform.doctor.doctor", lambda **_: 1)
-    assert _run("doctor")[0] == 1
-
-
 def test_doctor_refuses_unknown_devices() -> None:
     code, printed = _run("doctor", "--device", "tpu")
     assert code == 1
     assert printed.strip() == (
         "loongplug: error: --device 'tpu' is unknown: expected auto, cpu or cuda."
     )
-
-
-def test_user_errors_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("there is no model in 'hf'")
-
-    monkeypatch.setattr("loongplug.evaluate.command.evaluate", refuse)
-    code, printed = _run("eval", "--model", "hf", "--data", "d")
-    assert code == 1
-    assert printed == "loongplug: error: there is no model in 'hf'\n"
 
 
 def test_the_package_says_where_it_is_found() -> None:

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench import bench
 from digits.make import make_demo_data
-from modes import CONTEXT, LEVELS, are_cases
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -60,39 +58,33 @@ OURS = {
         dict.fromkeys(("microbatches", "kept", "flags", "encoder_stages", "splits"), 1),
     ],
     "bench step": [asdict(STEP)],
-    LEVELS: [{"work": {}, "rounds": 1, "settings": []}],
 }
 ANOTHERS = [
     *({}, [1], "text", 3, ROW, {"iterations": 500}, EVALUATION | {"mine": "x"}, RUN | {"mine": 1}),
     *(RUN | {"second": RUN | {"mine": 1}}, {"eval_samples": 4}, {"stages": [], "name": "mine"}),
 ]
-# A command, the file that it would write, and what kind of file that is.
+# A command, and the file that it would write.
 COMMANDS = [
-    ("estimate --ranks 1 --json {file}", "file.json", "estimate"),
-    ("partition --ranks 1 --json {file}", "file.json", "partition"),
-    ("verify --json {file}", "file.json", "verify"),
-    ("eval --model none --data none.jsonl --json {file}", "file.json", "metrics"),
-    ("eval --model none --data none.jsonl --predictions {file}", "file.jsonl", PREDICTIONS),
-    ("bench step --json {file}", "file.json", "bench step"),
-    ("bench.py levels --json {file} --pictures {folder}", "file.json", LEVELS),
-    ("bench.py levels --pictures {folder}", "pp2_uniform.png", PICTURE),
-    ("bench.py context --json {file}", "file.json", CONTEXT),
-    ("bench.py pipeline --json {file}", "file.json", are_cases),
-    ("data inspect none.jsonl --tokenizer-model none --plots {folder}", "images.png", PICTURE),
-    ("trace {folder}", "trace.json", MERGED),
-    ("trace {folder}", "timeline.png", PICTURE),
+    ("estimate --ranks 1 --json {file}", "file.json"),
+    ("partition --ranks 1 --json {file}", "file.json"),
+    ("verify --json {file}", "file.json"),
+    ("eval --model none --data none.jsonl --json {file}", "file.json"),
+    ("eval --model none --data none.jsonl --predictions {file}", "file.jsonl"),
+    ("bench step --json {file}", "file.json"),
+    ("data inspect none.jsonl --tokenizer-model none --plots {folder}", "images.png"),
+    ("trace {folder}", "trace.json"),
+    ("trace {folder}", "timeline.png"),
 ]
 
 
 def invoke(command: str, file: Path) -> tuple[int, str]:
     words = [word.format(file=file, folder=file.parent) for word in command.split()]
-    ours = words[0] != "bench.py"
-    result = CliRunner().invoke(app if ours else bench, words if ours else words[1:])
+    result = CliRunner().invoke(app, words)
     return result.exit_code, " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(("command", "name", "kind"), COMMANDS)
-def test_each_command_refuses_a_file_of_its_user_at_its_start(tmp_path, command, name, kind):
+@pytest.mark.parametrize(("command", "name"), COMMANDS)
+def test_each_command_refuses_a_file_of_its_user_at_its_start(tmp_path, command, name):
     file = tmp_path / name
     file.write_text(json.dumps(ROW) + "\n")
     link = tmp_path / "more" / name
@@ -159,8 +151,7 @@ def test_the_keys_are_those_that_are_written(tmp_path):
 
 def test_an_empty_file_has_nothing_to_lose(tmp_path):
     for name, kind, content in (
-        *(("run", "metrics", RUN), ("levels", LEVELS, OURS[LEVELS][0])),
-        ("partition", "partition", OURS["partition"][0]),
+        *(("run", "metrics", RUN), ("partition", "partition", OURS["partition"][0])),
     ):
         file = tmp_path / name
         file.touch()
@@ -184,10 +175,8 @@ def test_figures_join_those_of_a_run_or_take_their_place(tmp_path):
 
 def test_predictions_are_known_line_by_line(tmp_path):
     file = tmp_path / "predictions.jsonl"
-    line = (
-        json.dumps(dict.fromkeys(["row", "task", "question", "answer", "prediction", "score"]))
-        + "\n"
-    )
+    keys = ("row", "task", "question", "answer", "prediction", "score")
+    line = json.dumps(dict.fromkeys(keys)) + "\n"
     file.write_text(line * 3)
     write_output(file, line, PREDICTIONS)
     assert file.read_text() == line

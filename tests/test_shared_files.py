@@ -36,19 +36,14 @@ def test_two(made):
 
 
 def test_each_file_is_run_by_one_process(tmp_path):
-    tests, shares, said = (tmp_path / name for name in ("tests", "shares", "said"))
-    tests.mkdir()
-    shares.mkdir()
+    tests, said = tmp_path / "tests", tmp_path / "said"
+    (tmp_path / "shares").mkdir()
     for number in range(8):  # several to a folder: what a folder has up is taken down in time
         folder = tests / f"folder_{number // 2}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"test_{number}.py").write_text(FILE)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent),
-        "LOONGPLUG_TEST_SHARES": str(shares),
-        "SAID": str(said),
-    }
+    own = {"PYTHONPATH": str(Path(__file__).parent), "SAID": str(said)}
+    environment = {**os.environ, **own, "LOONGPLUG_TEST_SHARES": str(tmp_path / "shares")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "shared_files", "-p", "no:cacheprovider"]
     running = [
         subprocess.Popen([*command, str(tests)], env=environment, stdout=subprocess.DEVNULL)

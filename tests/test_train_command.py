@@ -24,14 +24,20 @@ from loongplug import train
 ROOT = Path(__file__).parent.parent
 
 
-def command(program: str, *words: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+TRAINING = (
+    *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+    *("--seq-length", "48", "--global-batch-size", "4", "--lr", "1e-3", "--train-iters", "2"),
+)
+
+
+def run(program: str, *words: str, **told: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(Path(sys.executable).parent / program), *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **told},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=240,
         check=False,
     )
 
@@ -39,12 +45,10 @@ def command(program: str, *words: str, timeout: float = 240.0) -> subprocess.Com
 @pytest.mark.slow
 def test_train_export_evaluate_and_answer(tmp_path):
     make_demo_data(tmp_path, train=32, test=8)
-    ended = command(
-        *("loongplug", "train", "--ranks", "2"),
-        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
-        *("--tokenizer-model", str(tmp_path / "processor"), "--seq-length", "48"),
-        *("--train-data-path", str(tmp_path / "train.jsonl"), "--train-iters", "2"),
-        *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
+    ended = run(
+        *("loongplug", "train", "--ranks", "2", *TRAINING, "--micro-batch-size", "2"),
+        *("--tokenizer-model", str(tmp_path / "processor")),
+        *("--train-data-path", str(tmp_path / "train.jsonl")),
         *("--tensor-model-parallel-size", "2", "--save", str(tmp_path / "run")),
         *("--save-hf", str(tmp_path / "hf"), "--metrics-json", str(tmp_path / "metrics.json")),
     )
@@ -52,7 +56,7 @@ def test_train_export_evaluate_and_answer(tmp_path):
     assert "iteration 2/2 | loss" in ended.stdout
     assert "consumed samples" not in ended.stdout  # Megatron's lines are in the run's logs
 
-    ended = command(
+    ended = run(
         *("loongplug", "eval", "--model", str(tmp_path / "hf"), "--device", "cpu"),
         *("--data", str(tmp_path / "test.jsonl"), "--json", str(tmp_path / "metrics.json")),
     )
@@ -87,13 +91,11 @@ def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp
         environment.pop(name, None)
     saved = tmp_path / "run"
     terminal, end = pty.openpty()
-    run = subprocess.Popen(
+    started = subprocess.Popen(
         [
-            *(sys.executable, "loongplug/train.py", "--model-name", "qwen3_vl_tiny"),
-            *("--training-phase", "sft", "--device", "cpu", "--num-workers", "1"),
-            *("--tokenizer-model", str(tmp_path / "processor"), "--seq-length", "48"),
+            *(sys.executable, "loongplug/train.py", *TRAINING, "--num-workers", "1"),
+            *("--tokenizer-model", str(tmp_path / "processor"), "--micro-batch-size", "2"),
             *("--train-data-path", str(tmp_path / "train.jsonl"), "--train-iters", "100000"),
-            *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
             *("--log-interval", "20", "--save", str(saved), "--save-interval", "20"),
         ],
         cwd=ROOT,
@@ -106,14 +108,14 @@ def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp
     os.close(end)
     try:
         shown = "".join(_until(terminal, r"iteration 20/.* [2-9][1-9]/100000"))
-        os.killpg(run.pid, signal.SIGINT)
+        os.killpg(started.pid, signal.SIGINT)
         shown += "".join(_until(terminal, None))
-        _, stderr = run.communicate(timeout=120)
+        _, stderr = started.communicate(timeout=120)
     finally:
-        run.kill()
+        started.kill()
         os.close(terminal)
     assert stderr == "loongplug: interrupted\n"
-    assert run.returncode == 130
+    assert started.returncode == 130
     assert f"Megatron's of each rank in {saved}/logs" in shown
     assert f"checkpoints to {saved} every 20 steps" in shown
     log = (saved / "logs" / "rank_0.log").read_text()
@@ -145,21 +147,10 @@ def _until(terminal: int, pattern: str | None) -> Iterator[str]:
 @pytest.mark.parametrize(("command", "answer"), [("estimate", "stage 1"), ("partition", "flags: ")])
 def test_commands_that_plan_are_as_clean(command, answer):
     """Nothing that libraries tell comes between a user and the answer."""
-    flags = [
-        *("--ranks", "2", "--model-name", "qwen3_vl_tiny", "--training-phase", "sft"),
-        *("--pipeline-model-parallel-size", "2", "--device", "cpu", "--visual-tokens", "4"),
-        *("--seq-length", "48", "--micro-batch-size", "1", "--global-batch-size", "4"),
-        *("--train-iters", "1", "--lr", "1e-3"),
-    ]
-    told = {"OMP_NUM_THREADS": "1", "CUDA_HOME": str(ROOT)}  # torch would note the latter
-    ended = subprocess.run(
-        [sys.executable, "-m", "loongplug", command, *flags],
-        cwd=ROOT,
-        env=os.environ | told,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    ended = run(
+        *("loongplug", command, "--ranks", "2", "--visual-tokens", "4"),
+        *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", *TRAINING),
+        CUDA_HOME=str(ROOT),  # which torch would note
     )
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     assert answer in ended.stdout

@@ -46,13 +46,8 @@ def enter(checkout: Path, extras: str) -> bool:
 @pytest.mark.parametrize(
     ("first", "then", "again"),
     [
-        ("dev", "dev", False),
-        ("dev", "test", False),
-        ("dev", "demo", False),
-        ("test", "demo", False),
-        ("demo", "test", True),
-        ("test", "dev", True),
-        ("dev", "gpu", True),
+        *(("dev", "dev", False), ("dev", "test", False), ("test", "demo", False)),
+        *(("demo", "test", True), ("test", "dev", True), ("dev", "gpu", True)),
     ],
 )
 def test_more_serves_for_less(checkout: Path, first: str, then: str, again: bool) -> None:

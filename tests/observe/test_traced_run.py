@@ -10,7 +10,7 @@ from ranks import RankError, run_ranks
 from loongplug.observe.command import trace
 from loongplug.observe.hooks import StepHooks
 from loongplug.observe.recorder import TraceRecorder
-from loongplug.observe.trace_file import TraceWriter, read_folder
+from loongplug.observe.trace_file import read_folder
 from loongplug.observe.tracing import _table
 from loongplug.platform.replacements import Replacement, resolve
 from loongplug.training.run import run
@@ -209,11 +209,6 @@ def test_a_run_that_fails_leaves_its_trace(short, tmp_path, capsys):
 WRAPPED = _table(StepHooks(TraceRecorder(list), on_first_model=lambda: None)).rows
 
 
-def traced_targets() -> int:
-    """How many targets go through a wrapper of the trace now."""
-    return sum(map(is_traced, WRAPPED))
-
-
 def is_traced(row: Replacement) -> bool:
     function = resolve(row)[2]
     while function is not None:
@@ -224,24 +219,15 @@ def is_traced(row: Replacement) -> bool:
 
 
 def count_traced(rank: int, *, flags: list[str]) -> set[int]:
+    """How many targets go through a wrapper in the run, and when it is over."""
     counts = set()
-    run(flags, on_report=lambda _: counts.add(traced_targets()))
-    counts.add(-traced_targets())  # when it is over
-    return counts
-
-
-def count_without_hooks(rank: int, *, flags: list[str]) -> set[int]:
-    def refuse(*args, **kwargs):
-        raise AssertionError("there is nothing to trace")
-
-    StepHooks.__init__ = refuse
-    TraceWriter.__init__ = refuse
-    return count_traced(rank, flags=flags)
+    run(flags, on_report=lambda _: counts.add(sum(map(is_traced, WRAPPED))))
+    return counts | {-sum(map(is_traced, WRAPPED))}
 
 
 def test_nothing_is_hooked_without_the_flag(short, tmp_path):
     once = [*short, "--train-iters", "1"]
-    assert run_ranks(count_without_hooks, 1, flags=once) == [{0}]
+    assert run_ranks(count_traced, 1, flags=once) == [{0}]
     traced_run = [*once, "--trace", str(tmp_path)]
     assert run_ranks(count_traced, 1, flags=traced_run) == [{len(WRAPPED), 0}]
 

@@ -11,7 +11,7 @@ from parity.gradient_faults import (
     sum_norms_over_tp,
 )
 from parity.mutations import drop_deepstack_gradient, swap_units
-from verify_cases import TIED, Pair, failing, made_plan
+from verify_cases import SEES, TIED, Pair, failing, made_plan
 
 from loongplug.verify.report import report
 
@@ -33,28 +33,32 @@ def tied(tmp_path_factory):
     return Pair(made_plan(folder, "--pipeline-model-parallel-size", "2", TIED), folder)
 
 
+def first_failing(comparison):
+    """What fails of the first step, before weights differ."""
+    return [each for each in comparison.tensors if each.step == 0 and each.fails]
+
+
 def test_the_layouts_agree_without_a_fault(split, tied):
     for pair, more in ((split, ()), (split, OWN_TP), (tied, ())):
         pair.agreeing(more=more)
 
 
 def test_an_encoder_whose_replicas_count_twice(split):
-    comparison = split.compared(count_units_twice, more=OWN_TP)
-    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
-    assert {each.module for each in first} == {"image_encoder", "image_projector"}
+    first = first_failing(split.compared(count_units_twice, more=OWN_TP))
+    assert {each.module for each in first} == SEES
     assert all(each.ratio == pytest.approx(2.0, rel=1e-4) for each in first)
 
 
 def test_an_encoder_whose_norm_is_of_other_ranks(split):
     comparison = split.compared(norm_by_the_decoders_group, more=OWN_TP)
     assert all(norm.fails for norm in comparison.norms)
-    assert not [each for each in comparison.tensors if each.step == 0 and each.fails]
+    assert not first_failing(comparison)
 
 
 def test_doubled_gradients(split):
     comparison = split.compared(double_encoder)
     assert failing(comparison, "gradients") >= {"image_encoder"}
-    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
+    first = first_failing(comparison)
     assert {each.module for each in first} == {"image_encoder"}
     assert all(each.ratio == pytest.approx(2.0, rel=1e-4) for each in first)
     assert "image_encoder: model.visual" in (text := report(split.plan, comparison))
@@ -64,7 +68,7 @@ def test_doubled_gradients(split):
 
 def test_gradients_summed_over_the_tensor_parallel_group(split):
     comparison = split.compared(sum_norms_over_tp)
-    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
+    first = first_failing(comparison)
     assert {each.module for each in first} == {"image_projector"}
     assert all(".norm." in each.name for each in first)
     assert comparison.worst("gradients").ratio == pytest.approx(2.0, rel=1e-2)
@@ -90,25 +94,19 @@ def test_dropped_deepstack_gradient(split):
 def test_a_norm_that_counts_replicas_twice(split):
     comparison = split.compared(count_replicas_twice)
     assert all(each.fails and each.found > each.expected for each in comparison.norms[:1])
-    assert not any(each.fails for each in comparison.tensors if each.step == 0)
+    assert not first_failing(comparison)
     assert "gradient norm of step 1" in report(split.plan, comparison)
 
 
 def test_replicas_that_start_different(split):
     comparison = split.compared(start_apart)
-    assert (
-        "weights of image_projector.merger.norm.weight differ from the start"
-        in (comparison.apart[0])
-    )
-    assert "between ranks 0, 1" in comparison.apart[0]
+    weight = "weights of image_projector.merger.norm.weight"
+    assert f"{weight} differ from the start between ranks 0, 1" in comparison.apart[0]
     assert not comparison.agrees
 
 
 def test_a_missed_reduction_of_tied_embeddings(tied):
     comparison = tied.compared(miss_tied_reduction)
-    assert (
-        "gradients of text_decoder.embedding.word_embeddings.weight differ in step 1"
-        in (comparison.apart[0])
-    )
-    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
-    assert {each.module for each in first} == {"text_decoder embeddings"}
+    name = "text_decoder.embedding.word_embeddings.weight"
+    assert f"gradients of {name} differ in step 1" in comparison.apart[0]
+    assert {each.module for each in first_failing(comparison)} == {"text_decoder embeddings"}

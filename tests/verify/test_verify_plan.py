@@ -32,13 +32,9 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_the_smallest_world(sizes, expected):
-    args = Namespace(
-        tensor_model_parallel_size=sizes.get("tp", 1),
-        pipeline_model_parallel_size=sizes.get("pp", 1),
-        context_parallel_size=sizes.get("cp", 1),
-        expert_model_parallel_size=sizes.get("ep", 1),
-        expert_tensor_parallel_size=sizes.get("etp"),
-    )
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
+    given = {f"{name}_parallel_size": sizes.get(key, 1) for key, name in names.items()}
+    args = Namespace(**given, expert_tensor_parallel_size=sizes.get("etp"))
     assert least_world(args) == expected
 
 

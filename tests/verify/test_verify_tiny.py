@@ -113,13 +113,11 @@ def test_the_structure_stays(name):
 
 def test_an_encoder_of_an_unknown_kind_stays_as_it_is():
     model = with_placeholder_ids(composed("qwen2_audio_tiny"))
-    own = EncoderArchitecture(
-        num_layers=3, hidden_size=24, ffn_hidden_size=40, num_attention_heads=2
-    )
-    model = dataclasses.replace(model, audio_encoder=own)
-    sizes = tiny_sizes(model, TinyLayout(), vocabulary=100, tiny_media=True)
-    assert sizes
-    assert all(key.startswith("foundation.") for key in sizes)
+    sizes = {"num_layers": 3, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 2}
+    model = dataclasses.replace(model, audio_encoder=EncoderArchitecture(**sizes))
+    found = tiny_sizes(model, TinyLayout(), vocabulary=100, tiny_media=True)
+    assert found
+    assert all(key.startswith("foundation.") for key in found)
 
 
 def test_uneven_ends_have_fewer_layers_than_the_others():
