@@ -13,10 +13,10 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-import torch.distributed as dist
 from megatron.core import utils
 from megatron.core.extensions import transformer_engine as upstream
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 
 VERSION = "2.8.0"  # the first that pyproject.toml takes
 
@@ -74,28 +74,11 @@ def _chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 
 def _row(x: Tensor, group: Any, ranks: int) -> Tensor:
     """The whole row of which ranks have parts, its chunks in order."""
-    parts = [x] if group is None else list(_Gathered.apply(x, group))
+    parts = [x] if group is None else all_gather(x.contiguous(), group=group)
     chunks: dict[int, Tensor] = {}
     for rank, part in enumerate(parts):
         chunks |= zip(_chunks_of(rank, ranks), part.chunk(2), strict=True)
     return torch.cat([chunks[n] for n in sorted(chunks)])
-
-
-class _Gathered(torch.autograd.Function):
-    """[s, ...] of each rank -> [ranks, s, ...]; gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        summed = grad.contiguous()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed[ctx.group.rank()], None
 
 
 def engine_attention() -> type[nn.Module]:

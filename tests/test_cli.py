@@ -1,7 +1,6 @@
 """The ``loongplug`` command: what reaches the functions behind it, and how it ends."""
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 import tomllib
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import loongplug
 from loongplug.cli import app
 from loongplug.data.data_options import PixelLimits, RowAccess
 
@@ -107,46 +105,23 @@ def test_version_by_both_entries() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
 
 
-class TestTrain:
-    @pytest.fixture
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """What this process would have become."""
-        found: list[list[str]] = []
-        monkeypatch.setattr("os.execv", lambda program, words: found.append(words))
-        return found
-
-    def test_is_torchrun_with_its_flags(self, started: list[list[str]]) -> None:
-        flags = ["--model-name", "qwen3_vl_tiny", "--bf16", "model.image_encoder.freeze=true"]
-        assert _run("train", "--ranks", "2", *flags)[0] == 0
-        ((_, *torchrun),) = started
-        assert torchrun[:4] == [
-            *("-m", "loongplug.parallel.launch", "--standalone", "--nproc-per-node=2")
-        ]
-        assert torchrun[4:] == ["-m", "loongplug.train", *flags]
-
-    def test_is_one_rank_on_the_cpu(self, started: list[list[str]]) -> None:
-        assert _run("train", "--device", "cpu")[0] == 0
-        assert "--nproc-per-node=1" in started[0]
-
-    def test_all_of_the_help_is_the_runs(self, started: list[list[str]]) -> None:
-        _run("train", "--help-all")
-        assert started[0][1:] == ["-m", "loongplug.train", "--help-all"]
-
-    def test_no_ranks_are_refused(self, started: list[list[str]]) -> None:
-        code, printed = _run("train", "--ranks", "0")
-        assert (code, started) == (2, [])
-        assert "--ranks" in printed
-
-
-def test_a_working_directory_that_is_gone_is_said_before_libraries_fail(tmp_path):
-    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import loongplug"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(Path(loongplug.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 1
-    assert done.stderr == "loongplug: error: the working directory is gone: cd to another one\n"
+@pytest.mark.parametrize(
+    ("given", "ranks", "handed_on"),
+    [
+        (("--ranks", "2", "--bf16", "model.x=true"), 2, ["--bf16", "model.x=true"]),
+        (("--device", "cpu"), 1, ["--device", "cpu"]),
+        (("--help-all",), None, ["--help-all"]),  # all of the help is the run's
+    ],
+)
+def test_train_becomes_torchrun_with_its_flags(
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    ranks: int | None,
+    handed_on: list[str],
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    _run("train", *given)
+    torchrun = ["-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"]
+    before = [] if ranks is None else torchrun
+    assert started[0][1:] == [*before, "-m", "loongplug.train", *handed_on]
