@@ -57,25 +57,11 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
-        if self.vpp:
-            parts.append(f"vpp{self.vpp}")
-        if self.ep > 1:
-            parts.append(f"ep{self.ep}")
-        if self.etp:
-            parts.append(f"etp{self.etp}")
-        if self.dispatcher != "alltoall":
-            parts.append(self.dispatcher)
-        parts += [
-            name
-            for name in (
-                "sequence_parallel",
-                "recompute",
-                "distributed_optimizer",
-                "overlap_grad_reduce",
-            )
-            if getattr(self, name)
-        ]
-        return "-".join(parts)
+        more = {"vpp": self.vpp, "ep": self.ep > 1 and self.ep, "etp": self.etp}
+        parts += [f"{name}{size}" for name, size in more.items() if size]
+        parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
+        flags = ("sequence_parallel", "recompute", "distributed_optimizer", "overlap_grad_reduce")
+        return "-".join([*parts, *(name for name in flags if getattr(self, name))])
 
 
 def reference_model(model: VisionLanguageArchitecture, *, seed: int = 0) -> Any:

@@ -127,5 +127,5 @@ def read_rank(path: Path) -> RankTrace:
         if "phase" in row:
             own = {key: row.pop(key) for key in _OWN_KEYS}
             events.append(TraceEvent(**own, details=row))
-    place = next((row["place"] for row in rows if "place" in row), {})
+    place: Mapping[str, int] = next((row["place"] for row in rows if "place" in row), {})
     return RankTrace(**rows[0], place=place, events=tuple(events), cut_off=bool(rest))
