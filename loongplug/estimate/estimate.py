@@ -92,9 +92,9 @@ def estimate(parsed: ParsedArguments, step_of: StepOf) -> list[RankMemory]:
                 (entry,) = rank.chunks[0].encoders
                 trains[entry.name][rank.stage] = rank.chunks[0].trains(entry)
             step = EstimatedStep(
-                rank,
-                parsed,
-                microbatches,
+                rank=rank,
+                parsed=parsed,
+                microbatches=microbatches,
                 states=rank_state(rank.chunks, args),
                 traced=traced,
                 trains=trains,
@@ -110,78 +110,68 @@ def estimate(parsed: ParsedArguments, step_of: StepOf) -> list[RankMemory]:
     return [*found[count:], *found[:count]]
 
 
+@dataclass(kw_only=True, eq=False)
 class EstimatedStep:
     """A step of a rank: its chunks traced once, then followed for any rank like it.
 
-    Its encoders' plans are executed, its decoder's passes are as they were traced.
+    Its encoders' plans are executed, its decoder's passes are as they were traced. On ranks of an
+    encoder's own, ``microbatches`` are the pieces that they encode. ``states`` are those of the
+    entries. ``traced`` has units that were traced before, by the encoder's name, its stage and
+    their grids. ``trains``: which stages of encoders on ranks of their own do.
     """
 
-    def __init__(
-        self,
-        rank: EstimatedRank,
-        parsed: ParsedArguments,
-        microbatches: Sequence[Microbatch],
-        *,
-        states: Mapping[str, State],
-        traced: dict[Any, PassBytes],
-        trains: Mapping[str, Sequence[bool]],
-    ) -> None:
-        """``microbatches``: on ranks of an encoder's own, the pieces that they encode.
+    rank: EstimatedRank
+    parsed: ParsedArguments
+    microbatches: Sequence[Microbatch]
+    states: Mapping[str, State]
+    traced: dict[Any, PassBytes]
+    trains: Mapping[str, Sequence[bool]]
 
-        ``states`` are those of the entries. ``traced`` has units that were traced before, by the
-        encoder's name, its stage and their grids. ``trains``: which stages of encoders on ranks of
-        their own do.
-        """
-        self._rank = rank
-        self._args = parsed.args
-        self._model: Any = parsed.model
-        self._microbatches = microbatches
-        self._states = states
-        self._trains = trains
-        self._first = rank.chunks[0]
+    def __post_init__(self) -> None:
+        self._args, self._model = self.parsed.args, self.parsed.model
+        self._first = self.rank.chunks[0]
         self._pipeline: Pipeline | None = None  # the decoder's
         self._host = self._buffers = 0
         self._turns: list[TurnBytes] = []  # the decoder's
         self._largest = {
-            name: max((each.units[name] for each in microbatches), key=lambda unit: unit.rows)
-            for name in microbatches[0].units
+            name: max((each.units[name] for each in self.microbatches), key=lambda unit: unit.rows)
+            for name in self.microbatches[0].units
         }
-        if rank.engine.own is None:
+        if self.rank.engine.own is None:
             self._trace_decoder()
-        self._stand_ins = {
-            entry.name: self._stand_in(entry, traced) for entry in self._first.encoders
-        }
+        self._stand_ins = {entry.name: self._stand_in(entry) for entry in self._first.encoders}
 
     def _trace_decoder(self) -> None:
         """Trace passes, where all microbatches have rows and media as the largest has."""
-        args, first, count = self._args, self._first, len(self._microbatches)
-        pipeline = self._pipeline = replace(first_stage(args), stage=self._rank.stage)
-        largest = max(self._microbatches, key=lambda each: (each.split.length, media_rows(each)))
+        args, first, count = self._args, self._first, len(self.microbatches)
+        pipeline = self._pipeline = replace(first_stage(args), stage=self.rank.stage)
+        largest = max(self.microbatches, key=lambda each: (each.split.length, media_rows(each)))
         stage = TracedStage(
             args,
             self._model,
-            self._rank.chunks,
+            self.rank.chunks,
             like=replace(largest, units=self._largest),
             features_train=[
                 entry.name
                 for entry in first.entries
-                if first.trains(entry) or any(self._trains.get(entry.name, ()))
+                if first.trains(entry) or any(self.trains.get(entry.name, ()))
             ],
         )
         if pipeline.overlaps or args.offload_tensors:  # passes depend on each other
             self._turns, self._host = stage.step(*shortened(pipeline, count))
             return
         self._buffers = stage.buffers
-        passes = [stage.alone(chunk) for chunk in self._rank.chunks]
+        passes = [stage.alone(chunk) for chunk in self.rank.chunks]
         for turn in turns(pipeline, count):
             if turn.forward is not None:
                 self._turns.append(passes[turn.forward.chunk][0])
             if turn.backward is not None:
                 self._turns.append(passes[turn.backward.chunk][1])
 
-    def _stand_in(self, entry: Entry, known: dict[Any, PassBytes]) -> EncoderStandIn:
-        name, encoder, config = entry.name, self._model.encoder(entry.name), self._first.config
-        stage = 0 if self._rank.engine.own is None else self._rank.stage  # of the encoder
+    def _stand_in(self, entry: Entry) -> EncoderStandIn:
+        known, name, config = self.traced, entry.name, self._first.config
+        encoder = self._model.encoder(name)
+        stage = 0 if self.rank.engine.own is None else self.rank.stage  # of the encoder
         blank = (encoder.blank_grid(),)
         largest = self._largest[name].grids or blank
         for grids in (blank, largest):
@@ -193,7 +183,7 @@ class EstimatedStep:
                     encoder,
                     grids,
                     stage=stage,
-                    trains_before=any(self._trains.get(name, ())[:stage]),
+                    trains_before=any(self.trains.get(name, ())[:stage]),
                 )
         widths = payload_widths(encoder)
         hands_on = stage < len(widths)
@@ -208,7 +198,7 @@ class EstimatedStep:
 
     def memory(self, rank: int) -> RankMemory:
         """The memory of a rank that has the same chunks as this process's."""
-        state, own = sum(self._states.values(), State()), self._rank.engine.own
+        state, own = sum(self.states.values(), State()), self.rank.engine.own
         kept, tape = state.by_name(), Tape(region=TRANSIENT)
         for name, nbytes in kept.items():
             tape.add(name, nbytes)
@@ -218,7 +208,7 @@ class EstimatedStep:
         tape.doing = "optimizer step"
         tape.work(state.step)
         return RankMemory(
-            stage=self._rank.stage,
+            stage=self.rank.stage,
             rank=rank,
             role=ROLES[self._first.encodes] if own is None else self._model.keys[own],
             parts={name: nbytes for name, nbytes in tape.peak.items() if nbytes},
@@ -232,22 +222,22 @@ class EstimatedStep:
         """Have ``tape`` see a step of such a rank."""
         given = {
             name: self._given(name, rank, tape)
-            for name, each in self._rank.engine.encoders.items()
-            if each.mode.around_schedule and self._rank.engine.own in (None, name)
+            for name, each in self.rank.engine.encoders.items()
+            if each.mode.around_schedule and self.rank.engine.own in (None, name)
         }
         self._first.payload = (  # type: ignore[method-assign]
             lambda entry, unit: self._stand_ins[entry.name].payload(unit, tape)
         )
-        count = len(self._microbatches)
+        count = len(self.microbatches)
         walk = (BEGIN, END) if self._pipeline is None else events(self._pipeline, count)
         with one_rank(rank, tape):
             replays = [
                 EncoderReplay(
-                    self._rank.engine.encoders[name],
+                    self.rank.engine.encoders[name],
                     self._first,
                     microbatches,
-                    trains=self._trains.get(name, ()),
-                    away=self._states.get(name, State()).by_name(),
+                    trains=self.trains.get(name, ()),
+                    away=self.states.get(name, State()).by_name(),
                     tape=tape,
                 )
                 for name, microbatches in given.items()
@@ -281,10 +271,10 @@ class EstimatedStep:
         if when.event not in (Event.FORWARD, Event.GRADIENT):
             return features
         for entry in self._first.encoders:
-            if self._rank.engine.encoders[entry.name].mode.around_schedule:
+            if self.rank.engine.encoders[entry.name].mode.around_schedule:
                 continue
             assert when.microbatch is not None
-            unit = self._microbatches[when.microbatch].units[entry.name]
+            unit = self.microbatches[when.microbatch].units[entry.name]
             stand_in = self._stand_ins[entry.name]
             each = stand_in.of(unit.rows)
             stays = each.kept + each.given * each.keeps_given
@@ -303,8 +293,8 @@ class EstimatedStep:
 
     def _given(self, name: str, rank: int, tape: Tape) -> list[Microbatch]:
         """The microbatches, with what ``rank`` encodes of them around the decoder's schedule."""
-        engine, encoder = self._rank.engine.encoders[name], self._model.encoder(name)
-        place, units = engine.place, [each.units[name] for each in self._microbatches]
+        engine, encoder = self.rank.engine.encoders[name], self._model.encoder(name)
+        place, units = engine.place, [each.units[name] for each in self.microbatches]
         replica: int | None = None
         if place.edge is not None:
             count = len(place.edge.replicas)
@@ -314,11 +304,11 @@ class EstimatedStep:
             shares = assignment.of_step([each.grids for each in units])
             units = [replace(unit, shares=each) for unit, each in zip(units, shares, strict=True)]
             replica = place.edge.replica_of(rank)
-        elif engine.here and not self._rank.stage:
+        elif engine.here and not self.rank.stage:
             replica = 0  # all of a unit is its share
         return [
             replace(each, units={name: _loaded(unit, replica, encoder, tape)})
-            for each, unit in zip(self._microbatches, units, strict=True)
+            for each, unit in zip(self.microbatches, units, strict=True)
         ]
 
 

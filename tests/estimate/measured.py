@@ -35,7 +35,6 @@ from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.executor import Executor, unwrapped
 from loongplug.hetero.operations import Cargo, Kept
 from loongplug.hetero.piece_carrier import Carrier, Dealer
-from loongplug.hetero.piece_routes import Deal
 from loongplug.hetero.wire import Wire
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
@@ -148,48 +147,41 @@ class _Watch:
         return state
 
     def _name_regions(self) -> None:
-        tape = self.tape
-        packed, taken = Features.packed, MediaToCome.taken
+        region, taken = self.tape.region, MediaToCome.taken
+
+        def inside(name: str) -> Callable[..., AbstractContextManager[Any]]:
+            return lambda *_, **__: region(name)
 
         def taken_counted(media: Any) -> MediaInput:
             # Those of a forward of the decoder's are the encoder's own.
-            with tape.region(INPUT if tape._region == ENCODER else ENCODER):
+            with region(INPUT if self.tape._region == ENCODER else ENCODER):
                 found = taken(media)
-                if found.loaded.untyped_storage()._cdata not in tape._known:  # as on the host
+                if found.loaded.untyped_storage()._cdata not in self.tape._known:  # as on the host
                     found = replace(found, loaded=found.loaded.clone())
             self._note(INPUT)
             return found
 
-        def packed_counted(features: Any) -> Any:
-            with tape.region(FEATURES):
-                return packed(features)
-
-        def exchange_counted(exchange: Any) -> Any:
-            def exchanged(*args: Any) -> Any:
-                with tape.region(FEATURES):
-                    return exchange(*args)
-
-            return exchanged
-
-        def begin_counted(
-            executor: Executor, chunk: Any, microbatches: Any, *, training: bool
-        ) -> None:
+        def begins(executor: Executor, *_: Any, **__: Any) -> None:
             if executor not in self.executors:
                 self.executors.append(executor)
-            begin(executor, chunk, microbatches, training=training)
 
-        begin, Executor.begin = Executor.begin, begin_counted
+        around(Executor, "begin", before=begins)
         for owner, name in ((MicrobatchLoader, "__next__"), (LoadedShare, "bad")):
-            around(owner, name, inside=_disable_current_modes)  # made in the host's memory
+            # Made in the host's memory.
+            around(owner, name, inside=lambda *_, **__: _disable_current_modes())
         MediaToCome.taken = taken_counted
-        around(MultimodalModel, "encode", inside=lambda: tape.region(ENCODER))
-        around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
-        around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
+        around(MultimodalModel, "encode", inside=inside(ENCODER))
+        around(MultimodalModel, "_encoded", inside=inside(ENCODER))  # of any stage
+        around(EncoderOfStep, "_given", inside=inside(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
-            setattr(AllToAll, name, exchange_counted(getattr(AllToAll, name)))
-        around(ExecutedStep, "_gather", inside=lambda: tape.region(FEATURES))
+            around(AllToAll, name, inside=inside(FEATURES))
+        around(ExecutedStep, "_gather", inside=inside(FEATURES))
+        around(ExecutedStep, "_features_to_decoder", inside=inside(FEATURES))
+        around(Dealer, "features", inside=inside(FEATURES))
+        around(Dealer, "gradients", inside=inside(FEATURE_GRADIENTS))
+        around(Carrier, "shared", inside=inside(FEATURE_GRADIENTS))
         if self.apart:
-            Features.packed = packed_counted
+            around(Features, "packed", inside=inside(FEATURES))
         for name in ("forward_step", "backward_step"):
             around(schedules, name, before=self._sample)
         around(combined_1f1b, "combined_forward_backward_step", before=self._sample)
@@ -203,7 +195,6 @@ class _Watch:
         goes to other stages: a copy that does not count is sent. Nobody can wait for a send there.
         """
         tape, send, bubbles = self.tape, Wire._send, BubbleCommunicator._send
-        post, receive, give = Wire._post, Wire.receive, Wire.send
         payload = EncoderOfStep.payload
 
         def copied(tensor: Tensor) -> Tensor:
@@ -212,7 +203,7 @@ class _Watch:
 
         def gone(wire: Any, what: Cargo, rows: Tensor, *args: Any, **options: Any) -> None:
             if what is Cargo.STATE_GRADIENTS:
-                self.tape.belongs(rows, STATE_GRADIENTS)
+                tape.belongs(rows, STATE_GRADIENTS)
             if _of_pieces(wire):
                 rows = copied(rows)
             elif any(each.back for each in wire.ways):
@@ -220,59 +211,35 @@ class _Watch:
                 wire.sends[what].drain()
             send(wire, what, rows, *args, **options)
 
-        def given(wire: Any, what: Cargo, *args: Any) -> None:
-            with tape.region(FEATURES) if what is Cargo.FEATURES else nullcontext():
-                give(wire, what, *args)
+        def features_or_not(there: bool) -> AbstractContextManager[Any]:
+            return tape.region(FEATURES) if there else nullcontext()
 
-        def posted(wire: Any, what: Cargo) -> None:
-            with tape.region(_KINDS[what]):
-                post(wire, what)
+        def of_kind(wire: Wire, what: Cargo, *_: Any) -> AbstractContextManager[Any]:
+            return tape.region(_KINDS[what])
 
-        def received(wire: Any, what: Cargo, piece: int) -> Tensor:
-            with tape.region(_KINDS[what]):
-                found = receive(wire, what, piece)
-            if _of_pieces(wire):
+        def noted(there: bool) -> None:
+            if there:
                 self._note(FEATURES)
-            return found
-
-        features, gradients, shared = Dealer.features, Dealer.gradients, Carrier.shared
-
-        def dealt(dealer: Dealer, held: Tensor, deal: Deal) -> Tensor:
-            with tape.region(FEATURES):
-                return features(dealer, held, deal)
-
-        def collected(dealer: Dealer, came: Tensor, deal: Deal) -> Tensor:
-            with tape.region(FEATURE_GRADIENTS):
-                return gradients(dealer, came, deal)
-
-        def sharing(carrier: Carrier, *args: Any) -> Tensor:
-            with tape.region(FEATURE_GRADIENTS):
-                return shared(carrier, *args)
-
-        encode = ExecutedStep._encode
-
-        def encoded(step: ExecutedStep, *args: Any, **kwargs: Any) -> None:
-            if step.streamed is None:
-                encode(step, *args, **kwargs)
-                return
-            with tape.region(FEATURES):
-                encode(step, *args, **kwargs)
-            self._note(FEATURES)
 
         def made(encoder: EncoderOfStep, *args: Any, **kwargs: Any) -> Tensor:
             found = payload(encoder, *args, **kwargs)
             if len(encoder._model.modules_of(encoder._entry)) == 1:  # the projector is behind
-                self.tape.belongs(found, STATES)
+                tape.belongs(found, STATES)
             if not self.decodes:
                 self._sample()
             return found
 
-        Wire._send, Wire.send, Wire._post, Wire.receive = gone, given, posted, received
+        Wire._send, EncoderOfStep.payload = gone, made
         BubbleCommunicator._send = lambda self, name, tensor: bubbles(self, name, copied(tensor))
-        EncoderOfStep.payload = made
-        Dealer.features, Dealer.gradients, Carrier.shared = dealt, collected, sharing
-        ExecutedStep._encode = encoded
-        around(ExecutedStep, "_features_to_decoder", inside=lambda: tape.region(FEATURES))
+        around(Wire, "send", inside=lambda _, what, *__: features_or_not(what is Cargo.FEATURES))
+        around(Wire, "_post", inside=of_kind)
+        around(Wire, "receive", inside=of_kind, behind=lambda wire, *_: noted(_of_pieces(wire)))
+        around(
+            ExecutedStep,
+            "_encode",
+            inside=lambda step, *_, **__: features_or_not(step.streamed is not None),
+            behind=lambda step, *_, **__: noted(step.streamed is not None),
+        )
         if not self.decodes:
             around(EncoderOfStep, "backward", before=self._sample)
 
@@ -280,7 +247,7 @@ class _Watch:
         self.most_before_step = self.tape.most
         self.tape.restart()
 
-    def _step_ends(self) -> None:
+    def _step_ends(self, _: Any) -> None:
         self.most_in_step = self.tape.most
 
     def _follow_offload(self) -> None:
@@ -299,22 +266,26 @@ class _Watch:
         def layer_made(_: Any, offload: TensorOffload, *__: Any, **___: Any) -> None:
             offload.release = tape.given_back
 
-        def sent(queue: PrefetchQueue, *names: Any) -> None:
-            region = next((_REGIONS.get(each[0]) for each in names if type(each) is tuple), None)
-            with nullcontext() if region is None else tape.region(region):
-                send_for(queue, *names)
-            if region is not None:
+        def coming(names: Any) -> str | None:
+            return next((_REGIONS.get(each[0]) for each in names if type(each) is tuple), None)
+
+        def sent_for(_: Any, *names: Any) -> AbstractContextManager[Any]:
+            region = coming(names)
+            return nullcontext() if region is None else tape.region(region)
+
+        def noted(_: Any, *names: Any) -> None:
+            if (region := coming(names)) is not None:
                 self._note(region)
 
         on_host, Copies.host_like = Copies.host_like, host_like
-        send_for, PrefetchQueue.send_for = PrefetchQueue.send_for, sent
+        around(PrefetchQueue, "send_for", inside=sent_for, behind=noted)
         around(LayerTensors, "__init__", before=layer_made)
         around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
         around(AllToAll, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
         around(Executor, "features", before=lambda *_: self._note(FEATURES))
-        around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
+        around(EncoderOfStep, "payload", behind=lambda *_, **__: self._note(ENCODER))
 
     def _note(self, region: str) -> None:
         nbytes = self.tape.live.get(region, 0)
@@ -369,17 +340,17 @@ def around(
     name: str,
     *,
     before: Callable[..., None] = lambda *_, **__: None,
-    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    behind: Callable[[], None] = lambda: None,
+    inside: Callable[..., AbstractContextManager[Any]] = lambda *_, **__: nullcontext(),
+    behind: Callable[..., None] = lambda *_, **__: None,
 ) -> None:
-    """Put these around a function; ``before`` is told what it is called with."""
+    """Put these around a function; all are told what it is called with."""
     function = getattr(owner, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
-        with inside():
+        with inside(*args, **kwargs):
             result = function(*args, **kwargs)
-        behind()
+        behind(*args, **kwargs)
         return result
 
     setattr(owner, name, called)

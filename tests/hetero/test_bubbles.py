@@ -287,57 +287,34 @@ def test_not_a_bit_differs(ran: list[dict[str, tuple[Did, Did]]], name: str) -> 
     assert seen
 
 
-def inputs(case: Case, stage: int) -> dict[int, str]:
-    """Of which passes the input comes from another stage, and by which group."""
-    found, last = {}, case.stages * case.chunks - 1
-    for number, each in enumerate(case.passes(stage)):
-        kind = "activations" if each.forward else "gradients"
-        if each.place != (0 if each.forward else last):
-            around = stage == (0 if each.forward else case.stages - 1)
-            found[number] = kind + "_around" * around
-    return found
-
-
 @pytest.mark.parametrize("name", FOUR)
-def test_receives_are_posted_before_the_work_and_waited_for_behind_it(
+def test_messages_are_under_way_beside_the_work(
     ran: list[dict[str, tuple[Did, Did]]], name: str
 ) -> None:
-    case = FOUR[name]
-    for rank in ran:
-        did = rank[name][1]
-        events = did.noted.events
-        passes = case.passes(did.stage)
-        assert [each for each in events if each.startswith("work")] == [
-            f"work {number}" for number in range(len(passes) + 1)
-        ]
-        assert [each for each in events if each.startswith("pass")] == [
-            f"pass {each}" for each in passes
-        ]
-        taken: defaultdict[str, int] = defaultdict(int)
-        for number, group in inputs(case, did.stage).items():
-            message = f"{group} {taken[group]}"
-            taken[group] += 1
-            posted, work = events.index(f"post {message}"), events.index(f"work {number}")
-            waited, done = events.index(f"wait {message}"), events.index(f"pass {passes[number]}")
-            assert posted < work < waited < done
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_what_a_pass_made_sets_out_before_the_work_behind_it(
-    ran: list[dict[str, tuple[Did, Did]]], name: str
-) -> None:
+    """Receives are posted before it and waited for behind it; what a pass made sets out before."""
     case, sent = FOUR[name], 0
     last = case.stages * case.chunks - 1
     in_one_go = case.chunks > 1 and not case.overlap
     for rank in ran:
         did = rank[name][1]
         events, passes = did.noted.events, case.passes(did.stage)
+        for what, done in (("work", range(len(passes) + 1)), ("pass", passes)):
+            assert [x for x in events if x.startswith(what)] == [f"{what} {each}" for each in done]
+        taken: defaultdict[str, int] = defaultdict(int)
         for number, each in enumerate(passes):
+            begin, work = events.index(f"pass {each}"), events.index(f"work {number}")
+            kind = "activations" if each.forward else "gradients"
+            if each.place != (0 if each.forward else last):  # another stage sends its input
+                around = did.stage == (0 if each.forward else case.stages - 1)
+                group = kind + "_around" * around
+                message = f"{group} {taken[group]}"
+                taken[group] += 1
+                posted, waited = events.index(f"post {message}"), events.index(f"wait {message}")
+                assert posted < work < waited < begin
             if in_one_go and each.forward and not passes[number + 1].forward:
                 continue  # its output sets out with what the backward behind it makes
-            kind = "activations" if each.forward else "gradients"
-            begin, end = events.index(f"pass {each}"), events.index(f"work {number + 1}")
-            found = any(event.startswith(f"send {kind}") for event in events[begin:end])
+            before_more = events[begin : events.index(f"work {number + 1}")]
+            found = any(event.startswith(f"send {kind}") for event in before_more)
             assert found == (each.place != (last if each.forward else 0))
             sent += found
     assert sent

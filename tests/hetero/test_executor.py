@@ -300,24 +300,25 @@ def state_away(
 INTERLEAVED = "F0 F0 F1 B1 F1 B1 B0 B0"
 
 
-def test_the_state_is_away_between_the_second_forward_and_the_last_backward():
-    assert state_away("F0 F0 B0 B0", last_stage=False) == ".##.."
-    # The second forward begins when it has gone, and the last backward when it has come.
-    assert state_away(INTERLEAVED, last_stage=False) == ".######.."
-    plans = state_away(INTERLEAVED, last_stage=False, plans=True)
-    assert plans == ".######.."
-
-
-def test_where_one_microbatch_is_in_flight_the_state_is_away_all_the_time():
-    assert state_away("F0 B0 F0 B0 F0 B0", last_stage=True) == "######."
-    assert state_away("F0 B0", last_stage=False) == "##."
-    assert state_away("F0 B0", last_stage=True) == "##."
-
-
-def test_in_evaluation_the_state_comes_back_at_the_end():
-    assert state_away("F0 F0 F0", last_stage=False, training=False) == ".##."
-    assert state_away("F0 F0 F0", last_stage=True, training=False) == "###."
-    assert state_away("F0", last_stage=False, training=False) == "#."
+@pytest.mark.parametrize(
+    ("schedule", "options", "away"),
+    [
+        # The second forward begins when it has gone, and the last backward when it has come.
+        ("F0 F0 B0 B0", {"last_stage": False}, ".##.."),
+        (INTERLEAVED, {"last_stage": False}, ".######.."),
+        (INTERLEAVED, {"last_stage": False, "plans": True}, ".######.."),
+        # Where one microbatch is in flight, it is away all the time.
+        ("F0 B0 F0 B0 F0 B0", {"last_stage": True}, "######."),
+        ("F0 B0", {"last_stage": False}, "##."),
+        ("F0 B0", {"last_stage": True}, "##."),
+        # In evaluation it comes back at the end.
+        ("F0 F0 F0", {"last_stage": False, "training": False}, ".##."),
+        ("F0 F0 F0", {"last_stage": True, "training": False}, "###."),
+        ("F0", {"last_stage": False, "training": False}, "#."),
+    ],
+)
+def test_when_the_state_is_away(schedule, options, away):
+    assert state_away(schedule, **options) == away
 
 
 @pytest.mark.gpu

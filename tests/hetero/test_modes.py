@@ -1,14 +1,18 @@
-"""The table of modes is the one place that knows which mode is on."""
+"""The table of modes alone knows which mode is on, and two readers what operations mean.
+
+A third reader of a plan would be one more dialect to keep in step.
+"""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import loongplug
 from loongplug.hetero import modes, operations, policies
-from loongplug.hetero.operations import BEGIN, END, Backward, Encode, EncoderStep
+from loongplug.hetero.operations import BEGIN, END, Backward, Encode, EncoderStep, Operation
 
 pytestmark = pytest.mark.quick
 
@@ -112,3 +116,40 @@ def test_the_table_says_whether_encoders_work_outside_of_the_schedule(
             for each in done:
                 if isinstance(each, Encode | Backward):
                     assert (when in (BEGIN, END)) == mode.outside_schedule
+
+
+OPERATIONS = {each.__name__ for each in get_args(Operation)}
+READERS = {
+    "loongplug/hetero/executed_step.py",
+    "benchmarks/modes/pipeline_clock.py",  # plans to the clock's acts
+}
+
+
+def looked_at(source: str) -> set[str]:
+    """Those operations that some code asks for, by `match` or by `isinstance`."""
+    tree = ast.parse(source)
+    names = {
+        each.asname or each.name: each.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "loongplug.hetero.operations"
+        for each in node.names
+        if each.name in OPERATIONS | {"Operation"}
+    }
+    asked: list[ast.expr] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.MatchClass(cls=each) | ast.Call(func=ast.Name("isinstance"), args=[_, each]):
+                asked.append(each)
+    inside = (part for each in asked for part in ast.walk(each))
+    return {names[part.id] for part in inside if isinstance(part, ast.Name) and part.id in names}
+
+
+def test_two_readers_alone_ask_what_an_operation_is() -> None:
+    files = [
+        file
+        for room in ("loongplug", "benchmarks")
+        for file in (PACKAGE.parent / room).rglob("*.py")
+    ]
+    found = {str(file.relative_to(PACKAGE.parent)): looked_at(file.read_text()) for file in files}
+    assert {file for file, operations in found.items() if operations} == READERS
+    assert found["loongplug/hetero/executed_step.py"] == OPERATIONS

@@ -20,24 +20,18 @@ from placed import ENCODER, decoders, part_of
 from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.bubble_planner import Piece
-from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.operations import Cargo
 from loongplug.hetero.piece_routes import (
     Crossings,
     Deal,
     apart_crossings,
-    stage_links,
-    state_moves,
     streamed_crossings,
 )
 from loongplug.hetero.placement import (
     Edge,
     all_ranks_dp,
-    count,
     one_apart,
     piece_pairs,
-    stage_pairs,
-    there_and_back,
 )
 from loongplug.hetero.row_moves import (
     ExchangeSpec,
@@ -49,7 +43,6 @@ from loongplug.hetero.row_moves import (
     size,
 )
 from loongplug.hetero.wire import StepMoves
-from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -398,67 +391,3 @@ def test_as_few_rows_cross_as_can_and_no_more_than_in_an_exchange(step: Step) ->
         assert least == sum(size(move.given) for move in crossed) <= exchanged
     pairs = {*piece_pairs([step.edge], cp=step.cp)}
     assert pairs >= {(move.source, move.target) for move in crossing(step, Cargo.FEATURES)}
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("pp", [2, 4, 8])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a_rank_has_at_most_two_communicators_a_stage_and_part(tp: int, pp: int, cp: int) -> None:
-    """Of features and gradients, whatever the tensor parallel sizes are."""
-    layout = Layout(tp=tp, pp=pp, cp=cp, dp=2)
-    for encoder in (1, tp):
-        edges = all_ranks_dp(layout, entry=ENCODER, tp=encoder).edges(ENCODER.name)
-        pairs = piece_pairs(edges, cp=cp)
-        found = count(there_and_back(pairs))
-        assert max(found.values()) <= 2 * pp * cp
-        if encoder == 1:  # of each later stage, those that come to this rank
-            assert {found[rank] for rank in edges[0].consumers} == {2 * (pp - 1) * cp}
-
-
-ROWS = [3, 0, 5, 1, 4]
-
-
-@pytest.mark.parametrize("what", [Cargo.STATES, Cargo.STATE_GRADIENTS])
-def test_both_ends_list_the_same_messages(what: Cargo) -> None:
-    states, layout = [*zip(ROWS, (0, 0, 1, 1, 2), strict=True)], Layout(pp=3)
-    around = {rank: stage_links(layout, rank, widths=[10, 11]) for rank in layout.ranks}
-    moves = {
-        rank: state_moves(what, states, links, rank=rank, dtype=torch.float32)
-        for rank, links in around.items()
-    }
-    found = delivered(moves, lambda rank, unit: [(rank, row) for row in range(ROWS[unit])])
-    from_where = 1 if what.back else -1
-    assert found == {
-        (rank, unit): [(rank + from_where, row) for row in range(rows)]
-        for rank in around
-        if rank + from_where in around
-        for unit, rows in enumerate(ROWS)
-        if rows
-    }
-    assert [moves[1].width, moves[1].microbatches[3]] == [11 if what.back else 10, 1]
-
-
-def test_ranks_hand_on_to_those_of_the_next_stage() -> None:
-    layout = Layout(tp=2, pp=3, first_rank=4)
-    assert stage_pairs(layout) == [(4, 6), (6, 8), (5, 7), (7, 9)]
-    for rank in layout.ranks:
-        links = stage_links(layout, rank, widths=[1, 2])
-        assert links.keys() == {pair for pair in stage_pairs(layout) if rank in pair}
-    assert not stage_links(layout, 3, widths=[1, 2])
-    assert stage_pairs(Layout(tp=2, dp=2, first_rank=1)) == []
-
-
-def test_all_stages_of_a_replica_have_the_same_pieces_and_the_first_is_given_media() -> None:
-    entry = Entry(name="eyes", role=Role.ENCODER, into="text")
-    sizes = {"tp": 2, "pp": 2, "dp": 3, "rank_offset": 2}
-    placement = one_apart(Layout(dp=2), entry=entry, **sizes)
-    pieces = placement.pieces("eyes", micro_batch_size=3)
-    layout = placement.entry("eyes").layout
-    place = EncoderPlace(state=None, replica_group=None, layout=layout, pieces={True: pieces})
-    for rank in layout.ranks:
-        at = layout.coordinates(rank)
-        mine = tuple(each for each in pieces if each.replica == at.dp)
-        assert place.made_by(rank, training=True) == mine
-        assert place.given_media(rank) == (2 + 2 * at.dp, 3 + 2 * at.dp)
-    assert {rank for each in pieces for rank in each.ranks} == set(range(8, 14))
-    assert place.made_by(0, training=True) == ()

@@ -237,20 +237,6 @@ def planned(stream: Stream) -> Worked:
     return found
 
 
-@given(steps(everywhere=True))
-def test_passes_take_neighbours_up_to_a_budget(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
-    for step, _ in ranks:
-        passes = step.passes()
-        assert [unit for each in passes for unit in each] == step.mine(step.units)
-        taken = [sum(step.rows[unit] for unit in each) for each in passes]
-        for each, rows in zip(passes, taken, strict=True):
-            assert rows <= step.joined_rows or sum(step.rows[unit] > 0 for unit in each) == 1
-        for (rows, _), (_, behind) in pairwise(zip(taken, passes, strict=True)):
-            assert rows + step.rows[behind[0]] > step.joined_rows, "another one had room"
-        alone = [(unit,) for unit in step.mine(step.units)]
-        assert replace(step, rows=()).passes() == alone
-
-
 def told(plan: StepPlan) -> list[str]:
     """An encoder's operations in a few letters; the last backward, which reduces, in capitals."""
     words = []

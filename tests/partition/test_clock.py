@@ -14,10 +14,6 @@ def stages(*times):
     return [StageTime(forward=forward, backward=backward) for forward, backward in times]
 
 
-def test_one_stage_waits_for_nobody():
-    assert step_time(stages((2, 3)), microbatches=4) == 4 * 5
-
-
 def test_two_stages_by_hand():
     # Stage 0: F0 0-1, F1 1-2, B0 8-9, F2 9-10, B1 15-16, B2 22-23.
     # Stage 1: F0 1-4, B0 4-8, F1 8-11, B1 11-15, F2 15-18, B2 18-22.

@@ -164,6 +164,7 @@ def test_all_stages_know_that_a_boundary_falls_among_the_deepstack_features(tmp_
         ((*PP3, "--encoder-stages", "image_encoder=0"), "one of image_encoder and how many"),
         ((*PP3, "--encoder-stages", "image_encoder=4"), "image_encoder: 3 layers cannot be split"),
         ((*PP3, "--model-nam", "x"), "there is no flag --model-nam"),
+        (("--ranks", "0"), "--ranks is 0: expected"),
     ],
 )
 def test_what_cannot_be_split_is_refused_in_a_sentence(options, said):
@@ -171,14 +172,3 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(options, said):
     result = run(*options, ranks=ranks)
     assert result.exit_code == 1
     assert said in result.output
-
-
-def test_a_terminal_shows_what_is_at_work():
-    shown = CliRunner(env={"FORCE_COLOR": "1"}).invoke(app, ["partition", "--ranks", "1", *RUN])
-    assert "counting the work of each layer" in shown.stderr
-    assert shown.exit_code == 1
-
-
-def test_ranks_are_a_number():
-    result = run(ranks=0)
-    assert (result.exit_code, "--ranks is 0: expected" in result.output) == (1, True)

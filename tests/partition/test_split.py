@@ -50,16 +50,6 @@ def test_it_is_the_best_of_all_splits(case):
     )
 
 
-def test_what_is_left_of_the_others_is_even_too():
-    """The first layer is the slowest stage whatever the others do."""
-    costs = [9, 1, 1, 1, 1, 1, 1]
-    assert split(7, stages=4, cost=lambda start, stop: sum(costs[start:stop])) == (1, 2, 2, 2)
-
-
-def test_of_equal_splits_the_front_has_fewer_layers():
-    assert split(7, stages=3, cost=lambda start, stop: stop - start) == (2, 2, 3)
-
-
 @pytest.mark.parametrize("stages", [0, 4])
 def test_each_stage_takes_a_layer(stages):
     with pytest.raises(

@@ -85,17 +85,6 @@ def test_whoever_goes_first_the_step_is_that_of_a_slow_walk(
     assert found.critical == () or found.critical[-1].end <= found.step
 
 
-@given(programs(), st.data())
-def test_no_step_is_shorter_where_work_is_longer(drawn: Programs, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, len(drawn.ranks) - 1))
-    longer = tuple(
-        each._replace(takes=each.takes + 3) if isinstance(each, Work) else each
-        for each in drawn.ranks[rank]
-    )
-    ranks = (*drawn.ranks[:rank], longer, *drawn.ranks[rank + 1 :])
-    assert step_time(replace(drawn, ranks=ranks)) >= step_time(drawn)
-
-
 @given(programs(), st.integers(0, 2**32 - 1))
 def test_many_costs_are_as_many_runs(drawn: Programs, seed: int) -> None:
     works = sum(isinstance(act, Work) for acts in drawn.ranks for act in acts)
