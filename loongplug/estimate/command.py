@@ -66,12 +66,9 @@ def estimate(
     """Run the command; gives its exit code, :data:`FITS` or :data:`TOO_LARGE`.
 
     With ``layouts``, each one's flags, in one text as for a shell, follow ``flags``; it fits where
-    one of them does. ``visual_tokens`` of each sample stand in for the images of the data; the
-    flags need name neither data nor tokenizer then. ``device_memory`` is in
-    GB, of which :data:`USABLE` may be filled; without it, whatever comes out fits.
-
-    Raises:
-        ValueError: the flags or the options cannot be used.
+    one of them does. ``visual_tokens`` are those of :func:`run_of`. ``device_memory`` is in GB, of
+    which :data:`USABLE` may be filled; without it, whatever comes out fits. Raises ValueError where
+    the flags or the options cannot be used.
     """
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")

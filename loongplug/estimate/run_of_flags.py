@@ -54,10 +54,8 @@ def run_of(
     """The checked arguments of a run, and the microbatches of its first step.
 
     ``visual_tokens`` of each sample stand in for the images of the data; the flags need name
-    neither data nor tokenizer then, for which there will be others in ``folder``.
-
-    Raises:
-        ValueError: the flags or ``visual_tokens`` cannot be used.
+    neither data nor tokenizer then, for which there will be others in ``folder``. Raises ValueError
+    where the flags or ``visual_tokens`` cannot be used.
     """
     with quiet():
         stand_ins = None if visual_tokens is None else folder
@@ -74,10 +72,8 @@ def parsed_for(
     """The checked arguments of the first rank, for tensors that are on no device.
 
     The run is for GPUs, unless ``--device cpu`` is among the flags. In the folder ``stand_ins``
-    there will be a tokenizer and an empty file of data for flags that name none.
-
-    Raises:
-        ValueError: the flags cannot be used, or name too little.
+    there will be a tokenizer and an empty file of data for flags that name none. Raises ValueError
+    where the flags cannot be used, or name too little.
     """
     line = read_command_line(flags)  # refuses what is no flag before it is taken apart
     args = line.args
@@ -131,10 +127,8 @@ def quiet() -> Iterator[None]:
 def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
     """Microbatches of the data that the flags name, in a step that is counted from 0.
 
-    Reads the text parts and the headers of media only.
-
-    Raises:
-        ValueError: the data do not fit the model, or a row cannot be used.
+    Reads the text parts and the headers of media only. Raises ValueError where the data do not fit
+    the model, or a row cannot be used.
     """
     provider = DatasetProvider(args, model, engine=engine_of(args, model))
     dataset, entries = provider.train, encoders(model.entries())
@@ -170,10 +164,8 @@ def step_of_data(args: Namespace, model: Any, *, step: int = 0) -> StepOf:
 def step_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> StepOf:
     """Microbatches with ``visual_tokens`` to a row, of an image of about a square, or a sound.
 
-    They are the first encoder's, spread evenly over the row; others have no media.
-
-    Raises:
-        ValueError: there are more of them than a row has tokens.
+    They are the first encoder's, spread evenly over the row; others have no media. Raises
+    ValueError where there are more of them than a row has tokens.
     """
     length = args.seq_length
     if not 0 <= visual_tokens < length:
@@ -247,15 +239,11 @@ def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:
         placement = mode.place(decoder_layout_of(args), entry=entry, tp=tp)
         slot = placement.pieces(entry.name, micro_batch_size=args.micro_batch_size)
         layout = placement.entry(entry.name).layout
-        replicas = [
-            OwnRanks(
-                name=entry.name,
-                layout=layout,
-                replica=replica,
-                made=tuple(each for each in slot if each.replica == replica),
-            )
-            for replica in range(layout.dp)
-        ]
+        of_replica = [tuple(x for x in slot if x.replica == each) for each in range(layout.dp)]
+        replicas = (
+            OwnRanks(name=entry.name, layout=layout, replica=number, made=made)
+            for number, made in enumerate(of_replica)
+        )
         found.append(max(replicas, key=lambda each: each.samples))
     return tuple(found)
 

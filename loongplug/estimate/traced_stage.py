@@ -115,10 +115,8 @@ class TracedStage:
     def step(self, order: Sequence[Turn], like: Sequence[int]) -> tuple[list[TurnBytes], int]:
         """The turns of a step, and the most bytes that tensors have on the host.
 
-        Of a shorter step's ``order`` each is ``like`` the turn of that number.
-
-        For passes that depend on each other: with the overlap a forward runs together with another
-        microbatch's backward; tensors that leave the device come back by the order of the passes.
+        Of a shorter step's ``order`` each is ``like`` the turn of that number. For passes that
+        depend on each other, by the overlap or by tensors that leave the device and come back.
         Chunks are changed as the run changes them.
         """
         model, combined = [*self._chunks], combined_1f1b.combined_forward_backward_step

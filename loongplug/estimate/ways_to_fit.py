@@ -95,10 +95,7 @@ def flags_of(changes: Sequence[Change]) -> str:
 
 
 def changes_of(parsed: ParsedArguments) -> Iterator[Change]:
-    """What this run does not do yet, the one that costs it least time first.
-
-    Whether a start would take one, and what it is good for, is not known here.
-    """
+    """What this run does not do yet, the one that costs it least time first, refused or not."""
     args, model = parsed.args, parsed.model
     encoders = {name: model.encoder(name) for name in model.encoders}
     modes = [mode_of(args, encoder) for encoder in encoders.values()]

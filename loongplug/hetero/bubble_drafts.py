@@ -1,9 +1,8 @@
 """Who encodes which piece when, so that the encoder works while the decoder would wait. Pure.
 
-In full separation all ranks of a model replica encode before the decoder's schedule and go backward
-behind it, and the pipeline's bubble is wasted. :func:`streamed` puts encoder work into it: stages
-encode while their first activations or first gradients are not there yet, and go backward through
-the encoder in the schedule's cool-down. What is left is done before the schedule and behind it.
+:func:`streamed` puts encoder work into the pipeline's bubble: stages encode while their first
+activations or first gradients are not there yet, and go backward through the encoder in the
+schedule's cool-down. What is left is done before the schedule and behind it.
 
 Costs are integers that every rank counts, so that all come to the same plan without a word. A
 replica encodes, sends and goes backward through its pieces in the order of microbatches and within
@@ -54,8 +53,7 @@ _HABITS = (
 def streamed(step: Step, *, otherwise: int) -> EncoderPlan | None:
     """The fastest plan of a few by the clock; None where none ends before ``otherwise``.
 
-    That is when the step ends where it does not stream. One stage never streams, for its pipeline
-    never waits.
+    One stage never streams, for its pipeline never waits.
     """
     best = None
     if len(step.passes) == 1 or not any(step.pieces):
@@ -95,10 +93,7 @@ def _blocks(step: Step, last: int) -> EncoderPlan:
 
 
 def _tails(step: Step) -> dict[DecoderPass, int]:
-    """From each pass's begin to the end of the schedule at the earliest.
-
-    A piece's backward that waits for a pass counts, too.
-    """
+    """From each pass's begin to the end of the schedule, and of what waits for it, at the least."""
     found: dict[DecoderPass, int] = {}
     left = [[*passes] for passes in step.passes]
     own = [0 for _ in left]  # by stage, of its next pass

@@ -35,13 +35,11 @@ _PIECES, _EACH = 4, 2
 class StreamedCosts:
     """What a step takes, in operations of one rank, counted alike on every rank.
 
-    ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
-    microbatch takes in the decoder, by place (:class:`~.step_programs.DecoderPass`). With several
-    chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
-    text. ``of_passes`` is of passes through the encoder.
-
-    Where a step does not stream, ``assigned`` says what each of so many replicas encodes of its
-    units; a pass has up to ``joined_rows`` of input, with None one unit.
+    ``of_media`` is one encoder replica's for some media, ``of_passes`` is of passes through the
+    encoder; ``forward``, ``backward`` and ``group`` are those of :class:`~.step_programs.Step`.
+    ``tokens`` has a medium's in the text. Where a step does not stream, ``assigned`` says what each
+    of so many replicas encodes of its units; a pass has up to ``joined_rows`` of input, with None
+    one unit.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]

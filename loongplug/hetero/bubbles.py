@@ -2,8 +2,8 @@
 
 Megatron's schedules take the communicator that they send and receive by. This one posts a pass's
 receive when it is asked for the input, and waits for it when the pass begins, behind the work that
-belongs before the pass. Nobody waits for a send before the step's end: with gloo and with NCCL a
-send is done when it is received, and the next stage may be at work of its own.
+belongs before the pass. Nobody waits for a send before the step's end: it is done when it is
+received.
 
 There is a process group for each direction: activations, gradients, and, with virtual stages, the
 same from the last stage around to the first one. So in a group a rank's messages to another are in
@@ -71,11 +71,7 @@ def create_pipeline_groups(
 def filling(
     schedule: Schedule, executor: Executor, groups: PipelineGroups, *, recorder: Recorder = NOTHING
 ) -> Schedule:
-    """``schedule`` as it is; in a step that streams, by a communicator that has work done.
-
-    It is put within the ``executor`` of the encoder that may stream. ``groups`` is what stages send
-    over then.
-    """
+    """``schedule`` within an ``executor``'s, and over ``groups`` in a step that streams."""
 
     def forward_backward(*, model: Any, **options: Any) -> Any:
         passes = executor.streamed_passes
@@ -137,11 +133,7 @@ class BubbleCommunicator(P2PCommunicator):
 
     @contextmanager
     def working(self, work: Callable[[int], None]) -> Iterator[None]:
-        """Around the schedule, which has ``work`` done before each pass, and once behind the last.
-
-        It is called with the pass's number, from 0 on. What the pass before has made has set out
-        then, and the input of this one may come.
-        """
+        """Around the schedule, which has ``work`` done as :func:`before_pass` says, by number."""
         number = count()
 
         def begun(step: Callable[..., Any]) -> Callable[..., Any]:

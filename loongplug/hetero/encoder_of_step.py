@@ -33,11 +33,10 @@ class EncoderOfStep:
         return sum(map(self._architecture.states, unit.grids))
 
     def payload(self, units: Sequence[Unit], *, states: Tensor | None = None) -> Tensor:
-        """What this rank makes of units in one pass, as it travels, [rows, width].
+        """What this rank makes of units in one pass, or of no media, as it travels, [rows, width].
 
-        Without units, of no media. It is features, but in a stage before the last one. ``states``
-        [rows, width] are what the stage before this one has handed on, in the place of media.
-        Features of units stand one behind the other, as many as :meth:`tokens` of each.
+        ``states`` [rows, width] are what the stage before this one has handed on, in the place of
+        media. Features of units stand one behind the other, as many as :meth:`tokens` of each.
         """
         with torch.set_grad_enabled(self.trains):
             given = self._given(units, states) if units else None
@@ -69,10 +68,7 @@ class EncoderOfStep:
             torch.autograd.backward(payload, gradient)
 
     def gather_weights(self) -> None:
-        """Whole weights, of all modules at once, where the optimizer gathers in the forward.
-
-        Collective: the encoder's data parallel group.
-        """
+        """Make weights whole, where the optimizer gathers in the forward. Collective: DP group."""
         part = self._chunk.parts[self._entry.name]
         if not part.ddp_config.overlap_param_gather:
             return
@@ -84,10 +80,7 @@ class EncoderOfStep:
             each.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def reduce_gradients(self) -> None:
-        """Start the reductions; where they do not overlap, whoever finalises gradients does them.
-
-        Collective: the encoder's data parallel group.
-        """
+        """Start the reductions, unless who finalises gradients does. Collective: the DP group."""
         part = self._chunk.parts[self._entry.name]
         if part.ddp_config.overlap_grad_reduce:
             for each in bucket_groups_of(part):

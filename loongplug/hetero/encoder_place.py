@@ -45,12 +45,10 @@ class EncoderPlace:
 
     ``state`` is the one that the encoder trains in, None where it lies on other ranks.
     ``replica_group`` has the ranks of the encoder replica that this rank encodes with, of its own
-    stage alone; None where it does not encode.
-
-    ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
-    None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
-    no such edge: there ``layout`` is the encoder's, and ``pieces`` are what a microbatch of all
-    decoder replicas is made of, in training and in evaluation.
+    stage alone; None where it does not encode. ``edge`` is the encoder's in this rank's model
+    replica, and ``exchange_group`` has its ranks, None where nothing is exchanged. Of an encoder on
+    ranks of its own there is no edge: there ``layout`` is the encoder's, and ``pieces`` are what a
+    microbatch of all decoder replicas is made of, in training and in evaluation.
 
     Where a mode sends rows point to point, ``groups`` are what they go over, each None on ranks at
     neither end. ``deals`` is what the decoder's first stage deals in then: its tensor parallel

@@ -262,9 +262,8 @@ class Engine:
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
         """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
 
-        The encoders nest, the first outermost: it begins a step first and ends it last. Before a
-        forward, the last acts first. What counts is that the order is every rank's. One that
-        streams is innermost, whatever its place: its plan begins with the schedule.
+        The encoders nest, the first outermost, alike on every rank. One that streams is innermost:
+        its plan begins with the schedule.
         """
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:

@@ -210,13 +210,12 @@ class EncoderStep:
     what is there while the decoder works. ``rows`` are those of the encoder's input that this rank
     has of each unit; neighbours that have ``joined_rows`` at most may go through it in one pass.
 
+    ``stream`` is what the pipeline's bubbles are filled with, None where units are encoded whole.
+
     Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
     replica's microbatch. ``pieces`` are how many it makes at a time, ``forwards`` how many times it
-    has done so before it takes each gradient (:func:`~.recorded_schedule.forwards_first`).
-    This is ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or
-    before it, ``trains_before`` whether anything has before it.
-
-    ``stream`` is what the pipeline's bubbles are filled with, None where units are encoded whole.
+    has done so before it takes each gradient (:func:`~.recorded_schedule.forwards_first`). This is
+    ``stage`` of its ``stages``; ``trains_before``: anything has gradients before it.
     """
 
     encoder_replicas: tuple[tuple[int, ...], ...]

@@ -3,11 +3,8 @@
 In each context part of a sequence, a replica's piece goes to one rank of the tensor parallel group
 (:meth:`~loongplug.hetero.placement.Edge.meetings`), with all rows of that part; what a rank of the
 first stage has encoded itself it keeps, with those of all parts. A group of these ranks then deals
-the rows of a microbatch (:class:`Deal`). So each row crosses once, and so does its gradient.
-
-All ranks at an edge know all pieces, and come to them in one order: an encoder's ranks send theirs
-in it and take gradients in it, the decoder's take and give all in it. So the messages from one rank
-to another are in one order at both ends.
+the rows of a microbatch (:class:`Deal`). So each row crosses once, and so does its gradient. All
+ranks at an edge know all pieces, and send and take them in one order.
 """
 
 from collections import defaultdict

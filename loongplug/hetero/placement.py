@@ -45,10 +45,9 @@ class PlacedEntry:
 class Edge:
     """From an encoder to its consumers, within one model replica. All ranks are of the world.
 
-    The ranks of each tuple of ``replicas`` encode the same units together, and different ones
-    encode different units. ``consumers`` are the ranks that the features go to: those of the
-    decoder's first stage, ascending, so that the ranks of one context parallel part are neighbours.
-    Of an encoder on other ranks, the replicas have those of its last stage.
+    The ranks of each tuple of ``replicas`` encode the same units together; of an encoder on other
+    ranks they are those of its last stage. ``consumers`` are the decoder's first stage, ascending,
+    so that the ranks of one context parallel part are neighbours.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -68,10 +67,9 @@ class Edge:
     def meetings(self, replica: int, *, cp: int) -> tuple[Pair, ...]:
         """Which rank of a replica meets which tensor parallel rank of each context part.
 
-        All ranks of the replica have the same, and one of them brings it: replicas take turns when
-        as many have brought as it takes to come to all of a group. Rank e meets rank e mod TP, so
-        that few pairs have a communicator, and all of a group get as much. A rank of the decoder's
-        first stage meets itself alone, with the rows of all parts.
+        All ranks of the replica have the same, and one of them, in turn, brings it: rank e to rank
+        e mod TP, so that few pairs have a communicator, and all of a group get as much. A rank of
+        the decoder's first stage meets itself alone, with the rows of all parts.
         """
         ranks, parts = self.replicas[replica], self.parts(cp)
         turn = replica // max(1, len(parts[0]) // len(ranks))

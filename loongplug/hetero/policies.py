@@ -49,11 +49,10 @@ def inline(step: EncoderStep) -> StepPlan:
 def group_ahead(step: EncoderStep) -> StepPlan:
     """As many microbatches are encoded at a time as there are replicas, one by each.
 
-    Of the last ones, where there are fewer, a replica may have shares of several. It encodes when
-    the decoder comes to the first of them. When it has gone backward through the last, the
-    gradients go to the ranks that encoded the units, which go backward within that backward, in
-    which Megatron lets reductions start. Section 3.2 of the LoongForge paper, with encoders of any
-    tensor parallel size. Only the first stage's ranks have anything to do.
+    That is when the decoder comes to the first of them; of the last ones, a replica may have shares
+    of several. When the decoder has gone backward through the last, the gradients go to the ranks
+    that encoded the units, which go backward within that backward, in which Megatron lets
+    reductions start. Section 3.2 of the LoongForge paper. The first stage's ranks alone do so.
     """
     plan = _Draft(tuple)
     if step.replica is None:
@@ -139,9 +138,8 @@ def apart(step: EncoderStep) -> StepPlan:
     """The encoder has ranks of its own: 1F1B from microbatch to microbatch, across modules.
 
     The encoder works some forwards ahead of its backwards. The decoder's ranks take features before
-    a forward, and send gradients back within a backward. Section 4 of the MIMO paper. Where the
-    encoder has stages, the last of them does so, and the others hand on what they make to the next,
-    which gives its gradient back as far as something trains before it.
+    a forward, and send gradients back within a backward. Section 4 of the MIMO paper. An encoder's
+    stages hand on what they make, and get its gradient as far as something trains before it.
     """
     plan = _Draft(tuple)
     if step.replica is None:
@@ -262,9 +260,8 @@ def _state_away(plan: _Draft, step: EncoderStep) -> None:
 
     Where the schedule has several microbatches in flight, the state leaves beside the first
     forward and comes back beside the last backward, when most activations are not there yet or any
-    more. On the last stage, without a pipeline, or in a step of one microbatch, one microbatch in
-    flight is all there ever is: to take less memory, the state has to be gone before the first
-    forward and come back after the last backward. A last stage waits for the others then anyway.
+    more. Where one microbatch in flight is all there ever is, as on the last stage, the state has
+    to be gone before the first forward and come back after the last backward.
     """
     beside = not step.last_stage and len(step.units) > 1
     plan.at(BEGIN, Move(to=To.LEAVE, what=Kept.STATE))

@@ -192,13 +192,12 @@ def events(pipeline: Pipeline, microbatches: int) -> Iterator[When | Turn]:
 def forwards_first(decoder: Pipeline, microbatches: int, *, behind: int) -> tuple[int, ...]:
     """Forwards before each backward, on a stage of an encoder that has ranks of its own.
 
-    So many of the encoder's stages are ``behind`` it, and then the ``decoder``'s first one. That
-    one needs some microbatches before its first backward: an encoder stays as many ahead of its
-    own. But it does none that the decoder takes only behind the next gradient that it gives: in
-    one queue of a GPU, a feature that nobody takes yet holds up the gradients behind it. One more
-    may be on its way, and one between two stages, so that no stage waits for a gradient that its
-    own next output is needed for (figure 4(a) and appendix D of the MIMO paper; upstream counts
-    from the sources instead, which is too many where encoders are not equally deep).
+    So many of the encoder's stages are ``behind`` it, and then the ``decoder``'s first one. An
+    encoder stays as many ahead as that one needs before its first backward, but does none that it
+    takes only behind the next gradient that it gives: in one queue of a GPU, a feature that nobody
+    takes yet holds up the gradients behind it. One more may be on its way, and one between two
+    stages, so that no stage waits for a gradient that its own next output is needed for (figure
+    4(a) and appendix D of the MIMO paper; upstream counts from the sources instead).
     """
     found = [each.event for each in events(decoder, microbatches) if isinstance(each, When)]
     backwards = [place for place, each in enumerate(found) if each is Event.BACKWARD]
