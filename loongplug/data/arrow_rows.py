@@ -1,8 +1,7 @@
 """Rows of Parquet files and of Hugging Face datasets saved to disk, by index.
 
-Both are read as memory-mapped Arrow, so that any row costs the same and nothing is held in memory.
-A saved dataset is Arrow already. A Parquet file is compressed in groups of thousands of rows, each
-of which a shuffled run would decompress for one row: it is converted once, and the result is kept.
+Both are read as memory-mapped Arrow. A Parquet file is compressed in groups of thousands of rows,
+each of which a shuffled run would decompress for one row: it is converted once, and kept.
 """
 
 from contextlib import suppress
@@ -39,9 +38,8 @@ def is_arrow(path: Path) -> bool:
 class ArrowRows:
     """The rows of a Parquet file, of a folder's Parquet files, or of a saved dataset, by index.
 
-    A row means what it would mean in JSONL; a key whose value is null is absent, since a table has
-    every key in every row. Images and sounds may stand in the row, as bytes or as Hugging Face's
-    struct of ``bytes`` and ``path``. Forked processes share the maps.
+    A key whose value is null is absent, since a table has every key in every row. Images and sounds
+    may stand in the row, as bytes or as Hugging Face's struct of ``bytes`` and ``path``.
     """
 
     def __init__(
@@ -76,13 +74,11 @@ class ArrowRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def where(self, index: int) -> str:
-        """``file:row`` of a row, from 1, for messages."""
         number, row = self._find(index)
         file, first, _ = self._batches[number]
         return f"{self._names[file]}:{first + row + 1}"
 
     def media_root(self, index: int) -> MediaRoot:
-        """What relative paths in the row start at."""
         return self._media_root
 
     def read(self, index: int) -> dict[str, Any]:

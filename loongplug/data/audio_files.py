@@ -1,7 +1,6 @@
 """Sound files: how long they are, and their samples, of one channel and 16,000 a second.
 
-WAV files of whole numbers (PCM) are read by the standard library. All else is read by PyAV, which
-the extra ``video`` installs, and which also changes the rate of sounds of another one.
+Python itself reads WAV files of whole numbers; PyAV, of the extra ``video``, all else.
 """
 
 import wave
@@ -23,10 +22,7 @@ _AT_ONCE = 2**16  # samples of each channel that are read of a WAV file at a tim
 
 
 def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
-    """How many samples :func:`decode_audio` will give; ValueError with ``where`` for no sound.
-
-    All but WAV files are decoded, as headers may be wrong, until there are more than ``enough``.
-    """
+    """How many samples :func:`decode_audio` will give, up to ``enough`` and some; or ValueError."""
     with opened_media("audio", path, where=where, header=True) as file:
         wav = _wav(file, path, where=where)
     if wav is not None:
@@ -46,8 +42,7 @@ def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
 def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
     """The sound's samples, [samples] float32: the mean of its channels, where 1 is full.
 
-    Of another rate, it is resampled by FFmpeg with silence behind it, and cut. ValueError with
-    ``where`` for a file that is missing, damaged or not as long as it was.
+    ValueError with ``where`` for a file that is missing, damaged or not as long as it was.
     """
     path = clip.path
     with opened_media("audio", path, where=where) as file:

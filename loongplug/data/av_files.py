@@ -37,10 +37,7 @@ def imported_av(path: MediaFile, *, where: str) -> Any:
 def opened_stream(
     kind: Stream, path: MediaFile, *, where: str, header: bool = False
 ) -> Iterator[tuple[Any, Any]]:
-    """The container and its first stream of this kind; what goes wrong inside says ``where``, too.
-
-    ``header`` is as of :func:`opened_media`.
-    """
+    """The container and its first stream of this kind; what goes wrong inside says ``where``."""
     av = imported_av(path, where=where)
     options = {"format_whitelist": ",".join(_CONTAINERS[kind]), "protocol_whitelist": "file"}
     with opened_media(kind, path, where=where, header=header) as file:

@@ -45,7 +45,6 @@ class Remarks:
 
 
 def _lines(found: Mapping[Remark, tuple[int, str]]) -> list[str]:
-    """Without numbers of rows that are 0."""
     lines, keys = [], {name: told for (kind, name), told in found.items() if kind == "key"}
     if keys:
         names = [f"{name!r:.60}" + f" ({rows})" * (rows > 0) for name, (rows, _) in keys.items()]
@@ -68,11 +67,7 @@ def _lines(found: Mapping[Remark, tuple[int, str]]) -> list[str]:
 
 
 class BadSamples:
-    """What training does with the bad samples it meets, and how many it met.
-
-    All ranks of a replica meet bad text, and log it where ``speaks`` is set; the one that loads bad
-    pixels meets and logs them.
-    """
+    """What training does with the bad samples that this rank meets, and how many it met."""
 
     def __init__(self, policy: BadSamplePolicy = "fatal", remarks: Remarks | None = None) -> None:
         self.skips = policy == "skip"

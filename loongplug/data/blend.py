@@ -72,8 +72,7 @@ def open_rows(
 ) -> "Rows":
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
-    Of energon datasets, ``split`` is taken, or all. With ``valid_share``, this share of each
-    file's rows is taken, each once, if ``valid``; else the others.
+    With ``valid_share``, this share of each file's rows, each once, if ``valid``; else the others.
     """
     spec = parse_blend(values, flag=flag)
     sources = [open_source(path, split=split, access=access) for path in spec.paths]
@@ -110,9 +109,8 @@ def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None
 class Blend:
     """Rows of several sources in one fixed order, evenly mixed, which takes 10 bytes a row.
 
-    Without weights, each row comes once. With weights, each source has its share of the rows, and
-    the mixture is as short as it can be with each row in it at least once: a source whose share is
-    larger comes round again, for a part by ``seed``. ``rows``: those of each source; None: all.
+    Without weights, each row comes once. With weights, each source has its share, and each row
+    comes once at least. ``rows``: those of each source; None: all.
     """
 
     def __init__(
@@ -155,7 +153,6 @@ class Blend:
 
     @property
     def access(self) -> RowAccess:
-        """That of each source."""
         return self.sources[0].access
 
     def read(self, index: int) -> dict[str, Any]:
@@ -164,12 +161,10 @@ class Blend:
         return self.sources[source].read(row)
 
     def where(self, index: int) -> str:
-        """``path:line`` of the row, for messages."""
         source, row = self.find(index)
         return self.sources[source].where(row)
 
     def media_root(self, index: int) -> MediaRoot:
-        """What the names of images and videos in the row start at."""
         source, row = self.find(index)
         return self.sources[source].media_root(row)
 
@@ -190,7 +185,6 @@ Rows = Source | Blend
 
 
 def sources_of(rows: Rows) -> tuple[Source, ...]:
-    """The files and datasets that the rows come from."""
     return rows.sources if isinstance(rows, Blend) else (rows,)
 
 

@@ -165,10 +165,7 @@ def render_chat(
     prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text of one conversation, and with ``prompt`` the beginning of an answer.
-
-    Raises jinja2.TemplateError where the template refuses it, or is too long.
-    """
+    """The text of one conversation, and with ``prompt`` the beginning of an answer."""
     if len(tokenizer.get_chat_template()) > _MOST_SOURCE:
         raise TemplateError(f"it is longer than {_MOST_SOURCE:,} characters")
     offered: dict[str, Any] = {} if tools is None else {"tools": tools}
@@ -226,10 +223,7 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def encode_text(text: str, tokenizer: Any, *, special: bool, after: After = "nothing") -> list[int]:
-    """The ids of a text; with ``special``, special tokens in it are such, else they are text.
-
-    ``after``: what it stands behind. Tokenizers of Llama's kind begin a text, alone, with a space.
-    """
+    """The ids of a text ``after`` another; if not ``special``, special tokens in it are text."""
     if not text:
         return []
     if after == "nothing" or _begins_alike(tokenizer, after):

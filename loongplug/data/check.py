@@ -40,9 +40,8 @@ def check(
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
 
-    ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to standard
-    output, all else to standard error. Files have an index afterwards. Raises ValueError with one
-    sentence on what is wrong with the folder, the files or the options.
+    What is wrong goes to standard output, all else to standard error. Files have an index
+    afterwards. ValueError says in one sentence what is wrong with folder, files or options.
     """
     if seq_length < 1:
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
@@ -77,8 +76,7 @@ def index(
 ) -> list[Path]:
     """Make the index of each of the files, in place of one that it has; gives where they are.
 
-    ``data`` is as of :func:`check`. Of energon datasets, the split ``train`` is read. Rows that
-    cannot be used go to standard output, all else to standard error.
+    ``data`` is as of :func:`check`. Of energon datasets, the split ``train`` is read.
     """
     console = table_console(stderr=True)
     mapped = partial(map_rows, processes=processes, console=console)
@@ -111,10 +109,7 @@ def keep_survey(
     heard: Callable[[Survey], object],
     asked: bool,
 ) -> Path:
-    """Survey all ``rows`` of a file, each ``heard`` in its turn, and keep the index.
-
-    ``asked``: the user asked for one. ValueError where the file changed meanwhile.
-    """
+    """Survey all ``rows`` of a file, each ``heard`` in its turn, and keep the index; ValueError."""
     known, differ = made_of(source, settings), False
 
     def extents() -> Iterator[tuple[RowExtent, Sequence[Remark]]]:
@@ -197,7 +192,6 @@ class _Found:
             print(line, flush=True)
 
     def tell(self, head: str, said: str) -> None:
-        """The sum."""
         for first, count in self._faults.values():
             if count > _MOST_ALIKE:
                 print(f"{count - _MOST_ALIKE} more are like {first}", flush=True)

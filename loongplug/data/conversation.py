@@ -34,14 +34,11 @@ _REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
 @dataclass(frozen=True)
 class MediaPart[File]:
-    """A medium in a message: its file, or the files of a video's frames.
-
-    ``fps``: frames of a second, or how many to take of a video's file, None for what others say.
-    """
+    """A medium in a message: its file, or the files of a video's frames."""
 
     kind: str  # image, video or audio, as templates and encoders' entries have it
     source: File | tuple[File, ...]
-    fps: float | None = None
+    fps: float | None = None  # of frames, or how many to take of a video; None: as others say
 
 
 # A piece of a message; a string is its text. Files are named, or stand in the row.
@@ -61,7 +58,6 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The message's text without its media."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def with_texts(self, change: Callable[[str], Any]) -> "Message":
@@ -71,7 +67,6 @@ class Message:
 
 
 def joined_texts(messages: Iterable[Message]) -> str:
-    """All texts of the messages, one behind the other."""
     texts: list[str] = []
     for message in messages:
         message.with_texts(texts.append)
@@ -97,7 +92,6 @@ class Video:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """When each frame is shown, in seconds."""
         return tuple(frame / self.fps for frame in range(len(self.frames)))
 
 
@@ -126,7 +120,6 @@ class VideoClip:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """When each taken frame is shown, in seconds."""
         return tuple(index / self.header.fps for index in self.indices)
 
 
@@ -144,10 +137,7 @@ Medium = MediaFile | AnyVideo | AudioClip  # its header has been read, an image'
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row: its messages and where it stands (``path:line``).
-
-    ``plain`` rows are text without roles, in one message; no chat template is applied to them.
-    """
+    """A row: its messages and where it stands; no chat template is applied to ``plain`` text."""
 
     messages: tuple[Message, ...]
     where: str
@@ -169,10 +159,7 @@ class Conversation:
 def parse_conversation(
     row: dict[str, Any], *, where: str, ignored: Collection[str] = ()
 ) -> Conversation:
-    """Check a row against the schema of its format; ValueError with ``where`` and the cure.
-
-    ``ignored``: keys that may be anywhere in it without a use.
-    """
+    """Check a row against the schema of its format; ValueError with ``where`` and the cure."""
     with told(f"{where}: "):
         checked, unused = validate_row(row, ignored=ignored)
         messages = _messages(checked)
@@ -219,10 +206,7 @@ def _is_trained(said: Spoken, role: str) -> bool:
 
 
 def _messages(row: AnyRow) -> list[Message]:
-    """The messages, with media that stand beside them in the places of their markers.
-
-    Without any, what looks like a marker may well be a web page's; but not in LLaVA's turns.
-    """
+    """The messages, with media that stand beside them in the places of their markers."""
     turns = list(_turns(row))
     media = {kind: row.media(kind) for kind in MEDIA_KINDS}
     left = {kind: iter(each) for kind, each in media.items()}

@@ -1,7 +1,7 @@
 """Options on data that commands share: sizes of images and videos, and what is read of rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -13,33 +13,27 @@ TRANSPARENCIES: tuple[Transparency, ...] = get_args(Transparency)
 MAX_ROW_MIB = 64  # --max-row-mib; to tokenize a text takes 200 to 250 times its size in memory
 
 
-@dataclass(frozen=True, kw_only=True)
-class PixelLimits:
-    """The least and the most pixels of an image, and of a video; None: as the folder says.
+class _Options:
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        return cls(**{name: given[name] for name in cls.__annotations__})
 
-    A video's are counted as its family's processor does: all frames together (Qwen3-VL), or each
-    frame (Qwen2.5-VL).
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class PixelLimits(_Options):
+    """The least and the most pixels of an image, and of a video; None: as the folder says."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     video_min_pixels: int | None = None
     video_max_pixels: int | None = None
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The limits that a command line's options give."""
-        return cls(**{each.name: given[each.name] for each in fields(cls)})
-
     def given(self) -> dict[str, int]:
         """The limits that are given, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def limit(self, transform: Any, prefix: str = "", *, patch: int) -> None:
-        """Give a processor of transformers the limits of images or, with ``video_``, of videos.
-
-        ValueError for limits that leave no size, or less than a visual token of ``patch`` pixels.
-        """
+        """Give a processor of transformers the limits of images or of videos (``video_``)."""
         names = tuple(f"{prefix}{side}_pixels" for side in ("min", "max"))
         given, size = self.given(), transform.size
         if given.keys().isdisjoint(names):
@@ -61,11 +55,10 @@ FOLDERS_LIMITS = PixelLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowAccess:
+class RowAccess(_Options):
     """Where the media of rows may lie, and how large a row may be, by a command's options.
 
-    Relative paths start at ``media_root``, by default the folder of the rows' file. ``ignore_keys``
-    and ``columns`` (OURS=THEIRS) have commas in them.
+    ``ignore_keys`` and ``columns`` (OURS=THEIRS) have commas in them.
     """
 
     media_root: str | Path | None = None
@@ -73,11 +66,6 @@ class RowAccess:
     max_row_mib: int = MAX_ROW_MIB
     ignore_keys: str = ""
     columns: str = ""
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The access that a command line's options give."""
-        return cls(**{each.name: given[each.name] for each in fields(cls)})
 
     @property
     def ignored(self) -> list[str]:

@@ -211,11 +211,10 @@ def _fault(medium: Medium) -> tuple[str | None, tuple[Remark, ...]]:
 
 
 class ChatDataset:
-    """Rows as samples, by index, with a bounded cache.
+    """Rows as samples, by index, with a bounded cache; opens headers of media only.
 
-    Reads headers of media only, and none of rows whose ``extents`` are known. ``video_style`` is
-    the model family's, and ``plain_positions`` whether it counts tokens alone. ``video_fps`` is how
-    many frames to take per second of video files whose row does not say.
+    ``plain_positions``: the model's family counts tokens alone. ``video_fps``: how many frames to
+    take per second of video files whose row does not say.
     """
 
     def __init__(
@@ -272,7 +271,6 @@ class ChatDataset:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The files and datasets that the rows come from."""
         return sources_of(self.rows)
 
     def share_cache(self, processes: int) -> None:

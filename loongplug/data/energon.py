@@ -1,7 +1,6 @@
 """Rows of a dataset that megatron-energon has prepared: tar shards with an index beside each.
 
-Its package, which the extra ``energon`` installs, reads the lists of shards and splits. Samples
-are read here, by their places, so that order, sharding and resume are those of any other rows.
+Its package, of the extra ``energon``, reads the lists of shards and splits; samples are read here.
 Nothing that a dataset's folder or a shard names is imported or unpickled.
 """
 
@@ -104,11 +103,9 @@ class EnergonRows:
         return len(self._shard)
 
     def where(self, index: int) -> str:
-        """``shard:number`` of a sample, from 1, for messages."""
         return f"{self.files[self._shard[index]]}:{int(self._sample[index]) + 1}"
 
     def media_root(self, index: int) -> TarSample:
-        """The sample's parts."""
         if self._latest is None or self._latest[0] != index:
             self._latest = index, self._open(index)
         return self._latest[1]

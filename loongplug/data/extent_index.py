@@ -1,8 +1,7 @@
 """The index of extents that is kept of a data file, and whether it fits.
 
-With it, steps are planned without reading any row. It is bound to the rows and to all settings
-that decide on extents. Media are not among them: there are too many to look at. So what is loaded
-is compared with the index.
+It is bound to the rows and to all settings that decide on extents, not to media: there are too many
+to look at, so what is loaded is compared with the index.
 """
 
 import hashlib
@@ -73,7 +72,6 @@ class ExtentTable:
         return cls(**arrays | {"ends": arrays["ends"].cumsum(axis=0)}, remarks=remarks)
 
     def row(self, number: int) -> RowExtent:
-        """The extent of one row."""
         begins = self.ends[number - 1] if number else (0, 0, 0)
         renderings, media, runs = map(slice, begins, self.ends[number])
         kinds, grids = self.kinds[media].tolist(), self.grids[media].tolist()
@@ -101,7 +99,6 @@ class ExtentTable:
 
     @property
     def digest(self) -> int:
-        """A checksum of all arrays."""
         found = 0
         for name in _ARRAYS:
             found = zlib.crc32(np.ascontiguousarray(getattr(self, name)).data, found)
@@ -176,7 +173,6 @@ class IndexedExtents:
         return cls(rows, tables) if len(tables) == len(found) else None
 
     def row(self, index: int) -> RowExtent:
-        """The extent of one row."""
         if not isinstance(self.rows, Blend):
             return self.tables[0].row(index)
         source, row = self.rows.find(index)
@@ -205,7 +201,6 @@ def made_of(source: Source, settings: SurveySettings) -> dict[str, Any]:
 
 
 def command_for(source: Source, settings: SurveySettings) -> str:
-    """The command line that makes the index."""
     options = {
         "tokenizer_model": settings.folder,
         **settings.options,
@@ -222,9 +217,8 @@ def command_for(source: Source, settings: SurveySettings) -> str:
 def kept_table(source: Source, settings: SurveySettings) -> ExtentTable | None:
     """The source's index, memory-mapped; None without one.
 
-    One that somebody asked for comes first: it may be made again because another was wrong. Where
-    it is damaged, or of other rows or settings, and no other fits, it is refused by a ValueError
-    with the command that makes it again.
+    One that somebody asked for comes first. It is refused by a ValueError, with the command that
+    makes it again, where it is damaged, or of other rows or settings, and no other fits.
     """
     expected, problems = made_of(source, settings), []
     rules = [*([_LAST] if settings.multi_turn == "last" else []), ""]
@@ -260,8 +254,7 @@ def keep_table(
 ) -> Path:
     """Write the index, of what is ``known`` of the source, in the first place that takes it.
 
-    Where no row's turns differ, it holds for any ``--multi-turn``. One that nobody ``asked`` for
-    has a digest of its settings in its name, and replaces none of others.
+    One that nobody ``asked`` for has a digest of its settings in its name, and replaces no other.
     """
     name = "" if asked else _digest(known)
     known = {**known, "settings": {**known["settings"]}}

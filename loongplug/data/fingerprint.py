@@ -1,7 +1,6 @@
 """What decides a run's place in its data: the rows, their order, and how they become tokens.
 
-A checkpoint says how many samples were consumed. That names the next sample only while the
-stream of samples is the same, which two equal fingerprints show.
+How many samples were consumed names the next one only while the stream of samples is the same.
 """
 
 import hashlib
@@ -22,12 +21,8 @@ from loongplug.data.processor import Processor
 SAMPLED_BYTES = 16 * 2**20
 BLOCK_BYTES = 64 * 2**10
 _PROCESSOR_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 # Others of a tokenizer: a part of their own, since notes of older versions have none of them.
 _TOKENIZER_FILES = (
@@ -71,10 +66,7 @@ def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int
 def fingerprint(
     sources: Sequence[Source], processor: Processor, **settings: Any
 ) -> dict[str, dict[str, Any]]:
-    """The stream of samples as plain data, by what the user would call its parts; data may move.
-
-    ``settings``: what else decides on the stream: lengths, seeds, weights, flags of the templates.
-    """
+    """The stream of samples as plain data, by what the user would call its parts; data may move."""
     return {
         "rows": {
             f"file {number}": source_digest(source)

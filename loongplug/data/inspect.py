@@ -32,10 +32,7 @@ def inspect(
     """Print ``samples`` samples, evenly chosen, and what all of them come to.
 
     With a folder ``plots``, reads every row and writes ``lengths.png`` and ``images.png`` there.
-    ValueError with one sentence on what is wrong with the folder, the files or the options.
     """
-    if samples < 0:
-        raise ValueError(f"--samples is {samples}: expected 0 or more.")
     check_pictures(plots, ["lengths.png", "images.png"])  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
     surveyor = Surveyor.of(settings)
@@ -78,11 +75,7 @@ def inspect(
 
 
 def describe(survey: Survey, processor: Processor) -> Iterator[str]:
-    """Lines in rich's markup: the sample's sizes, its media, and its tokens in runs.
-
-    A run is of tokens that are trained (marked by ``+`` and green) or are not; behind its
-    number of tokens stands their text, with tokens of media counted.
-    """
+    """Lines in rich's markup: the sample's sizes, its media, and its tokens in runs."""
     tokens, numbers = survey.tokens, survey.extent.numbers
     assert tokens is not None, "the row can be used"
     starts = np.cumsum((0, *tokens.lengths[:-1]))  # of renderings

@@ -29,8 +29,7 @@ _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 class RowLengths:
     """As long as the longest sample, rounded up so that ``parts`` ranks get equally much of a row.
 
-    Of the samples of one microbatch, or, with ``by_step``, of all that a replica has in the step:
-    then its microbatches have one length, which pipeline stages need not tell each other.
+    Of the samples of one microbatch, or, with ``by_step``, of all that a replica has in the step.
     """
 
     parts: int = 1
@@ -67,11 +66,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
     ) -> None:
         """``token_ids``: by encoder, those of tokens that hold the places of its features.
 
-        ``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
-        ``deliveries``: by encoder, what gives media as its passes take them.
-        ``needs``: by chunk, what text it takes. ``pins``: text in page-locked memory.
-        ``on_made`` is called with each microbatch that was taken from the source.
-        ``parts``: which part of each row this rank holds, if it does not hold whole ones.
+        ``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are. ``needs``:
+        by chunk, what text it takes. ``deliveries``: by encoder, what gives media as its passes
+        take them. ``parts``: which part of each row this rank holds, if not whole ones.
         """
         self.source = source
         self._processor = processor
@@ -84,9 +81,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._pins = pins
         self._on_made = on_made
         self._parts = parts
-        self._step: Iterator[PlannedMicrobatch] = iter(())
-        # Of the step's rows, by its replica, where they have one length.
-        self._step_lengths: Mapping[int, int] = {}
+        self._step: Iterator[tuple[PlannedMicrobatch, int]] = iter(())  # with lengths of rows
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
     def __next__(self) -> Microbatch:
@@ -94,13 +89,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
         return self._next_of(0)
 
     def chunk(self, index: int) -> Iterator[Microbatch]:
-        """The microbatches as this chunk consumes them."""
         if index == 0:
             return self
         return map(self._next_of, repeat(index))
 
     def close(self) -> None:
-        """End what works in the background."""
         self.source.close()
 
     def _next_of(self, chunk: int) -> Microbatch:
@@ -109,10 +102,10 @@ class MicrobatchLoader(Iterator[Microbatch]):
         return self._waiting[chunk].popleft()
 
     def _make(self) -> None:
-        planned = next(self._step, None)
-        if planned is None:
+        if (begun := next(self._step, None)) is None:
             self._step = self._next_step()
-            planned = next(self._step)
+            begun = next(self._step)
+        planned, seq_length = begun
         found = {name: each(planned.units[name]) for name, each in self._deliveries.items()}
         units = {
             name: Unit(
@@ -125,7 +118,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         made = collate(
             planned.samples,
             pad_token_id=self._processor.pad_token_id,
-            seq_length=self._row_length(planned),
+            seq_length=seq_length,
             token_ids=self._token_ids,
             packed=self._packed,
             needs=self._needs,
@@ -140,27 +133,25 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if self._on_made is not None:
             self._on_made()
 
-    def _next_step(self) -> Iterator[PlannedMicrobatch]:
-        step = self.source.next_step()
-        if self._row_lengths is None or not self._row_lengths.by_step:
-            return step
+    def _next_step(self) -> Iterator[tuple[PlannedMicrobatch, int]]:
+        """The step's microbatches, and how long their rows are: ranks agree by all samples."""
+        step, lengths, longest = self.source.next_step(), self._row_lengths, self._seq_length
+        if lengths is None:
+            return zip(step, repeat(longest), strict=False)  # unlike a generator, outlives an error
+        if not lengths.by_step:
+
+            def with_length(each: PlannedMicrobatch) -> tuple[PlannedMicrobatch, int]:
+                return each, lengths.of([each.extents], longest=longest)
+
+            return map(with_length, step)
         together = list(step)  # the extents of all of them, to know the longest
-        self._step_lengths = {
-            replica: self._row_lengths.of(
-                (each.extents for each in together if each.replica == replica),
-                longest=self._seq_length,
+        of_replica = {
+            replica: lengths.of(
+                (each.extents for each in together if each.replica == replica), longest=longest
             )
             for replica in {each.replica for each in together}
         }
-        return iter(together)
-
-    def _row_length(self, planned: PlannedMicrobatch) -> int:
-        """By all samples, also where a microbatch is made of some: ranks have to agree."""
-        if self._row_lengths is None:
-            return self._seq_length
-        if self._row_lengths.by_step:
-            return self._step_lengths[planned.replica]
-        return self._row_lengths.of((planned.extents,), longest=self._seq_length)
+        return iter([(each, of_replica[each.replica]) for each in together])
 
 
 def collate(

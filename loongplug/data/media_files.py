@@ -155,7 +155,6 @@ def open_media_file(file: MediaFile, *, header: bool = False) -> BinaryIO:
     """The file's bytes, to be closed by the caller; of a member, no others can be reached.
 
     Of a file on an object store no more than the ``header`` is fetched, or all, which is kept.
-    OSError, too, for what is no plain file, and for a confined file that lies elsewhere.
     """
     if isinstance(file, InlineFile):
         return io.BytesIO(file.content)
@@ -298,10 +297,7 @@ def _unknown_range(image: Image.Image) -> str | None:
 
 
 def _in_rgb(image: Image.Image, transparency: Transparency) -> Image.Image:
-    """In 8 bits per colour, without transparency, as image processors of transformers do it.
-
-    But for grey of 16 bits, which Pillow would clip at 255: 0 to 65,535 become 0 to 255.
-    """
+    """In 8 bits per colour, without transparency; grey of 16 bits is scaled, where Pillow clips."""
     ground, hidden = transparency == "white", image.info.get("transparency")
     if image.mode.startswith("I"):
         wide = np.asarray(image).astype(np.uint32)

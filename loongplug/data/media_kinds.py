@@ -42,10 +42,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholder:
-    """What stands for a medium, where the chat template wrote ``token`` once.
-
-    In the ``text``, each ``token`` stands for ``run`` tokens.
-    """
+    """What stands for a medium, where the chat template wrote ``token`` once."""
 
     token: str
     text: str
@@ -53,10 +50,7 @@ class Placeholder:
 
 
 class Kind[Of: Medium](ABC):
-    """A kind of media: what becomes of them on their way from a row to an encoder.
-
-    Methods raise ValueError for a medium that cannot be used. What is not abstract is so of images.
-    """
+    """A kind of media: what becomes of them on their way from a row to an encoder."""
 
     name: str  # as templates and encoders' entries have it
     media: Any  # the type of what a row names, once headers have been read
@@ -303,10 +297,7 @@ def opened(named: Named, context: Context) -> tuple[Medium, MediumExtent]:
 def each_of[Of: Medium | Named, Result](
     function: Callable[[Of], Result], media: Sequence[Of]
 ) -> list[Result]:
-    """What ``function`` makes of each, in order, and the first error that it raises in that order.
-
-    Media of an object store are asked for at one time, where that takes little but waiting.
-    """
+    """What ``function`` makes of each, in order; files of an object store are asked for at once."""
     named = all(isinstance(medium, MediaPart) for medium in media)
     parts: Any = media
     if not named:

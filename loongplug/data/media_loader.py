@@ -32,8 +32,7 @@ class PixelBytes:
     """Rows of patches as bytes, and what an image or a video processor makes of each.
 
     A row of bytes has a patch's pixels of one frame, by channel, row and column; a row of values
-    has those of all its ``frames``. ``values``, [channels, 256] float32, has what the processor
-    makes of each byte: its own pixels, bit by bit.
+    has those of all ``frames``. ``values``, [channels, 256] float32, has what becomes of each byte.
     """
 
     values: Tensor
@@ -89,10 +88,7 @@ class PixelBytes:
 
 
 class CodedMedia:
-    """Rows of bytes of whole units, to rows of values as the encoder takes them.
-
-    ``videos`` is asked where there is one, since it loads the folder's video processor.
-    """
+    """Rows of bytes of whole units, to rows of values as the encoder takes them."""
 
     def __init__(self, images: PixelBytes, *, videos: Callable[[], PixelBytes]) -> None:
         self._images = images
@@ -127,11 +123,7 @@ def coded_media(processor: Processor, videos: VideoProcessor) -> CodedMedia | No
 
 
 class MediaLoader:
-    """Media to one microbatch's rows for an encoder, with a bounded cache of processed ones.
-
-    All media of a kind that are not in the cache are processed together. A file that changes is
-    processed again. ``coded`` says what becomes of images and videos, which are bytes.
-    """
+    """Media to one microbatch's rows for an encoder, with a bounded cache of processed ones."""
 
     def __init__(
         self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
@@ -151,10 +143,7 @@ class MediaLoader:
         return MediaInput(loaded=rows, grids=torch.tensor(grids))
 
     def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
-        """Of one or more media of one encoder; rows of images and videos are bytes.
-
-        Raises ValueError, with ``where``, for a file that is missing, damaged or not of its kind.
-        """
+        """Of one or more media of one encoder; rows of images and videos are bytes."""
         assert len({kind_of(medium).coded for medium in media}) == 1, "one encoder's"
         versions = each_of(lambda medium: kind_of(medium).version(medium, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
@@ -208,11 +197,9 @@ class UnitLoader:
         return LoadedUnit(rows=rows, bad=bad, decoded=decoded, odd=odd)
 
     def bytes_of(self, unit: MediaBatch) -> int:
-        """Of the rows that are loaded for it."""
         return self._zero(unit, device="meta").nbytes
 
     def _zero(self, unit: MediaBatch, *, device: str = "cpu") -> Tensor:
-        """Rows as the unit's, but of nothing."""
         audio = self._dataset.processor.audio
         width, kind = self._byte_width, torch.uint8
         if not unit.coded and audio is not None:

@@ -21,9 +21,8 @@ _LONGEST_OF_PIECES = 30_000
 class AudioSizes:
     """How a model cuts sounds, given by its kind of encoder. Lengths are in frames of 10 ms.
 
-    ``behind`` frames stand behind a sound's last one: the first convolutions read what silence
-    sounds like. With ``always``, every sound is filled up to so many frames. A state is made of two
-    frames, and a token of one state, or of two that are averaged where ``pooled``.
+    ``behind`` frames of silence stand behind a sound's last one; with ``always``, every sound is
+    filled up to so many. A state is made of two frames, and a token of one, or of two ``pooled``.
     """
 
     mel_bins: int
@@ -84,15 +83,11 @@ class AudioSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSizes:
-    """How a model cuts images: sides of a patch in pixels, and of a visual token in patches.
-
-    ``image_size`` is the side in pixels that every image has; None where each has its own, or
-    where that is not said.
-    """
+    """How a model cuts images: sides of a patch in pixels, and of a visual token in patches."""
 
     patch_size: int
     spatial_merge_size: int = 1
-    image_size: int | None = None
+    image_size: int | None = None  # the side of every image; None: each has its own
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self | None:

@@ -42,7 +42,6 @@ class MediaInput:
         return rows
 
     def taken(self) -> MediaInput:
-        """They are here."""
         return self
 
 
@@ -78,10 +77,9 @@ Media = MediaInput | MediaToCome
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one of the encoder's replicas encodes of a unit.
+    """What one of the encoder's replicas encodes of a unit: all, or the media of these numbers.
 
-    ``media`` are the numbers of its media in the unit, ascending, and ``rows`` those of the unit's
-    features that these have. Both are None for a share that is all of the unit.
+    ``rows`` are those of the unit's features that they have.
     """
 
     encoder_replica: int
@@ -115,7 +113,6 @@ class Unit:
 
     @property
     def encoder_replicas(self) -> tuple[int, ...]:
-        """Those that encode some of it, in the order of the shares."""
         return tuple(share.encoder_replica for share in self.shares)
 
 
@@ -129,10 +126,7 @@ class TextNeeds:
 
     @classmethod
     def of_stage(cls, *, first: bool, last: bool, balances: bool) -> TextNeeds:
-        """Ids where text is embedded, labels where the loss is.
-
-        ``balances``: the stage has routers with a balancing loss, which ask what counts.
-        """
+        """By where text is embedded, where the loss is, and where routers ask what counts."""
         return cls(input_ids=first, labels=last, loss_mask=last or balances)
 
 

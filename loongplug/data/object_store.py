@@ -57,7 +57,6 @@ class RemoteFile:
 
     @property
     def parent(self) -> str:
-        """The URL of the folder that it lies in."""
         return self.url.rpartition("/")[0]
 
 
@@ -68,10 +67,9 @@ def remote_version(file: RemoteFile) -> Version:
 
 
 def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
-    """The file's bytes as they are now, to be closed by the caller.
+    """The file's bytes as they are now: of a copy that was kept, or with ``keep`` is; or by pieces.
 
-    From a copy that was kept, or with ``keep`` is, unless the disk is full; else by pieces. OSError
-    for a file that is not there, may not be read or lies elsewhere; StoreError for the store's own.
+    OSError for a file that is not there, may not be read or lies elsewhere; else StoreError.
     """
     opened, version = _opened(file)
     place = _place(file, version)
@@ -249,12 +247,10 @@ def _as_told(file: RemoteFile, error: Exception, store: Any) -> Exception:
 # What S3 answers of a file or a bucket that is named, to whoever asks with these credentials.
 # They are said of archived files, of empty ones (the range), and of one that changed since it was
 # opened (the precondition; FileExpired where s3fs sees it).
-_OF_THE_FILE = frozenset(
-    (
-        *("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidRange"),
-        *("KeyTooLongError", "PreconditionFailed"),
-    )
-)
+_OF_THE_FILE = {
+    *("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidRange"),
+    *("KeyTooLongError", "PreconditionFailed"),
+}
 
 
 def _code(error: BaseException) -> str | None:
@@ -277,5 +273,4 @@ def _store(process: int) -> Any:
 
 
 def file_named(name: str | Path) -> Path | RemoteFile:
-    """The file of this path or URL."""
     return RemoteFile.named(str(name)) if str(name).startswith(SCHEME) else Path(name)

@@ -20,9 +20,8 @@ class PackPlanner:
     """Deals a stream of samples out into packs of at most ``seq_length`` tokens.
 
     A pack starts with the first sample p that is in none yet. It is filled up, longest first,
-    with samples that still fit, of those at positions p + 1 to p + look_ahead - 1. The packs follow
-    from the lengths, ``seq_length`` and ``look_ahead`` alone; a planner made from another one's
-    :attr:`state` goes on with the same packs, or with another ``look_ahead``.
+    with samples that still fit, of those at positions p + 1 to p + look_ahead - 1. A planner made
+    from another one's :attr:`state` goes on with the same packs, or with another ``look_ahead``.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class PackPlanner:
 
     @property
     def state(self) -> PackingState:
-        """What a planner needs to go on from here."""
         return PackingState(read=self.read, held=tuple(self._held.items()))
 
     def add(self, length: int) -> None:

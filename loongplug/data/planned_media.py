@@ -71,22 +71,18 @@ class MediaBatch:
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """The grid of each medium."""
         return tuple(each.extent.grid for each in self.media)
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The number of the sample in the microbatch that has each medium."""
         return tuple(each.sample for each in self.media)
 
     @property
     def extents(self) -> tuple[MediumExtent, ...]:
-        """The extent of each medium."""
         return tuple(each.extent for each in self.media)
 
     @property
     def rows(self) -> int:
-        """The rows of the encoder's input."""
         return sum(map(prod, self.grids))
 
     @property
@@ -96,30 +92,22 @@ class MediaBatch:
 
     @property
     def coded(self) -> bool:
-        """Whether the rows of the media come as bytes."""
         return bool(self.media) and KINDS[self.media[0].extent.kind].coded
 
     def to_come(
-        self,
-        load: Callable[[range], Tensor],
-        decode: Callable[[range, Tensor], Tensor],
+        self, load: Callable[[range], Tensor], decode: Callable[[range, Tensor], Tensor]
     ) -> MediaToCome:
-        """What the encoder is given; see :class:`MediaToCome`."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
         return MediaToCome(grids=grids, numbers=range(len(self.grids)), load=load, decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShare:
-    """What one of the encoder's replicas encodes of a unit, before the media are there.
-
-    ``load`` waits until its rows are loaded: call it once; None on ranks that do not load them. All
-    else is the same on every rank of a model replica.
-    """
+    """What one of the encoder's replicas encodes of a unit, before the media are there."""
 
     share: Share
     media: MediaBatch  # of the share alone
-    load: Callable[[], LoadedUnit] | None
+    load: Callable[[], LoadedUnit] | None  # to be called once; None: it is not loaded here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +124,8 @@ class Assignment:
     """The replica of the encoder that encodes each microbatch's media; the same on all ranks.
 
     Replicas take turns, from a step's first microbatch on. ``by_cost`` is given grids of media and
-    the number of ``replicas``, and may let several share a microbatch's media: of those that are
-    left at a step's end, fewer than replicas, or, for ``whole_steps``, of all microbatches of a
-    step. ``by_plan`` goes before that, for a whole step; None says that it is as without it.
+    the number of ``replicas``, and may let several share those that are left at a step's end or,
+    for ``whole_steps``, all. ``by_plan`` goes before, for a whole step; None: as without it.
     """
 
     replicas: int = 1
@@ -169,7 +156,6 @@ class Assignment:
         return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
 
     def of_step(self, media: Sequence[Sequence[Grid]]) -> Sequence[tuple[Share, ...]]:
-        """The shares of all microbatches of a step."""
         return self.of(range(len(media)), media, step=len(media))
 
     def _compared(self, step: int) -> range:
@@ -200,10 +186,7 @@ def planned_units(
     encoders: Mapping[str, EncoderUnits],
     load: Callable[[MediaBatch], Callable[[], LoadedUnit]],
 ) -> list[dict[str, PlannedUnit]]:
-    """The units of each of these microbatches of a step of so many, by encoder.
-
-    They are of these ``replicas`` of the decoder; ``load`` makes the future of what is loaded here.
-    """
+    """The units of each of these microbatches of a step of so many, by encoder."""
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
     for name, encoder in encoders.items():
         grids = [each.grids for each in media[name]]
@@ -228,10 +211,7 @@ def planned_units(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedUnit:
-    """The rows of a unit or of a share of it; zero where media cannot be decoded.
-
-    Those of images and videos are bytes, of sounds [rows, values of a row] float32.
-    """
+    """The rows of a unit or of a share of it; zero where media cannot be decoded."""
 
     rows: Tensor
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
@@ -306,7 +286,6 @@ class MeasuredSamples:
         return len(sample)
 
     def taken(self, pack: Sequence[int], own: bool) -> None:
-        """A pack was made."""
         samples = [self._held.pop(position) for position in pack]
         if own:
             self.own.append(samples)

@@ -108,8 +108,7 @@ class QwenPatches(ImagePatches):
 class FixedPatches(ImagePatches):
     """Every image becomes one frame of the same size, or several such tiles (InternVL).
 
-    A grid's time counts the tiles; each is a picture of its own. What is left of a frame's height
-    and width beside whole patches is dropped, as a convolution drops it.
+    A grid's time counts the tiles. What a frame has beside whole patches is dropped.
     """
 
     temporal_patch_size = 1
@@ -262,10 +261,7 @@ class Processor:
 
 
 def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None) -> None:
-    """Refuse a processor that was made for another model, whose values are ``expected``, by name.
-
-    What the folder or the model does not have (None) is not compared.
-    """
+    """Refuse a processor that was made for a model of other values than ``expected``; None: any."""
     ids, patches = processor.token_ids, processor.images
     found = {name: ids.get(name, getattr(patches, name, None)) for name in expected}
     wrong = [

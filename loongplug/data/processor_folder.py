@@ -66,10 +66,9 @@ def load_processor(
 ) -> Processor:
     """Load tokenizer, chat template and processors from ``folder``, without any network.
 
-    ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
-    folder does not say its own, and ``audio_sizes`` the model's, which count in any case; without
-    them, all is as the folder says. ValueError for what is missing, damaged, not known or does not
-    fit the model, and for ``pixel_limits``, which stand above the folder's, that leave no size.
+    ``tokens`` and ``audio_sizes`` are the model's, and ``patch_sizes``, if the folder has none;
+    without them, all is as the folder says. ValueError for what is missing, damaged, not known or
+    does not fit, and for ``pixel_limits`` that leave no size.
     """
     folder = Path(folder)
     _require_files(folder)

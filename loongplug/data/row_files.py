@@ -1,7 +1,6 @@
 """Files of rows: what is read of one, and the rows of a JSONL or JSON file by index.
 
-Of a file that is one JSON array, as LLaVA publishes its data, brackets and strings alone are read.
-Rows are parsed when they are used, so that a bad one is one bad row.
+Of one JSON array, brackets and strings alone are read, so that a bad row is one bad row.
 """
 
 import json
@@ -78,11 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class JsonlIndex:
-    """The rows of a JSONL file that are not blank, or of a JSON array, by index.
-
-    Opening reads the file once, or the index file that is kept of a large one. Rows are read with a
-    fresh file handle each, so that forked processes never share a file position.
-    """
+    """The rows of a JSONL file that are not blank, or of a JSON array, by index."""
 
     def __init__(
         self, path: str | Path, *, access: RowAccess = ANY_ROW, copy_of: RemoteFile | None = None
@@ -109,7 +104,6 @@ class JsonlIndex:
         return f"{self._shown}:{self._index[index, 1]}{row}"
 
     def media_root(self, index: int) -> MediaRoot:
-        """What relative paths in the row start at."""
         return self._media_root
 
     def read(self, index: int) -> dict[str, Any]:
@@ -146,8 +140,7 @@ class JsonlIndex:
 def line_index(path: Path, *, array: bool = False) -> NDArray[np.int64]:
     """Byte offset and line number, from 1, of each row of the file, [rows, 2].
 
-    A row is a line that is not blank or, with ``array``, an element of the JSON array that the file
-    is. That of a large file is kept, and memory-mapped where it is of this version of the file.
+    That of a large file is kept, and memory-mapped where it is of this version of the file.
     """
     before = version(path)
     kept_at = places(path, suffix=".index") if before[0] >= _WORTH_KEEPING else []

@@ -112,7 +112,6 @@ class RowExtent:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all renderings."""
         return sum(self.lengths)
 
     @property
@@ -149,13 +148,11 @@ def mrope_position_ids(
 
     Text and sounds count on in all three. A picture's tokens lie on their merged grid, which starts
     where the text before it ended; what follows starts after the grid's longer side in height or
-    width. Grids are in patches, in the order of their tokens.
+    width. Without ``video_times`` (Qwen3-VL), each frame of a video is a picture behind a timestamp
+    in the text. With them (Qwen2.5-VL), a video is one picture, whose frames are at its times. With
+    ``after_times`` (Qwen2.5-Omni), what follows starts after the last, too.
 
-    Without ``video_times`` (Qwen3-VL), each frame of a video is a picture behind a timestamp in the
-    text. With them (Qwen2.5-VL), a video is one picture, whose frames are at its times, [frames]
-    ascending from 0. With ``after_times`` (Qwen2.5-Omni), what follows starts after the last, too.
-
-    Raises ValueError when the tokens and the grids do not match.
+    Grids are in patches, in the order of their tokens. ValueError where tokens and grids differ.
     """
     merge = spatial_merge_size
     images = [_at_times(np.arange(time), high, wide, merge) for time, high, wide in image_grids]
@@ -266,7 +263,6 @@ class Sample:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(
             each.nbytes for each in (self.input_ids, self.labels, self.loss_mask, self.position_ids)
         )

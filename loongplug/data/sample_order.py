@@ -1,9 +1,7 @@
 """Which samples each step and each microbatch has: rows, packs, and those of an evaluation. Pure.
 
-All data-parallel ranks together walk one endless stream of positions. A global batch is the next
-piece of that stream, whatever the number of ranks and the microbatch size, so a run goes on with
-the same batches after either has changed. Megatron asks its calculator before every step how many
-samples it takes; data are read ahead of it, by the same list of sizes.
+All data-parallel ranks walk one endless stream of positions, of which a global batch is the next
+piece, whatever the number of ranks and the microbatch size.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,10 +18,7 @@ from loongplug.data.packing import Pack, PackingState, PackPlanner, packs_once
 def microbatch_positions(
     consumed_samples: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Stream positions of the microbatch that a rank makes when this many samples are consumed.
-
-    The microbatches that all ranks make at one time are neighbours.
-    """
+    """Stream positions of the microbatch that a rank makes when so many samples are consumed."""
     start = consumed_samples + dp_rank * micro_batch_size
     return range(start, start + micro_batch_size)
 
@@ -31,8 +26,7 @@ def microbatch_positions(
 class SampleOrder:
     """The endless stream: position to sample index.
 
-    Each epoch goes once through all samples, in an order of its own that follows from the seed
-    and the epoch's number; without a seed every epoch goes through them as they are.
+    Each epoch goes once through all samples, in an order that follows from the seed and its number.
     """
 
     def __init__(self, num_samples: int, *, seed: int | None) -> None:
@@ -41,11 +35,9 @@ class SampleOrder:
         self._epoch: tuple[int, NDArray[np.int64]] | None = None  # the latest, kept for speed
 
     def indices(self, positions: Iterable[int]) -> list[int]:
-        """Sample indices at these stream positions."""
         return [self.index(position) for position in positions]
 
     def index(self, position: int) -> int:
-        """The sample index at a stream position."""
         epoch, offset = divmod(position, self._num_samples)
         if self._seed is None:
             return offset
@@ -56,7 +48,6 @@ class SampleOrder:
 
 
 def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of one epoch, [num_samples]."""
     # RandomState is the one generator of numpy whose numbers are promised never to change:
     # a run must be able to resume after an upgrade.
     return np.random.RandomState([seed, epoch]).permutation(num_samples)
@@ -70,12 +61,10 @@ class ResumePoint:
     state: PackingState
 
     def plain(self) -> dict[str, Any]:
-        """As lists and numbers."""
         return asdict(self)
 
     @classmethod
     def of_plain(cls, data: dict[str, Any]) -> Self:
-        """What :meth:`plain` gave."""
         held = tuple((position, length) for position, length in data["state"]["held"])
         return cls(data["packs"], PackingState(read=data["state"]["read"], held=held))
 
@@ -117,8 +106,7 @@ def padded_slots(
 class PackStream:
     """The packs of an endless stream of samples, of all ranks, one after the other.
 
-    ``length`` tells the tokens of the sample at a position: first of those that are held back at
-    ``place``, as an index may have been made again, then of the others in their order, each once.
+    ``length`` is asked for each position once: first for those that are held back at ``place``.
     """
 
     def __init__(
@@ -134,7 +122,6 @@ class PackStream:
         self.given = place.packs  # so far
 
     def next(self) -> Pack:
-        """The positions of the next pack's samples."""
         while (pack := self._planner.next_pack()) is None:
             self._planner.add(self._length(self._planner.read))
         self.given += 1
@@ -149,10 +136,7 @@ class PackStream:
         consumed: int,
         taken: Callable[[Pack, bool], None] = lambda pack, own: None,
     ) -> Iterator[Slot]:
-        """The packs of these ranks, from so many ``consumed`` on; ranks take one each at a time.
-
-        ``taken`` is called with each pack, and whether it is one of theirs.
-        """
+        """The packs of these ranks, from so many ``consumed`` on; ``taken`` hears of all packs."""
         for first in count(consumed, dp_size):
             while self.given < first:
                 taken(self.next(), False)
@@ -177,8 +161,7 @@ def packs_of_epochs(lengths: NDArray[np.int32], *, seed: int, packing: Packing, 
 class Evaluation:
     """The places of an evaluation, all ranks' together: a row each or, with ``packs``, a pack.
 
-    Rows come in their order, each once. Places behind the last row are blank. It follows from the
-    rows' number or lengths alone, so that ranks need not ask each other.
+    Rows come in their order, each once, blank places last: by the rows' number or lengths alone.
     """
 
     rows: int  # that are evaluated
@@ -196,10 +179,7 @@ class Evaluation:
         packing: Packing | None = None,
         lengths: Iterable[int] = (),
     ) -> Self:
-        """Of all ``rows``, or of the first, as many as ``most_steps`` have places for.
-
-        With ``packing``, by the rows' ``lengths``, of which no more are asked than it takes.
-        """
+        """Of all ``rows``, or of the first, as many as ``most_steps`` have places for."""
         places = rows if most_steps is None else min(rows, most_steps * batch)
         if packing is None:
             return cls(rows=places, of_rows=rows, batch=batch, packs=None)
@@ -249,7 +229,6 @@ class StepSizes:
 
     @classmethod
     def constant(cls, size: int) -> Self:
-        """Every step takes ``size`` samples."""
         return cls(sizes=((0, size),))
 
     @classmethod
@@ -269,12 +248,10 @@ class StepSizes:
 
     @property
     def largest(self) -> int:
-        """The last size."""
         return self.sizes[-1][1]
 
     @property
     def vary(self) -> bool:
-        """Whether there is more than one."""
         return len(self.sizes) > 1
 
     def schedule(self, *, seq_length: int) -> str:

@@ -60,10 +60,7 @@ def _describe(detail: Any, row: dict[str, Any]) -> str:
 
 
 def _place(location: Sequence[int | str], value: Any) -> tuple[str, Any]:
-    """The path in the row as in Python, and what is there; of pydantic's steps, tags are left out.
-
-    Ours are in angle brackets, but a part's is its type, and follows the part's number.
-    """
+    """The path in the row as in Python, and what is there; pydantic's tags are left out."""
     path, number = "", False
     for step in location:
         of_part = number and isinstance(value, dict) and step == value.get("type")

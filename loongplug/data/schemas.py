@@ -309,11 +309,7 @@ ROW_KEYS = frozenset(
 
 
 def validate_row(row: dict[str, Any], *, ignored: Collection[str]) -> tuple[AnyRow, set[str]]:
-    """The row in the format whose key it has, and its unused keys.
-
-    Those that are ``ignored`` may be anywhere. Raises ValueError with the place in the row, what is
-    there and what was expected.
-    """
+    """The row in the format whose key it has, and its unused keys; or ValueError."""
     # Tables that hold several formats write null for those that a row is not in.
     keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None and key not in ignored]
     if len(keys) > 1:

@@ -45,13 +45,12 @@ class LocalSource:
 
     Which rows a microbatch has follows from their number or from their extents: of the dataset's
     index or, without one, of the samples, which are made first. Text and media are made by one pool
-    of ``workers``, a bounded number ahead, and media up to a number of bytes. Every rank of a
-    replica makes the same text; with an index and without ``text``, none. No communication.
+    of ``workers``, ahead up to a number of results and of bytes. Every rank of a replica makes the
+    same text; with an index and without ``text``, none. No communication.
 
     ``seed=None`` keeps the file's order; ``evaluation`` says what there is instead of an endless
-    stream, over and over. With ``look_ahead``, rows are packs, and whatever counts samples here
-    counts packs: a microbatch is one of them. Where ``resume`` is not given, packs are planned from
-    the first sample on, however many are consumed.
+    stream. With ``look_ahead``, rows are packs, and whatever counts samples here counts packs;
+    without ``resume``, they are planned from the first sample on.
     """
 
     def __init__(
@@ -136,10 +135,7 @@ class LocalSource:
         self._samples = samples  # of the next slot; None: they are of no use here
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
-        """The microbatches of the next step, in their order, each planned when it is asked for.
-
-        ValueError, with file and line, for a row that cannot be used.
-        """
+        """The microbatches of the next step, in their order; ValueError for a row with a fault."""
         step = next(self._steps) * len(self._parts)
         return map(self._take, range(step))  # unlike a generator, outlives an error
 
@@ -150,7 +146,6 @@ class LocalSource:
         return self._planned[0].begins if self._planned else None
 
     def close(self) -> None:
-        """End the background processes."""
         self._pool.close()
 
     def _take(self, place: int) -> PlannedMicrobatch:
@@ -296,10 +291,7 @@ class LocalSource:
         return loaded
 
     def _work_ahead(self) -> None:
-        """Begin to load what is needed next, and plan behind it; by an index, it waits for nothing.
-
-        Without one, a pack or a whole step may take more rows than are read ahead.
-        """
+        """Begin to load what is needed next, and plan behind it; an index waits for nothing."""
         settings = self._pool.settings
         most = settings.processes * settings.depth
         try:

@@ -1,7 +1,6 @@
 """What looks like a special token in the text of a row is text.
 
-A chat template writes special tokens between what people said. Whoever writes ``<|im_end|>`` into
-a message would otherwise end it, and could forge turns, trained ones among them.
+Else ``<|im_end|>`` in a message would end it, and could forge turns, trained ones among them.
 """
 
 import re
@@ -49,11 +48,7 @@ def encode_hidden(
     *,
     after: After = "nothing",
 ) -> list[int]:
-    """The ids of a rendered text: special tokens are those that the template wrote.
-
-    What marks stand for is encoded as text, with the text around it; ValueError where the tokenizer
-    makes a special token of any.
-    """
+    """The ids of a rendered text: special tokens are those that the template wrote, no marks'."""
     ids: list[int] = []
     end = 0
     for found in special.pattern.finditer(text):

@@ -80,11 +80,8 @@ def tokenize_conversation(
     on tokens that mark or stand for media. None gives the prompt for the assistant's next answer.
 
     An answer is tokenized, and trained on, as it is served: behind the prompt that asks for it.
-    Where one rendering does not show all so, ``processor.multi_turn`` says what is made. Special
-    tokens are those of the template and the placeholders, unless ``processor`` allows the row's.
-
-    Raises ValueError, with the row's place, for a conversation without anything to train on,
-    a token of media in a text that may have some, and a template that this cannot be done with.
+    Where one rendering does not show all so, ``processor.multi_turn`` says what is made. ValueError
+    where there is nothing to train on, or the template cannot do this.
     """
     with told(f"{conversation.where}: "):
         messages, hidden = conversation.messages, dict[str, str]()  # what marks in the text are

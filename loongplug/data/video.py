@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,14 @@ def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[flo
 class VideoProcessor:
     """The video processor of transformers in a model's folder, in the style of its family.
 
-    It is loaded when the first video asks for it: a folder without one serves images and text. All
-    frames that a row names are used; of a video file, ``fps`` per second, where the row does not
-    say, else as often as the folder's configuration says, and within its limits.
+    All frames that a row names are used; of a video file, ``fps`` per second, where the row does
+    not say, else as often as the folder's configuration says, and within its limits.
     """
 
     def __init__(
         self, processor: Processor, style: VideoStyle, *, fps: float | None = None
     ) -> None:
         self._processor = processor
-        self._transform: Any = None
         self._fps = fps
         self.style = style
         self.odd: OddVideos = []  # among those that were decoded, until somebody takes them
@@ -94,7 +93,8 @@ class VideoProcessor:
             where = "--video-min-pixels, --video-max-pixels"
             if "video_token_id" not in processor.tokens:
                 raise ValueError(f"{where}: this model takes no videos: leave these flags out.")
-            self._loaded(where=where)  # wrong ones are told now
+            with told(f"{where}: "):
+                assert self.transform  # wrong ones are told now
 
     def clip(
         self,
@@ -110,7 +110,8 @@ class VideoProcessor:
         header = header or video_header(path, where=where)
         if header.frames < self._processor.vision.temporal_patch_size:
             return VideoClip(path, tuple(range(header.frames)), header)  # too few to sample
-        transform, fps = self._loaded(where=where), fps or self._fps
+        with told(f"{where}: "):
+            transform, fps = self.transform, fps or self._fps
         if fps is None and transform.fps is None and transform.num_frames is None:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
@@ -128,16 +129,17 @@ class VideoProcessor:
         frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
         return self._processed(video, frames, where=where)[1]
 
-    @property
+    @cached_property
     def transform(self) -> Any:
         """The processor of transformers; ValueError where the folder has none for videos."""
-        return self._loaded(where=str(self._processor.folder))
+        transform = _load(self._processor, self.style)
+        vision = self._processor.vision
+        token = (vision.patch_size * vision.spatial_merge_size) ** 2
+        self._processor.pixel_limits.limit(transform, "video_", patch=token)
+        return transform
 
     def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
-        """The rows of the video's frames as bytes, and their grid.
-
-        [frames * height * width, channels * pixels] uint8; ValueError for one that cannot be used.
-        """
+        """The rows of bytes of the video's frames, and their grid; ValueError for one of no use."""
         transparency = self._processor.transparency
         frames = decode_video(video, where=where, odd=self.odd, transparency=transparency)
         frames += frames[-1:] * self._missing(video)
@@ -154,7 +156,8 @@ class VideoProcessor:
 
     def _processed(self, video: AnyVideo, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
         """What the processor makes of bytes, but for the scale of their values."""
-        transform = self._loaded(where=where)
+        with told(f"{where}: "):
+            transform = self.transform
         options = {
             "do_sample_frames": False,
             "input_data_format": "channels_last",
@@ -170,22 +173,11 @@ class VideoProcessor:
         """How often the last frame is repeated for processors, which refuse less than one patch."""
         return max(0, self._processor.vision.temporal_patch_size - len(video.times))
 
-    def _loaded(self, *, where: str) -> Any:
-        if self._transform is None:
-            with told(f"{where}: "):
-                transform = _load(self._processor, self.style)
-            vision = self._processor.vision
-            token = (vision.patch_size * vision.spatial_merge_size) ** 2
-            self._processor.pixel_limits.limit(transform, "video_", patch=token)
-            self._transform = transform
-        return self._transform
-
 
 def _frame_rows(patches: Tensor, grid: Grid, *, frames: int, together: int) -> Tensor:
     """The rows of bytes of a video's first ``frames``, of patches with so many ``together``.
 
-    [time * height * width, channels * frames of a patch * pixels] uint8 to
-    [frames * height * width, channels * pixels].
+    [.., channels * frames of a patch * pixels] uint8 to [.., channels * pixels], frame by frame.
     """
     time, height, width = grid
     each = patches.view(time, height * width, 3, together, -1)

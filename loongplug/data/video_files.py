@@ -16,11 +16,7 @@ _MOST_APART = 1.05  # frames between a stamp, which is rounded, and index / rate
 
 
 def video_header(path: MediaFile, *, where: str) -> VideoHeader:
-    """The header of a file, by its container and its first frame, which knows how it is turned.
-
-    Where the container does not say how many frames there are, their packets are counted. Raises
-    ValueError with ``where`` for a file that is missing, damaged or no video.
-    """
+    """The header of a file; its first frame knows how it is turned, and packets may be counted."""
     with opened_stream("video", path, where=where, header=True) as (container, stream):
         fps = float(stream.average_rate or 0)
         pixels = stream.codec_context.width * stream.codec_context.height
@@ -44,9 +40,8 @@ def decode_frames(
 ) -> list[NDArray[np.uint8]]:
     """The frames of the clip, upright and in RGB, [height, width, 3] each.
 
-    Where the header counts more frames than there are, as in clips that were cut without encoding
-    them again, the last one stands for those behind it. ``odd`` is called with what is so of the
-    file. ValueError with ``where`` where less than half of the frames can be decoded.
+    Where the header counts more frames than there are, the last one stands for those behind it;
+    ValueError where less than half of them can be decoded. ``odd`` hears what is so of the file.
     """
     wanted, taken = frozenset(clip.indices), dict[int, NDArray[np.uint8]]()
     count, start, apart, total = 0, None, 0.0, clip.header.frames

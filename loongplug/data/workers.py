@@ -56,9 +56,8 @@ IN_PROCESS = WorkerSettings()
 class Pool[Job, Made]:
     """Makes results of jobs in forked processes or, without some, here when they are asked for.
 
-    The processes are forked at the first job, so they see ``make`` as it is then, and what it
-    keeps (caches) is each one's own. There a ValueError stays one, with its message; anything else
-    becomes a RuntimeError. Once a process has died, all else ends in a ProcessDiedError.
+    They are forked at the first job, and keep ``make`` and its caches as their own. A ValueError
+    stays one; anything else becomes a RuntimeError, and of a dead process a ProcessDiedError.
     """
 
     def __init__(self, make: Callable[[Job], Made], *, settings: WorkerSettings) -> None:
@@ -179,10 +178,7 @@ class Ordered[Job, Made](Iterator[Made]):
 
 @contextmanager
 def garbage_stays_here() -> Iterator[None]:
-    """Processes that are forked meanwhile never collect what this one has made before.
-
-    A video's decoder waits for its threads when it is freed, which a forked process lacks.
-    """
+    """Processes that are forked meanwhile never free what has threads in this one alone."""
     somebody_froze = gc.get_freeze_count() > _FROZEN_FROM_THE_START
     gc.freeze()
     try:
@@ -195,10 +191,7 @@ def garbage_stays_here() -> Iterator[None]:
 def map_rows[T](
     task: Callable[[int], T], count: int, *, processes: int | None, console: Console, title: str
 ) -> Iterator[T]:
-    """What ``task`` makes of each row from 0 to ``count``, in their order, with a progress bar.
-
-    By so many ``processes``, or one for each processor; ValueError when one was killed.
-    """
+    """What ``task`` makes of each row from 0 to ``count``, in their order, with a progress bar."""
     if processes is None:
         processes = len(os.sched_getaffinity(0))
     if processes < 1:
@@ -280,7 +273,6 @@ class ByteBoundedCache[K: Hashable, V]:
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The value of ``key``, which counts as used now, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None

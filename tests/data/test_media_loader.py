@@ -76,7 +76,7 @@ def test_values_of_frames_are_those_of_transformers_to_the_bit(
     sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
     transform = kind(**sizes, do_sample_frames=False, cap_pixels_per_frame=False, **settings)
     videos = VideoProcessor(processor, style)
-    videos._transform = transform
+    videos.transform = transform
     names = write_frames("v", count, height=70, width=96)
     video = Video(frames=tuple(tmp_path / name for name in names), fps=2.0)
 

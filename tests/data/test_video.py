@@ -40,7 +40,7 @@ def test_the_grid_from_the_headers_is_transformers_grid(
         size={"shortest_edge": 8 * 32 * 32, "longest_edge": 40 * 32 * 32},
     )
     videos = VideoProcessor(family.processor, family.style)
-    videos._loaded(where=WHERE).size = type(family.theirs.video_processor.size)(
+    videos.transform.size = type(family.theirs.video_processor.size)(
         shortest_edge=8 * 32 * 32, longest_edge=40 * 32 * 32
     )
     one = Video(tuple(tmp_path / name for name in names), fps=2.0)
