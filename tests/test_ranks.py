@@ -148,31 +148,6 @@ def test_backward_in_the_parent_does_not_harm_the_ranks() -> None:
     assert run_ranks(_backward, 2) == [1.0, 1.0]
 
 
-def _states(rank: int) -> list[tuple[int, int]]:
-    names = [
-        name
-        for name, value in vars(parallel_state).items()
-        if name.startswith("_") and not name.startswith("__") and not callable(value)
-    ]
-    clean = {name: str(getattr(parallel_state, name)) for name in names}
-    sizes = []
-    for tp, pp in ((2, 1), (1, 2), (2, 2)):
-        with model_parallel(tp=tp, pp=pp):
-            sizes.append(
-                (
-                    parallel_state.get_tensor_model_parallel_world_size(),
-                    parallel_state.get_pipeline_model_parallel_world_size(),
-                )
-            )
-        assert {name: str(getattr(parallel_state, name)) for name in names} == clean
-    return sizes
-
-
-@pytest.mark.not_quick
-def test_model_parallel_leaves_no_state_behind() -> None:
-    assert run_ranks(_states, 4) == [[(2, 1), (1, 2), (2, 2)]] * 4
-
-
 def _listens_at(rank: int) -> set[str]:
     """Addresses at which this process waits for others once its groups are there."""
     dist.barrier()

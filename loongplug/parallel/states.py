@@ -199,7 +199,6 @@ def create_parallel_state(
             f"{name!r} needs ranks {layout.ranks.start} to {layout.ranks.stop - 1}, and there "
             f"are {dist.get_world_size()} in all."
         )
-    tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     kept = PARALLEL_STATES.snapshot_of(current)
     kept.save()
     in_order = rank_order_table(layout.order, first_rank=layout.first_rank)
@@ -223,7 +222,9 @@ def create_parallel_state(
             stage = layout.coordinates(dist.get_rank()).pp
             # Modules of one seed draw different numbers; Megatron adds small ones for coordinates.
             own = seed + 1_000_003 * (zlib.crc32(name.encode()) % 1000)
-            _seed(own + _BETWEEN_STAGES * stage, like=tracker)
+            own += _BETWEEN_STAGES * stage
+            torch.manual_seed(own)
+            tensor_parallel_random.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
             snapshot = Snapshot()
     finally:
         in_order.undo()
@@ -322,16 +323,3 @@ def destroy_parallel_states() -> None:
         PARALLEL_STATES.switch(_NOWHERE if _NOWHERE in others else decoder)
         PARALLEL_STATES.clear()
         PARALLEL_STATES.current = None
-
-
-def _seed(seed: int, *, like: object) -> None:
-    """Seed the generators and a new RNG tracker, of the kind of ``like``."""
-    torch.manual_seed(seed)
-    kind = tensor_parallel_random.CudaRNGStatesTracker
-    tensor_parallel_random.model_parallel_cuda_manual_seed(
-        seed,
-        te_rng_tracker=like is not None and not isinstance(like, kind),
-        inference_rng_tracker=getattr(like, "is_inference_rng_tracker", False),
-        use_cudagraphable_rng=getattr(like, "use_cudagraphable_rng", False),
-        force_reset_rng=True,
-    )

@@ -111,44 +111,6 @@ def test_gradients_are_those_of_tensors_that_stay(expected, copies, schedule, in
     assert torch.equal(found, expected[schedule])
 
 
-class Needed(LazyCopies):
-    """Which of its waits matter.
-
-    Not those for copies that were waited for, nor those in front of copies that nobody reads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._written: dict[int, Tensor] = {}
-        self._before: dict[int, int] = {}
-        self.idle: set[int] = set()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        super().copy(target, source)
-        self._written[id(target)] = target  # keeps the address
-        self._before[id(target)] = self.waits - 1
-        self.idle.add(self.waits - 1)
-        if id(source) in self._written:
-            self.idle -= {self.waits - 1, self._before[id(source)]}
-
-    def wait(self, mark: int) -> None:
-        if mark <= self._done:
-            self.idle.add(self.waits)
-        super().wait(mark)
-
-
-def needed_waits() -> list[int]:
-    copies = Needed()
-    gradients(copies)
-    assert len(copies.idle) < copies.waits / 5
-    return sorted(set(range(copies.waits)) - copies.idle)
-
-
-@pytest.mark.parametrize("forgotten", needed_waits())
-def test_without_any_of_its_waits_gradients_are_wrong(expected, forgotten):
-    assert not torch.equal(gradients(LazyCopies(forgotten=forgotten)), expected["pipeline"])
-
-
 class Noting(Copies):
     """What travels, and when it is sent for."""
 
