@@ -1,13 +1,14 @@
 """A model's weights or gradients on one rank, and how far replicas of them are apart."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.hf_gather import What, WholeTensors, _reader
+from loongplug.checkpoint.hf_gather import What, WholeTensors, gradient, loaded_weight
 from loongplug.checkpoint.parameter_holders import held_parameters, own_rank
 from loongplug.models.hf_mapping import Mapping, Split
 
@@ -35,9 +36,11 @@ def replica_differences(
     layout gives: a gradient that lacks a reduction is not seen by gathering, which takes the
     first rank's. Collective: tensor parallel groups.
     """
+    named: dict[What, What] = {"weight": loaded_weight, "grad": gradient}
+    value_of: Any = named.get(what, what)
     differences: dict[str, float] = {}
     for own in held_parameters(model_chunks, mapping):
-        tensor = own.parameter.data if what == "weight" else _reader(what)(own.parameter)
+        tensor = value_of(own.parameter)
         if own.entry.row.split is not Split.NONE or tensor is None:
             continue
         difference = torch.zeros((), device=tensor.device)

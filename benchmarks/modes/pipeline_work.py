@@ -14,7 +14,7 @@ from loongplug.hetero.bubble_planner import StepPlanner, StreamedCosts, Units
 from loongplug.hetero.modes import APART, NAMED, STREAMED, Mode, mode_of
 from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.hetero.step_programs import PassCosts, PieceCost, plan_time
-from loongplug.models.entries import Entry, Role, checked
+from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
 from loongplug.partition.clock import StageTime
@@ -26,7 +26,6 @@ MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
 _TICKS: Final = 1_000_000  # of a stage's or encoder's longest time; plans want integers
-_DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Case:
     virtual stages, a rank's time is divided among its own evenly.
 
     Raises:
-        ValueError: the mode is unknown, a number is too small for it, or two encoders have a name.
+        ValueError: the mode is unknown, or a number is too small for it.
     """
 
     mode: str
@@ -71,7 +70,6 @@ class Case:
     def __post_init__(self) -> None:
         if self.mode not in IN_A_WORD:
             raise ValueError(f"--mode {self.mode}: expected one of {', '.join(IN_A_WORD)}.")
-        checked([*(each.entry for each in self.encoders), _DECODER])
         numbers = {
             "--microbatches": self.microbatches,
             "--tp": self.tp,

@@ -21,7 +21,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG, DESCRIPTION = "metadata.json", ".metadata"
 _BACKEND = "torch_dist"
 _NO_PLACE = "it does not say what lies where in its folder"
-_RECORD = ("relative_path", "offset", "length")  # file, begin and length
 _SHOWN = 5
 
 
@@ -30,10 +29,6 @@ def check_latest(folder: Path, *, step: int | None = None) -> Path:
 
     Megatron ends a run without an error where it is not there. Looks at no more of the files than
     their sizes; no collectives.
-
-    Raises:
-        ValueError: the tracker is damaged, or names a checkpoint that is missing or damaged; with
-            those that are whole.
     """
     tracker = folder / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -86,9 +81,6 @@ def check_whole(checkpoint: Path) -> None:
     """Refuse a ``torch_dist`` checkpoint that lacks files, or some of their bytes.
 
     Reads ``metadata.json`` and ``.metadata``; of the other files, sizes alone. No collectives.
-
-    Raises:
-        ValueError: with the file, what is wrong, and other checkpoints of the folder.
     """
     with told_of_damage(checkpoint):
         _check(checkpoint)
@@ -129,9 +121,6 @@ def told_of_damage(checkpoint: Path) -> Iterator[None]:
     """Around a read of ``checkpoint`` by torch or Megatron: damage becomes the same sentence.
 
     No collectives: the ranks that read what is damaged raise, and tell the others by ending.
-
-    Raises:
-        ValueError: a file cannot be read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -140,10 +129,17 @@ def told_of_damage(checkpoint: Path) -> Iterator[None]:
     except DamagedFileError as error:
         raise with_others(error, checkpoint) from error
     except CheckpointException as caught:  # torch's, by rank; it is not an Exception
-        reason = next((failure for failure, _ in caught.failures.values()), None)
+        reason = first_reason(caught)
         if not isinstance(reason, DamagedFileError):
             raise
         raise with_others(reason, checkpoint) from caught
+
+
+def first_reason(caught: Any) -> BaseException:
+    """The error on the first rank that torch's CheckpointException tells of, else itself."""
+    failures = getattr(caught, "failures", {})  # by rank, each with its trace
+    reason: BaseException = next((failure for failure, _ in failures.values()), caught)
+    return reason
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -166,23 +162,18 @@ def _check(checkpoint: Path) -> None:
 
 
 def described_files(checkpoint: Path) -> Any:
-    """torch's own description of a ``torch_dist`` checkpoint, each of whose bytes is there.
-
-    Raises:
-        DamagedFileError: for :func:`told_of_damage`.
-    """
+    """torch's own description of a ``torch_dist`` checkpoint, each of whose bytes is there."""
     metadata = description(checkpoint)
     needed: dict[str, int] = {}
     for stored in metadata.storage_data.values():
-        record: list[Any] = [getattr(stored, each, None) for each in _RECORD]  # a stranger's, maybe
-        name, start, length = record
-        numbers = type(start) is int and type(length) is int and start >= 0 and length >= 0
-        if not (numbers and isinstance(name, str)):
+        try:
+            name, end = Path(stored.relative_path).name, stored.offset + stored.length
+        except (AttributeError, TypeError):  # a stranger's, maybe
+            name, end = "", 0
+        if not name or name != stored.relative_path:
             raise DamagedFileError.unreadable(checkpoint / DESCRIPTION, _NO_PLACE)
-        needed[name] = max(start + length, needed.get(name, 0))
+        needed[name] = max(end, needed.get(name, 0))
     for name, size in needed.items():
-        if name in ("", "..") or Path(name).name != name:
-            raise DamagedFileError.unreadable(checkpoint / DESCRIPTION, _NO_PLACE)
         path = checkpoint / name
         if not path.is_file():
             raise DamagedFileError(f"The checkpoint {checkpoint} lacks {name}: copy it there.")
@@ -194,11 +185,7 @@ def described_files(checkpoint: Path) -> Any:
 
 
 def description(checkpoint: Path) -> Any:
-    """torch's own description of a ``torch_dist`` checkpoint; reads ``.metadata`` alone.
-
-    Raises:
-        DamagedFileError: for :func:`told_of_damage`.
-    """
+    """torch's own description of a ``torch_dist`` checkpoint; reads ``.metadata`` alone."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -207,8 +194,6 @@ def description(checkpoint: Path) -> Any:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DamagedFileError.unreadable(path, error) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    if not (isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict)):
         raise DamagedFileError.unreadable(path, "it describes no checkpoint")
-    if not isinstance(metadata.storage_data, dict):
-        raise DamagedFileError.unreadable(path, _NO_PLACE)
     return metadata

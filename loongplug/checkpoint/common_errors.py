@@ -44,12 +44,6 @@ def raise_together(error: Exception | None) -> None:
 
     Collective: the default group, when there is one. Ranks with the same message are reported
     once.
-
-    Raises:
-        CommonValueError: every rank's error is a ValueError; with all distinct messages, and the
-            ranks that had them.
-        CommonRuntimeError: some rank has another error, which is a bug or the machine's; the same
-            text.
     """
     mine = None if error is None else (_message(error), isinstance(error, ValueError))
     everyone = of_all_ranks(mine)

@@ -31,10 +31,6 @@ def check_export_folder(folder: Path, *, kind: str) -> None:
     """Refuse a folder whose place an export of ``kind`` cannot take; for the start of a run.
 
     For one rank; no collectives. Puts back what a killed export had moved away.
-
-    Raises:
-        ValueError: the folder has anything but an earlier export of this kind, as it was written;
-            or it is a file or a mount, or another run is exporting to it.
     """
     folder = folder.resolve()
     try:
@@ -55,9 +51,6 @@ def new_export(folder: Path, *, kind: str) -> Iterator[Path]:
     All ranks may write into the new folder, so all must see it; rank 0 makes and moves it. An error
     has to leave the context on all ranks together; the earlier export is then as it was.
     Collective: the default group.
-
-    Raises:
-        ValueError: on all ranks, as :func:`check_export_folder`; or nothing can be written there.
     """
     folder = folder.resolve()
     new = _beside(folder) / "new"

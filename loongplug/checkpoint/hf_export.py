@@ -63,10 +63,6 @@ def check_hf_export(
     """Refuse an export that cannot work; for the start of a run that exports at its end.
 
     For one rank; no collectives.
-
-    Raises:
-        ValueError: ``folder`` is refused as in :func:`check_export_folder`, ``processor_folder``
-            lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
     hf_config(model)
     check_all_is_read(model)
@@ -95,15 +91,10 @@ def save_hf_folder(
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
-    together: memory beside the parameters is that of one tensor and a slice of it. An older
-    export gives way when the new one is whole (:mod:`loongplug.checkpoint.export_folder`). All
-    ranks must see the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many
-    have been dealt with. ``weight_of`` gives a parameter's values where they are not in it.
-
-    Collective: the default group; all ranks return once the folder is complete.
-
-    Raises:
-        ValueError: on all ranks alike, before anything is gathered where that can be known.
+    together: memory beside the parameters is that of one tensor and a slice of it. All ranks must
+    see the same folder, and return once it is complete. ``weight_of`` gives a parameter's values
+    where they are not in it. Collective: the default group. Raises ValueError on all ranks alike,
+    before anything is gathered where that can be known.
     """
     with together():
         if own_rank() == 0:
@@ -151,11 +142,8 @@ def write_files(
     """Write the files as their tensors are put together, each ``changed`` and under all its names.
 
     A file is written by the rank that ``rank_of`` gives for its first bundle; errors name
-    ``target``. Collective: the default group; an error (a full disk) is raised once all has been
-    received.
-
-    Raises:
-        ValueError: on all ranks.
+    ``target``. Collective: the default group; an error (a full disk) is raised on all ranks once
+    all has been received.
     """
     file_of = {tensor.name: file for file in files for tensor in file.tensors}
 

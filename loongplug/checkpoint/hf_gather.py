@@ -17,13 +17,7 @@ from loongplug.checkpoint.parameter_holders import (
     held_parameters,
     own_rank,
 )
-from loongplug.models.hf_mapping import (
-    Bundle,
-    MappedParameter,
-    Mapping,
-    Source,
-    Where,
-)
+from loongplug.models.hf_mapping import Bundle, MappedParameter, Mapping, Source, Where
 from loongplug.models.hf_slices import local_shape, parts_of_local
 
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
@@ -60,16 +54,14 @@ class WholeTensors:
         what: What = "weight",
         weight_of: WeightOf = loaded_weight,
     ) -> None:
-        """Learn which ranks hold which pieces.
+        """Learn which ranks hold which pieces; ValueError on all ranks where a weight has none.
 
         ``weight_of`` is asked for a parameter's values when they are due, once or more.
-
-        Raises:
-            ValueError: on all ranks alike; a parameter without a row, or a weight without a rank.
         """
         with together():
             held = held_parameters(model_chunks, mapping)
-        self._value_of = weight_of if what == "weight" else _reader(what)
+        named = {"weight": weight_of, "grad": gradient}
+        self._value_of = what if callable(what) else named[what]
         if what != "weight":
             held = [own for own in held if self._value_of(own.parameter) is not None]
         self._parameters = {own.piece: own.parameter for own in held}
@@ -192,10 +184,7 @@ def _require_whole(mapping: Mapping, holders: Holders) -> None:
         raise ValueError(f"No rank has the whole of {', '.join(missing)}.")
 
 
-def _reader(what: What) -> Callable[[nn.Parameter], Tensor | None]:
-    return what if callable(what) else _gradient
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
+def gradient(parameter: nn.Parameter) -> Tensor | None:
+    """``main_grad`` where Megatron keeps one, else ``grad``."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad

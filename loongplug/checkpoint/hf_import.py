@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from loongplug.checkpoint.common_errors import raise_together, together
@@ -28,8 +27,7 @@ from loongplug.checkpoint.safetensors_folder import (
 from loongplug.models.family import HuggingFaceModel
 from loongplug.models.hf_config import hf_config_differences
 from loongplug.models.hf_mapping import Mapping, Where
-from loongplug.models.hf_slices import local_shape, read_local
-from loongplug.platform import current_platform
+from loongplug.models.hf_slices import read_local
 
 
 def load_hf_weights(
@@ -44,19 +42,13 @@ def load_hf_weights(
 
     Of the ranks that hold the same slice of a parameter, the first reads it, converts it to the
     parameter's dtype and broadcasts it to the others. Call it with all chunks of a rank, before an
-    optimizer copies the parameters. Memory beside the parameters: the slice being read.
-    ``on_bytes`` is told how much of this rank's parameters is there. With ``in_the_file``, for
-    models that are not trained, a parameter that the file has as it is stays there, mapped.
+    optimizer copies the parameters. Memory beside the parameters: the slice being read. With
+    ``in_the_file``, for models that are not trained, a parameter that the file has as it is stays
+    there, mapped. Gives the bytes that this rank has read.
 
-    Collective: the default group, and groups of it made for the purpose.
-
-    Returns:
-        the bytes of the folder's tensors that this rank has read.
-
-    Raises:
-        ValueError: on all ranks alike; names every missing, extra and misshapen tensor, and
-            every difference between the folder's config.json and ``model``. No parameter was
-            changed unless a file broke while it was read.
+    Collective: the default group, and groups of it made for the purpose. Raises ValueError on all
+    ranks alike, with everything that is missing, extra, misshapen or said otherwise by config.json;
+    no parameter was changed unless a file broke while it was read.
     """
     mapping = model.mapping
     with ExitStack() as stack:
@@ -89,16 +81,7 @@ def _checked(
         raise ValueError(
             f"The model in {tensors.path} is not the one in the config:\n  " + "\n  ".join(problems)
         )
-    held = held_parameters(model_chunks, model.mapping)
-    problems = shape_problems(
-        {own.name: tuple(own.parameter.shape) for own in held},
-        {own.name: local_shape(own.entry.row, tp=get_pg_size(own.group)) for own in held},
-    )
-    if problems:
-        raise ValueError(
-            "The model was not built from the config it is loaded with:\n  " + "\n  ".join(problems)
-        )
-    return held
+    return held_parameters(model_chunks, model.mapping)
 
 
 def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
@@ -125,14 +108,8 @@ def fill_all(
 
     ``fill`` is called for what this rank is the first to hold. The parameters have to be on the
     platform's device, where NCCL broadcasts from. Collective: the default group, and groups of it
-    made for the purpose.
-
-    Raises:
-        ValueError: on all ranks alike, as ``fill`` on one.
+    made for the purpose; raises ValueError on all ranks alike.
     """
-    device = current_platform().device
-    elsewhere = [own.name for own in held if own.parameter.device != device]
-    assert not elsewhere, f"not on {device} yet: {', '.join(elsewhere)}"
     done, total = 0, sum(own.parameter.nbytes for own in held)
     error: Exception | None = None
     holders, _ = all_holders(held)
@@ -172,6 +149,7 @@ def _fill(
         return tensor
 
     local = read_local(own.entry, read, rank=own.piece.part, tp=own.piece.parts)
+    assert local.shape == own.parameter.shape, (own.name, local.shape, own.parameter.shape)
     if in_the_file and local.dtype == own.parameter.dtype and local.is_contiguous():
         own.parameter.data = local
         return

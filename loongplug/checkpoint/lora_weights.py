@@ -45,12 +45,7 @@ _KIND = "adapters"
 
 
 def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
-    """Refuse an export of adapters that cannot work; for one rank, no collectives.
-
-    Raises:
-        ValueError: ``folder`` is refused as in :func:`check_export_folder`, or transformers has no
-            such model to put adapters on.
-    """
+    """Refuse an export of adapters that cannot work; for one rank, no collectives."""
     check_all_is_read(model)
     check_export_folder(folder, kind=_KIND)
 
@@ -67,15 +62,10 @@ def save_adapters(
 ) -> None:
     """Write the adapters into ``folder``, in the parameters' dtype.
 
-    Rank 0 writes, tensor by tensor as they are put together. Older adapters there give way as an
-    older export does. ``base`` is what the config names as the model, ``model_yaml`` describes it
-    in a note; ``on_bytes`` and ``weight_of`` as in
-    :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
-
-    Collective: the default group; all ranks return once the folder is complete.
-
-    Raises:
-        ValueError: on all ranks alike.
+    Rank 0 writes, tensor by tensor as they are put together. ``base`` is what the config names as
+    the model, ``model_yaml`` describes it in a note; ``on_bytes`` and ``weight_of`` as in
+    :func:`~loongplug.checkpoint.hf_export.save_hf_folder`. Collective: the default group; all ranks
+    return once the folder is complete.
     """
     tensors = WholeTensors(model_chunks, table.mapping, weight_of=weight_of)
     planned = tuple(
@@ -107,9 +97,6 @@ def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: Ada
 
     Of the ranks that hold the same slice, the first reads it and broadcasts it to the others.
     Collective: the default group, and groups of it made for the purpose.
-
-    Raises:
-        ValueError: on all ranks alike; other adapters than ``table``'s, with what differs.
     """
     with together():
         reader = AdapterReader(folder, table)

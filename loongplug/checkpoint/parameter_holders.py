@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
@@ -55,11 +54,7 @@ Holders = dict[ParameterPiece, tuple[int, ...]]
 
 
 def held_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[HeldParameter]:
-    """This rank's parameters, wrappers (DDP, Float16Module) looked through, in mapping order.
-
-    Raises:
-        ValueError: naming parameters that the mapping does not know.
-    """
+    """This rank's parameters, wrappers (DDP, Float16Module) looked through, in mapping order."""
     held: list[HeldParameter] = []
     unknown: list[str] = []
     for chunk in model_chunks:
@@ -124,18 +119,11 @@ def sort_key(piece: ParameterPiece) -> tuple[int, int, int, int]:
 
 
 def _pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
-    """The ``kind`` group of the first module with a collection, else Megatron's global one."""
+    """The ``kind`` group of the first module with a collection."""
     for module in modules:
-        collection = getattr(module, "pg_collection", None)
-        if collection is not None:
+        if (collection := getattr(module, "pg_collection", None)) is not None:
             return getattr(collection, kind)
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    current: dict[str, Any] = {
-        "tp": parallel_state.get_tensor_model_parallel_group,
-        "expt_tp": parallel_state.get_expert_tensor_parallel_group,
-    }
-    return current[kind]()
+    return None
 
 
 def _piece(entry: MappedParameter, group: Group) -> ParameterPiece:

@@ -119,33 +119,23 @@ def _wanted(sharded_state_dict: Mapping[str, Any], entries: re.Pattern[str]) -> 
 
     Collective: the default group.
     """
-    with together():
-        mine = _shapes(sharded_state_dict, entries)
-    return {name: shape for shapes in of_all_ranks(mine) for name, shape in shapes.items()}
-
-
-def _shapes(
-    sharded_state_dict: Mapping[str, Any], entries: re.Pattern[str]
-) -> dict[str, tuple[int, ...]]:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
-    chunks = {key: value for key, value in sharded_state_dict.items() if entries.fullmatch(key)}
-    preprocessed, *_ = load_preprocess(chunks)
-    return {
-        value.key: tuple(value.global_shape)
-        for value in nested_values(preprocessed)
-        if isinstance(value, ShardedTensor)
-    }
+    with together():
+        chunks = {key: value for key, value in sharded_state_dict.items() if entries.fullmatch(key)}
+        preprocessed, *_ = load_preprocess(chunks)
+        mine = {
+            value.key: tuple(value.global_shape)
+            for value in nested_values(preprocessed)
+            if isinstance(value, ShardedTensor)
+        }
+    return {name: shape for shapes in of_all_ranks(mine) for name, shape in shapes.items()}
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with told_of_damage(folder):
@@ -175,16 +165,11 @@ def checked_common_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]
 def _read(original: Callable[[Any], Any], checkpoint: Path) -> dict[str, Any]:
     alone = checkpoint / COMMON_STATE_FNAME  # what older checkpoints have it in
     try:
-        state = original(checkpoint)
+        state: dict[str, Any] = original(checkpoint)
     except Exception as error:  # damaged bytes raise nearly anything
         if not alone.is_file() or isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError.unreadable(alone, error) from error
-    if not isinstance(state, dict):
-        raise DamagedFileError(
-            f"What is not a tensor in {checkpoint} is {type(state).__name__}, expected dict: copy "
-            "or save the checkpoint again."
-        )
     return state
 
 
@@ -192,9 +177,6 @@ def check_optimizer(saved: Namespace | None, args: Namespace, *, folder: Path) -
     """Refuse optimizer state saved with the distributed optimizer for a run without, and so on.
 
     ``saved`` are the arguments of the run that saved; checkpoints from elsewhere may lack them.
-
-    Raises:
-        ValueError: the run is to load the optimizer state, and it is of the other kind.
     """
     distributed = getattr(saved, "use_distributed_optimizer", None)
     if args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
@@ -276,11 +258,7 @@ def _new_course(now: Any, saved: Mapping[str, Any]) -> str:
 def check_rates(
     saved: Mapping[str, Any], now: Mapping[str, Any], modules: Sequence[SavedRates] = ()
 ) -> None:
-    """Refuse another course of the learning rate or the weight decay than the checkpoint's.
-
-    Raises:
-        ValueError: with all that differs, and the flags that say which to take.
-    """
+    """Refuse another course of the learning rate or the weight decay than the checkpoint's."""
     differences = [
         f"{name} was {saved[name]}, is {now[name]} ({means})"
         for name, means in _MEANS.items()
@@ -303,11 +281,7 @@ def check_rates(
 
 
 def check_known(modules: Sequence[SavedRates]) -> None:
-    """Refuse to go on with the checkpoint's rates where it does not tell them.
-
-    Raises:
-        ValueError: with the modules.
-    """
+    """Refuse to go on with the checkpoint's rates where it does not tell them."""
     unknown = dict.fromkeys(each.module for each in modules if each.saved is None)
     if unknown:
         raise ValueError(

@@ -69,11 +69,7 @@ class CheckpointRetention:
                 there[each].rename(gone)
                 shutil.rmtree(gone)
             except OSError as error:
-                print(
-                    f"loongplug: {there[each]} cannot be removed: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _tell(f"{there[each]} cannot be removed: {error}")
         self._note()
 
     def _note(self) -> None:
@@ -81,7 +77,11 @@ class CheckpointRetention:
         try:
             write_note(path, self._losses)
         except OSError as error:
-            print(f"loongplug: {path} cannot be written: {error}", file=sys.stderr, flush=True)
+            _tell(f"{path} cannot be written: {error}")
+
+
+def _tell(problem: str) -> None:
+    print(f"loongplug: {problem}", file=sys.stderr, flush=True)
 
 
 def _noted(path: Path) -> dict[int, float]:

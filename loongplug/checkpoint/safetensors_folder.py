@@ -131,26 +131,23 @@ def open_tensors(
     ``turnable`` as in :class:`TensorFolder`; ``formerly`` are beginnings of names that the files
     may have in place of others: the tensors are known by the latter. Tensors whose names begin with
     one of ``aside`` are another model's and left out.
-
-    Raises:
-        ValueError: there is no folder, no safetensors file in it, or a damaged one; or a tensor
-            stands in it by both names.
     """
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
         files: dict[str, Path] = {}
         places = _index(folder)
-        for file in _weight_files(folder, places):
+        for file in [WEIGHTS_FILE] if places is None else sorted({*places.values()}):
+            path = folder / file
             try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
+                handle = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{file} cannot be read as safetensors ({error}): copy the file again."
+                    f"{path} cannot be read as safetensors ({error}): copy the file again."
                 ) from error
             for name in handle.keys():  # noqa: SIM118
-                if places is not None and places.get(name) != file.name:
+                if places is not None and places.get(name) != file:
                     raise ValueError(
-                        f"{file} has a tensor {name}, which {INDEX_FILE} has in "
+                        f"{path} has a tensor {name}, which {INDEX_FILE} has in "
                         f"{places.get(name, 'no file')}: copy index and files again, together."
                     )
                 if name.startswith(aside):
@@ -162,14 +159,21 @@ def open_tensors(
                         "transformers give it: save the model again, or delete the older files."
                     )
                 slices[known_as] = handle.get_slice(name)
-                files[known_as] = file
+                files[known_as] = path
         yield TensorFolder(folder, slices, files=files, turnable=turnable)
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index; None where the folder has none."""
+    """The file of each tensor by the index; None where the folder has one file alone."""
     index = folder / INDEX_FILE
     if not index.is_file():
+        if not folder.is_dir():
+            raise ValueError(f"No Hugging Face model at {folder}: give the path of a local folder.")
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ValueError(
+                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
+                "read. Save the model with transformers' save_pretrained, which writes them."
+            )
         return None
     try:
         places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -183,20 +187,6 @@ def _index(folder: Path) -> dict[str, str] | None:
         if not (folder / name).is_file():
             raise ValueError(f"{index} lists {name}, which is not in {folder}: copy it there.")
     return places
-
-
-def _weight_files(folder: Path, places: dict[str, str] | None) -> list[Path]:
-    if places is not None:
-        return [folder / name for name in sorted(set(places.values()))]
-    if not folder.is_dir():
-        raise ValueError(f"No Hugging Face model at {folder}: give the path of a local folder.")
-    single = folder / WEIGHTS_FILE
-    if not single.is_file():
-        raise ValueError(
-            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
-            "read. Save the model with transformers' save_pretrained, which writes them."
-        )
-    return [single]
 
 
 @dataclass(frozen=True)

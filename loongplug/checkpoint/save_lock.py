@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loongplug.checkpoint.common_errors import write_error
@@ -25,30 +24,12 @@ _SETTLED_SECONDS = 1.0  # until a lock is read again, where the kernel cannot lo
 _TOLD_SECONDS = 2.0  # in which a run that got the lock at the same moment writes its name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """The process that has a lock."""
-
-    host: str
-    process: int
-    born: str  # tells it from a later process with the same number
-    since: str
-    job: str  # torchrun's name of the job, the same after a restart; "" where it has none
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host} since {self.since}"
-
-
 @contextmanager
 def save_lock(folder: Path, *, rank: int) -> Iterator[None]:
     """While entered, no other run writes into ``folder``; rank 0 holds the lock, which it makes.
 
     For all ranks, before anything is changed in ``folder``; no collectives. A lock that a dead
     process left on this host, or an earlier attempt of this torchrun job anywhere, is taken over.
-
-    Raises:
-        ValueError: on rank 0, where another run has the lock, or may have it on another host; or
-            where the folder cannot be written to.
     """
     if rank != 0:
         yield
@@ -75,16 +56,14 @@ def _acquire(path: Path) -> int:
             if not _is_the_file(held, path):  # the run that had it has just removed it
                 os.close(held)
                 continue
-            # Not by path: the kernel's lock ends when any opening of the file is closed here.
-            _check_holder(_parsed(os.pread(held, _LONGEST, 0)), path, locked=locked)
-            mine = json.dumps(asdict(_this_process())) + "\n"
+            _check_holder(held, path, locked=locked)
+            mine = _this_process()
             os.ftruncate(held, 0)
-            os.pwrite(held, mine.encode(), 0)
+            os.pwrite(held, (json.dumps(mine) + "\n").encode(), 0)
             os.fsync(held)
             if not locked:
                 time.sleep(_SETTLED_SECONDS)
-                if path.read_text(encoding="utf-8") != mine:
-                    raise _refusal(path, _read(path))
+                _check_holder(held, path, locked=False)
         except BaseException:
             with suppress(OSError):
                 os.close(held)
@@ -93,21 +72,28 @@ def _acquire(path: Path) -> int:
 
 
 def _kernel_lock(held: int, path: Path) -> bool:
-    """Whether the kernel has locked the file for this process; False where it knows no locks.
-
-    Raises:
-        ValueError: another process has it.
-    """
+    """Whether the kernel has locked the file for this process; False where it knows no locks."""
     try:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _HELD:
             return False
         until = time.monotonic() + _TOLD_SECONDS
-        while (holder := _read(path)) is None and time.monotonic() < until:
+        while not (holder := _holder(held)) and time.monotonic() < until:
             time.sleep(0.05)
         raise _refusal(path, holder) from error
     return True
+
+
+def _check_holder(held: int, path: Path, *, locked: bool) -> None:
+    """Refuse a lock whose holder may live, although the kernel does not say so."""
+    holder, mine = _holder(held), _this_process()
+    if not holder or (mine["job"] and holder["job"] == mine["job"]):
+        return
+    here = holder["host"] == mine["host"]
+    alive = holder["process"] != mine["process"] and Path(f"/proc/{holder['process']}").exists()
+    if not (here and (locked or not alive)):
+        raise _refusal(path, holder, remove=f", or, if that run is no more, remove {path}")
 
 
 def _is_the_file(held: int, path: Path) -> bool:
@@ -117,57 +103,34 @@ def _is_the_file(held: int, path: Path) -> bool:
         return False
 
 
-def _check_holder(holder: Holder | None, path: Path, *, locked: bool) -> None:
-    """Refuse a lock whose holder may live, although the kernel does not say so."""
-    mine = _this_process()
-    if holder is None or (holder.job and holder.job == mine.job):
-        return
-    if holder.host == mine.host and (locked or holder.born != _born(holder.process)):
-        return
-    raise _refusal(path, holder)
-
-
-def _refusal(path: Path, holder: Holder | None) -> ValueError:
-    who = "another process" if holder is None else str(holder)
-    remove = ""
-    if holder is not None and holder.host != socket.gethostname():
-        remove = f", or, if that run is no more, remove {path}"
+def _refusal(path: Path, holder: dict[str, str], *, remove: str = "") -> ValueError:
+    who = "another process"
+    if holder:
+        who = f"process {holder['process']} on {holder['host']} since {holder['since']}"
     return ValueError(
         f"{path.parent} is in use by another run ({who}), whose files this one would mix with its "
         f"own: wait until it has ended, give another folder{remove}."
     )
 
 
-def _this_process() -> Holder:
+def _this_process() -> dict[str, str]:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return Holder(
-        host=socket.gethostname(),
-        process=os.getpid(),
-        born=_born(os.getpid()),
-        since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        job="" if job == "none" else job,  # torchrun's word for a job without a name
-    )
+    return {
+        "host": socket.gethostname(),
+        "process": str(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        # torchrun's name of the job, the same after a restart; its word for none is "none".
+        "job": "" if job == "none" else job,
+    }
 
 
-def _born(process: int) -> str:
-    """When a process of this host began, in the kernel's ticks; "" where it is not there."""
+def _holder(held: int) -> dict[str, str]:
+    """The holder that the lock's text names; empty where it names none, or is not (yet) whole.
+
+    Not read by path: the kernel's lock ends when any opening of the file is closed here.
+    """
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _read(path: Path) -> Holder | None:
-    try:
-        return _parsed(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _parsed(text: bytes) -> Holder | None:
-    """The holder that a lock's text names; None where it names none, or is not (yet) whole."""
-    try:
-        found = json.loads(text)
-        return Holder(**{name: found[name] for name in Holder.__annotations__})
+        found = json.loads(os.pread(held, _LONGEST, 0))
+        return {name: str(found[name]) for name in ("host", "process", "since", "job")}
     except (ValueError, TypeError, KeyError):
-        return None
+        return {}

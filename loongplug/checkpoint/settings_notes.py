@@ -17,8 +17,15 @@ ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
 # Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
 CARRIED_FOLDER = "hugging_face"
-_NOT_THE_WEIGHTS = (
+_OF_ITS_PLACE = (
     "data_parallel_size",
+    "pipeline_model_parallel_size",
+    "rank_offset",
+    "stage_layers",
+    "tensor_model_parallel_size",
+)
+_NOT_THE_WEIGHTS = (
+    *_OF_ITS_PLACE,
     "dropout",
     "freeze",
     "initializer_range",
@@ -27,18 +34,7 @@ _NOT_THE_WEIGHTS = (
     "lr_mult",
     "max_position_embeddings",
     "mode",  # how an encoder is parallel
-    "pipeline_model_parallel_size",
-    "rank_offset",
     "recompute",
-    "stage_layers",
-    "tensor_model_parallel_size",
-)
-_OF_ITS_PLACE = (
-    "data_parallel_size",
-    "pipeline_model_parallel_size",
-    "rank_offset",
-    "stage_layers",
-    "tensor_model_parallel_size",
 )
 _SHOWN = 5
 _UNCHECKED = " to go on with the data unchecked."
@@ -50,9 +46,6 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
 
     A folder without a note (checkpoints from elsewhere) passes here; its tensors are compared
     when it is loaded (:mod:`loongplug.checkpoint.resume_checks`). No collectives.
-
-    Raises:
-        ValueError: with the settings that differ, or for a note that is damaged or another file.
     """
     path = load_dir / ARCHITECTURE_FILE
     noted = _read_note(path, keys=model_yaml.keys(), without=": the tensors are compared, too.")
@@ -70,21 +63,12 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
 
 
 def read_architecture(folder: Path) -> dict[str, Any] | None:
-    """The model that is noted in ``folder``, as plain data; None where there is no note.
-
-    Raises:
-        ValueError: the note is damaged, or another file.
-    """
-    path = folder / ARCHITECTURE_FILE
-    return _read_note(path, keys=("model",), without=" and export again.")
+    """The model that is noted in ``folder``, as plain data; None where there is no note."""
+    return _read_note(folder / ARCHITECTURE_FILE, keys=("model",), without=" and export again.")
 
 
 def for_any_layout(noted: Any) -> Any:
-    """A noted model without the parallel sizes and the places of its modules.
-
-    Raises:
-        ValueError: it has what stands for something else, which YAML would fill in.
-    """
+    """A noted model without the parallel sizes and the places of its modules."""
     if isinstance(noted, dict):
         return {
             key: for_any_layout(item) for key, item in noted.items() if key not in _OF_ITS_PLACE
@@ -102,11 +86,7 @@ def for_any_layout(noted: Any) -> Any:
 def refuse_differences(
     found: Mapping[str, Any], expected: Mapping[str, Any], *, folder: Path
 ) -> None:
-    """Refuse the checkpoint in ``folder`` when what it has differs from what the model has.
-
-    Raises:
-        ValueError: with the first differences, in the model's order.
-    """
+    """Refuse the checkpoint in ``folder`` when what it has differs from what the model has."""
     if differences := _differences(found, expected, "{} is {} in the checkpoint, {} here"):
         raise ValueError(
             f"The checkpoint in {folder} is of another model: {differences}. Use the "
@@ -118,9 +98,6 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
     """Refuse to go on with the checkpoints in ``load_dir`` when the data have changed.
 
     What has no note (checkpoints from elsewhere, parts of newer versions) passes. No collectives.
-
-    Raises:
-        ValueError: with what differs, or for a note that is damaged or another file.
     """
     path = load_dir / DATA_FILE
     noted = _read_note(path, keys=fingerprint.keys(), without=_UNCHECKED)
@@ -153,13 +130,9 @@ def write_note(path: Path, content: Mapping[Any, Any]) -> None:
 
 
 def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, Any] | None:
-    """The note at ``path``; None where there is none.
+    """The note at ``path``, which has some of the ``keys``; None where there is none.
 
-    ``keys``: what it is known by: a file with none of them is something else. ``without`` says what
-    follows when the file is removed.
-
-    Raises:
-        ValueError: the file is damaged, or no such note.
+    ``without`` says what follows when the file is removed.
     """
     if not path.exists():
         return None

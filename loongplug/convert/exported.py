@@ -32,9 +32,6 @@ def as_hf_folder(
     The export has adapters merged and goes when the context ends. ``tokenizer_model`` is for
     checkpoints, which need not have a tokenizer; ``base`` is what adapters are for, else the folder
     that their config names.
-
-    Raises:
-        ValueError: the folder lacks what the export needs, or the export failed.
     """
     flags = _flags(model, base=base, tokenizer_model=tokenizer_model)
     if flags is None:

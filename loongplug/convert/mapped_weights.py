@@ -7,9 +7,8 @@ conversion needs each weight once.
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ from loongplug.platform.safe_reading import DamagedFileError
 _TENSOR = LoadItemType.TENSOR
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A box of a parameter's values, and the bytes of them in a mapped file."""
 
     place: Tensor  # a view of the parameter, whose own memory stays unused
@@ -33,18 +31,11 @@ class _Part:
 
     def fetch(self) -> None:
         """Have the system read the bytes ahead; page by page as they are touched is slower."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        last = sum(
-            (size - 1) * step
-            for size, step in zip(self.saved.shape, self.saved.stride(), strict=True)
-        )
-        start, length = int(self.saved.storage_offset()), int(last) + 1
-        descriptor = os.open(self.file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+        steps = zip(self.saved.shape, self.saved.stride(), strict=True)
+        length = 1 + sum((size - 1) * step for size, step in steps)
+        with self.file.open("rb") as file:
+            start = int(self.saved.storage_offset())
+            os.posix_fadvise(file.fileno(), start, int(length), os.POSIX_FADV_WILLNEED)
 
 
 class MappingReader(FileSystemReader):
@@ -64,11 +55,7 @@ class MappingReader(FileSystemReader):
         self._latest: tuple[nn.Parameter, Tensor] | None = None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Map each parameter whose boxes all lie in the files as they are, and read the others.
-
-        Raises:
-            DamagedFileError: the checkpoint lacks some of a parameter's values.
-        """
+        """Map each parameter whose boxes all lie in the files as they are, and read the others."""
         left: list[ReadItem] = []
         needed: dict[nn.Parameter, list[tuple[ReadItem, Tensor]]] = {}
         for item in plan.items:
@@ -105,7 +92,7 @@ class MappingReader(FileSystemReader):
         parts = self._parts[parameter]
         for part in parts:
             part.fetch()
-        whole = _as_they_are(parts[0], parameter) if len(parts) == 1 else None
+        whole = _as_they_are(parts, parameter)
         if whole is None:
             whole = _put_together(parts, parameter)
         self._latest = (parameter, whole)
@@ -153,10 +140,10 @@ class MappingReader(FileSystemReader):
         return self._files[name]
 
 
-def _as_they_are(part: _Part, parameter: nn.Parameter) -> Tensor | None:
+def _as_they_are(parts: Sequence[_Part], parameter: nn.Parameter) -> Tensor | None:
     """The values within the file; None where numbers cannot be read from there."""
-    place, saved = part.place, part.saved
-    if not (place.is_contiguous() and saved.is_contiguous()):
+    (place, saved, _), *others = parts
+    if others or not (place.is_contiguous() and saved.is_contiguous()):
         return None
     if saved.storage_offset() % place.itemsize:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -20,22 +20,21 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from torch import nn
 
 from loongplug.checkpoint.checkpoint_files import TRACKER, check_latest
 from loongplug.checkpoint.hf_export import usual_dtype
 from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.lora_weights import load_adapters
+from loongplug.checkpoint.parameter_holders import held_parameters
+from loongplug.checkpoint.resume_checks import saved_tensors
+from loongplug.checkpoint.safetensors_folder import FLOATS, open_tensors, present_name
 from loongplug.checkpoint.settings_notes import CARRIED_FOLDER
-from loongplug.convert.stored_dtypes import (
-    checkpoint_dtypes,
-    folder_dtypes,
-    give_adapter_dtype,
-    give_checkpoint_dtypes,
-    give_folder_dtypes,
-)
 from loongplug.convert.torch_dist_files import StreamingSaveStrategy, load_in_place
-from loongplug.models.lora.mapping import adapter_table
+from loongplug.models.family import HuggingFaceModel
+from loongplug.models.lora.mapping import AdapterTable, adapter_table
+from loongplug.models.lora.peft_config import open_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.platform import current_platform
@@ -73,9 +72,6 @@ def convert(flags: Sequence[str], *, at_end: AtEnd = nothing_at_end) -> Converte
     target. A checkpoint is written as a *release*, from which training starts at iteration 0. Every
     tensor keeps its dtype. Where the model has adapters, ``--save-hf`` merges them into the
     weights; ``--load-lora`` brings them to those of a folder. ``at_end`` is as for a training run.
-
-    Raises:
-        ValueError: on every rank; the flags, the source or the target cannot be used.
     """
     parsed, dtypes = _parse(flags)
     require_same_start(parsed)
@@ -124,13 +120,13 @@ def _fill(
     in_the_file = args.device == "cpu"
     if args.load:
         folder = _iteration_folder(args)
-        give_checkpoint_dtypes(chunks, dtypes, folder=folder)
+        _give_checkpoint_dtypes(chunks, dtypes, folder=folder)
         return load_in_place(chunks, folder, in_the_file=in_the_file)
-    give_folder_dtypes(chunks, model, dtypes)
+    _give_folder_dtypes(chunks, model, dtypes)
     source = Path(args.load_hf)
     load_hf_weights(chunks, source, model=model, on_bytes=on_bytes, in_the_file=in_the_file)
     if table is not None and args.load_lora:
-        give_adapter_dtype(chunks, table, Path(args.load_lora))
+        _give_adapter_dtype(chunks, table, Path(args.load_lora))
         load_adapters(chunks, Path(args.load_lora), table=table)
     return loaded_weight
 
@@ -171,11 +167,14 @@ def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype
     given = read_command_line(flags).args
     _check_ends(given)
     if given.load_hf:
-        dtypes = folder_dtypes(Path(given.load_hf))
         processor_folder = Path(given.load_hf)
+        with open_tensors(processor_folder) as tensors:
+            found = tensors.types().items()
+        dtypes = {name: FLOATS[kind] for name, kind in found if kind in FLOATS}
     else:
-        dtypes = checkpoint_dtypes(_iteration_folder(given))
         processor_folder = Path(given.load) / CARRIED_FOLDER
+        saved = saved_tensors(_iteration_folder(given))
+        dtypes = {key: described.properties.dtype for key, described in saved.items()}
     completed = [*_FLAGS, *flags]
     if not given.tokenizer_model:
         completed += ["--tokenizer-model", str(processor_folder)]
@@ -239,3 +238,61 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
             vp_stage=stage,
         )
     return provider.chunks
+
+
+def _give_folder_dtypes(
+    model_chunks: Sequence[nn.Module], model: HuggingFaceModel, dtypes: dict[str, torch.dtype]
+) -> None:
+    """Empty parameters of the dtypes in a folder in the place of the chunks' own.
+
+    ``dtypes`` are by the names that the folder's files have.
+    """
+    wanted: dict[int, torch.dtype] = {}
+    problems: list[str] = []
+    mapping, formerly = model.mapping, model.in_transformers.formerly
+    dtypes = {present_name(name, formerly): dtype for name, dtype in dtypes.items()}
+    for bundle in mapping.bundles():
+        for source in bundle.sources:
+            dtype = dtypes.get(source.name)
+            if dtype is not None and wanted.setdefault(bundle.number, dtype) != dtype:
+                problems.append(f"{source.name} is {dtype}, others {wanted[bundle.number]}")
+    if problems:
+        raise ValueError(
+            "Tensors that belong together have different dtypes: "
+            + "; ".join(problems[:5])
+            + ". Save the model again in one dtype."
+        )
+    for own in held_parameters(model_chunks, mapping):
+        _retype(own.parameter, wanted.get(own.entry.number))
+
+
+def _give_adapter_dtype(
+    model_chunks: Sequence[nn.Module], table: AdapterTable, folder: Path
+) -> None:
+    """Adapters of a folder's dtype in the place of the chunks' own, unless it mixes several."""
+    file = open_adapters(folder)
+    found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    dtype = found.pop()
+    if dtype is not None and not found:
+        for own in held_parameters(model_chunks, table.mapping):
+            own.parameter.data = own.parameter.data.to(dtype)
+
+
+def _give_checkpoint_dtypes(
+    model_chunks: Sequence[nn.Module], dtypes: dict[str, torch.dtype], *, folder: Path
+) -> None:
+    """Empty parameters of the dtypes in a checkpoint's folder in the place of the chunks' own."""
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    metadata = load_content_metadata(str(folder))  # says how tensors are named in it
+    for chunk in model_chunks:
+        parameters = dict(chunk.named_parameters())
+        shards: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for name, sharded in shards.items():
+            if name in parameters:
+                _retype(parameters[name], dtypes.get(sharded.key))
+
+
+def _retype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
+    if dtype is not None and parameter.dtype != dtype:
+        parameter.data = torch.empty_like(parameter.data, dtype=dtype)

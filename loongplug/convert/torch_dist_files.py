@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from loongplug.checkpoint.checkpoint_files import described_files, told_of_damage
+from loongplug.checkpoint.checkpoint_files import described_files, first_reason, told_of_damage
 from loongplug.checkpoint.common_errors import together, write_error
 from loongplug.checkpoint.hf_gather import WeightOf
 from loongplug.checkpoint.resume_checks import check_same_tensors
@@ -39,11 +39,7 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write this rank's tensors. Collective: the default group.
-
-        Raises:
-            ValueError: on all ranks; the folder cannot be written to.
-        """
+        """Write this rank's tensors. Collective: the default group."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -58,7 +54,7 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
                 ),
             )
         except CheckpointException as caught:  # on all ranks; no Exception
-            reason = _first_reason(caught)
+            reason = first_reason(caught)
             if not isinstance(reason, OSError):
                 raise
             raise write_error(checkpoint_dir.parent, reason) from caught
@@ -87,13 +83,6 @@ def _in_its_own_storage(tensor: Tensor) -> Tensor:
     return empty.set_(piece, 0, tensor.shape, tensor.stride())
 
 
-def _first_reason(caught: BaseException) -> BaseException:
-    """What went wrong on the first rank that torch's error tells of, else the error itself."""
-    failures = getattr(caught, "failures", {})  # by rank, each with its trace
-    reason: BaseException = next((failure[0] for failure in failures.values()), caught)
-    return reason
-
-
 def load_in_place(
     model_chunks: Sequence[nn.Module], folder: Path, *, in_the_file: bool = False
 ) -> WeightOf:
@@ -107,8 +96,7 @@ def load_in_place(
     Returns:
         what gives a parameter's values.
 
-    Raises:
-        ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
+    Raises ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
     """
     with together(), told_of_damage(folder):
         described_files(folder)
@@ -147,7 +135,7 @@ def _read(state: dict[str, Any], reader: dcp.FileSystemReader, folder: Path) -> 
                 no_dist=True,
             )
     except CheckpointException as caught:  # torch's is not an Exception
-        reason = _first_reason(caught)
+        reason = first_reason(caught)
         raise ValueError(
             f"The checkpoint {folder} cannot be read ({reason!r}): copy or save it again."
         ) from caught

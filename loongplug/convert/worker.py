@@ -8,11 +8,7 @@ from loongplug.parallel.rank_programs import ranks_command
 
 
 def convert(flags: Sequence[str], *, ranks: int) -> None:
-    """Convert on ``ranks`` processes with ``flags``.
-
-    Raises:
-        ValueError: a rank failed; its own message has been printed by then.
-    """
+    """Convert on ``ranks`` processes with ``flags``."""
     # What weights pass through is the host's memory.
     worker = ("-m", "loongplug.convert.worker", "--device", "cpu")
     command = ranks_command(*worker, *flags, ranks=ranks)

@@ -6,7 +6,7 @@ from math import isqrt, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from loongplug.models.entries import Entry, Role, checked
+from loongplug.models.entries import Entry, Role
 from loongplug.models.lora import LoraSettings
 from loongplug.models.rope_settings import RopeSettings, Section, interleaved_axes, sectioned_axes
 
@@ -289,7 +289,7 @@ class MultimodalArchitecture:
             )
             for name, each in cls.encoders.items()
         ]
-        return checked((*encoders, Entry(name=decoder, role=Role.DECODER)))
+        return (*encoders, Entry(name=decoder, role=Role.DECODER))
 
     def modules(self) -> dict[str, ModuleArchitecture]:
         """The architecture of each module, by its name in the built model."""

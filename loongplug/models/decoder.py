@@ -139,13 +139,9 @@ class TextDecoder(GPTModel):
 
         Collective: the tensor parallel group (vocabulary-parallel embedding).
 
-        Args:
-            input_ids: [b, s] int64.
-            placed: of each encoder, in this rank's part of the sequence, which is all of it without
-                sequence parallelism.
-
-        Returns:
-            [(1 + deepstack features) * s / tp, b, hidden] with sequence parallelism, s without.
+        Of ``input_ids`` [b, s] and each encoder's features in this rank's part of the sequence it
+        gives [(1 + deepstack features) * s / tp, b, hidden]; without sequence parallelism the part
+        is all of it, s.
         """
         # [s, b, hidden], or [s / tp, b, hidden] with sequence parallelism
         hidden_states = self.embedding(input_ids=input_ids, position_ids=None)
@@ -211,15 +207,11 @@ class TextDecoder(GPTModel):
         packed_seq_params: PackedSegments | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """This stage's forward, as GPTModel's.
+        """This stage's forward, as GPTModel's; ``input_ids`` and ``placed`` as in :meth:`embed`.
 
-        Args:
-            input_ids: [b, s] int64, on the first stage.
-            position_ids: [3, b, s] int64, on every stage.
-            placed: on the first stage, the features of each encoder's unit (see :meth:`embed`).
-            labels: [b, s] int64, on the last stage.
-            loss_mask: [b, s] float32; on every stage where experts have balancing losses.
-            packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.
+        ``position_ids`` [3, b, s] are given to every stage, ``labels`` [b, s] to the last one,
+        ``loss_mask`` [b, s] to every stage where experts have balancing losses, and
+        ``packed_seq_params`` of a pack (b = 1), whose segments cover the row, to every stage.
 
         Returns:
             on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
@@ -249,14 +241,9 @@ def vocab_parallel_cross_entropy(
     float32 values are made of a few tokens at a time, and the gradient is written over the logits.
     So nobody may use them once the backward has begun.
 
-    Collective: the tensor parallel ``group``, each of whose ranks has a part of the vocabulary.
-
-    Args:
-        logits: [s, b, vocabulary / tp], of any floating dtype; this rank's part.
-        labels: [s, b] int64, in the whole vocabulary.
-
-    Returns:
-        [s, b], the same on all ranks of the group.
+    ``logits`` [s, b, vocabulary / tp] are this rank's part, ``labels`` [s, b] of the whole
+    vocabulary; the losses [s, b] are the same on all ranks. Collective: the tensor parallel
+    ``group``.
     """
     loss: Tensor = _CrossEntropy.apply(logits, labels, group)
     return loss

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.hf_mapping import Shape, leading_axes, parameter_name
+from loongplug.models.layers.specs import Backend
 
 
 def encoder_config(
@@ -188,8 +189,39 @@ class StagedEncoder[A: EncoderArchitecture](MegatronModule):
     decoder an encoder has one stage, whatever the decoder has.
     """
 
+    @classmethod
+    def build(
+        cls,
+        architecture: A,
+        *,
+        decoder: TransformerConfig,
+        groups: ProcessGroupCollection,
+        backend: Backend,
+    ) -> Self:
+        """The encoder with the decoder's precision, over ``groups``."""
+        config = encoder_config(
+            architecture,
+            decoder=decoder,
+            tp=groups.tp.size(),
+            # torch.compile would compile it again for other numbers of rows, and upstream's fused
+            # GELU is the tanh approximation.
+            bias_activation_fusion=False,
+            **cls.megatron_settings(architecture),
+        )
+        return cls(config, architecture, backend=backend, pg_collection=groups)
+
+    @classmethod
+    def megatron_settings(cls, architecture: A) -> dict[str, Any]:
+        """Settings of the encoder's Megatron config; ValueError for what the encoder cannot be."""
+        raise NotImplementedError
+
     def __init__(
-        self, config: TransformerConfig, architecture: A, *, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        architecture: A,
+        *,
+        backend: Backend,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
@@ -232,11 +264,8 @@ def hold_key_bias(bias: Tensor, *, head: int) -> None:
 
     Without rope it shifts all scores of a query by the same amount, so it changes nothing.
     Its computed gradient is rounding noise, different in each layout, of which Adam makes full
-    steps. Where a model has no such bias it stays at the zeros that it starts with.
-
-    Args:
-        bias: [heads / tp * 3 * head], q, k and v of each head in turn.
-        head: channels of a head.
+    steps. Where a model has no such bias it stays at the zeros that it starts with. The bias has q,
+    k and v of each head of ``head`` channels in turn.
     """
 
     def without_keys(gradient: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Entries: the modules of a model that have a parallel layout of their own, by name."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -34,30 +33,6 @@ class Entry:
     def modules(self) -> tuple[str, ...]:
         """The names of all its modules, its own first: the order in which they run."""
         return (self.name, *self.beside)
-
-
-def checked(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The entries of one model, in the order that all ranks have.
-
-    Raises:
-        ValueError: two modules have one name, an entry leads nowhere, or there is not one decoder.
-    """
-    names = Counter(name for entry in entries for name in entry.modules)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise ValueError(f"two modules of the model are called {twice[0]!r}: rename one of them")
-    known = {entry.name for entry in entries}
-    for entry in entries:
-        if entry.into is not None and entry.into not in known:
-            raise ValueError(
-                f"what comes out of {entry.name!r} goes into {entry.into!r}, which is not an entry "
-                f"of the model: expected one of {', '.join(sorted(known))}"
-            )
-    decoders = [entry.name for entry in entries if entry.role is Role.DECODER]
-    if len(decoders) != 1:
-        found = ", ".join(decoders) or "none"
-        raise ValueError(f"a model has one decoder, and this one has {found}")
-    return tuple(entries)
 
 
 def encoders(entries: Sequence[Entry]) -> tuple[Entry, ...]:

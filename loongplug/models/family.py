@@ -142,11 +142,7 @@ class Family:
     joined: Dictionary[str, tuple[Part, ...]] = field(default_factory=dict, repr=False)
 
     def parts_of(self, config: MultimodalArchitecture) -> dict[str, Part]:
-        """The parts of ``config``'s model by the names of its modules: those of their configs.
-
-        Raises:
-            ValueError: a module's config is of no part that the family takes there.
-        """
+        """The parts of ``config``'s model by the names of its modules: those of their configs."""
         return {
             name: _part_of(architecture, self.joined[name], family=self.name, module=name)
             for name, architecture in config.modules().items()

@@ -118,13 +118,8 @@ def share_of(features: Features, *, places: TokenPlaces, group: ProcessGroup | N
     """The features of one rank's part of the sequence, of those that every rank has whole.
 
     Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
-    the gradient of all their parts. Without one, each rank's is that of its own part.
-
-    Args:
-        places: of the tokens in this rank's part.
-
-    Raises:
-        ValueError: when the text has more or fewer tokens for media than there are features.
+    the gradient of all their parts. Without one, each rank's is that of its own part. ``places``
+    are of the tokens in this rank's part.
     """
     _check_count(features.embeddings, tokens=places.count)
     payload = features.packed()
@@ -138,9 +133,6 @@ def place(target: Tensor, features: Tensor, *, places: TokenPlaces) -> Tensor:
     """``target`` [s, b, hidden] with ``features`` [tokens, hidden] at its places.
 
     Both are of this rank's part of the sequence.
-
-    Raises:
-        ValueError: when the text has more or fewer tokens for media than there are features.
     """
     _check_count(features, tokens=places.sample.shape[0])
     return target.index_put((places.position, places.sample), features.to(target.dtype))

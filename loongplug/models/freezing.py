@@ -3,15 +3,13 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from loongplug.models.hf_mapping import is_adapter, is_carried
 
 FREEZE_FLAG, TRAIN_FLAG = "--freeze-parameters", "--train-parameters"
-_SHOWN = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_WILD = re.compile(r"\[[^]]*\]|[*?]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +85,7 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
     'decoder.layers.*.linear_qkv.weight'
     """
     kinds = list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
-    words = [word for word in re.split(r"[.*?]", _WILD.sub("*", pattern)) if word]
-
-    def likeness(kind: str) -> tuple[int, float]:
-        parts = kind.split(".")
-        contained = sum(word in kind for word in words)
-        alike = sum(
-            max(SequenceMatcher(None, word, part).ratio() for part in parts) for word in words
-        )
-        return contained, alike
-
-    return sorted(kinds, key=likeness, reverse=True)[:_SHOWN]
+    return get_close_matches(pattern, kinds, cutoff=0)
 
 
 def idle_pattern(pattern: str, *, flag: str, names: Sequence[str], matches: bool) -> str:

@@ -25,9 +25,6 @@ def hf_config(model: HuggingFaceModel) -> Any:
     """The model's architecture as a config of ``transformers`` (without dtype).
 
     The ids of the special tokens must be known: from the YAML or from the tokenizer.
-
-    Raises:
-        ValueError: the architecture has something that ``transformers`` cannot express.
     """
     if model.inexpressible:
         raise ValueError("; ".join(model.inexpressible))
@@ -148,11 +145,7 @@ def _read(folder: Path, theirs: InTransformers) -> Any:
 
 
 def family_of_folder(folder: Path, *, trusted_packages: Sequence[str] = ()) -> Family:
-    """The family whose models have the ``model_type`` of a folder's config.json.
-
-    Raises:
-        ValueError: there is no config.json, or no family for it; the message lists those there are.
-    """
+    """The family whose models have the ``model_type`` of a folder's config.json."""
     if not (folder / CONFIG_JSON).is_file():
         raise ValueError(
             f"{folder} has no {CONFIG_JSON}, which says what model it has: give the folder of a "
@@ -178,9 +171,6 @@ def read_folder(folder: Path, family: Family) -> dict[str, Any]:
     """The YAML data of the model that a folder's config.json describes, ``_target_`` included.
 
     What config.json has no key for is left to the defaults of the family's config classes.
-
-    Raises:
-        ValueError: config.json is not one of the family's.
     """
     found = _read(folder, family.in_transformers)
     try:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -201,14 +202,6 @@ class Mapping:
         self.rows = tuple(rows)
         self.twins = twins
         self.covers = covers
-        self._by_shape: dict[str, list[tuple[re.Pattern[str], int]]] = {}
-        for number, row in enumerate(self.rows):
-            for name in row.names:
-                self._by_shape.setdefault(_without_numbers(name), []).append(
-                    (_pattern(name), number)
-                )
-        names = [name for row in self.rows for name in row.names]
-        assert len(set(names)) == len(names), "a name twice"
 
     def bundles(self) -> Iterator[Bundle]:
         """Every Hugging Face tensor once, in an order that is the same on every rank."""
@@ -225,17 +218,15 @@ class Mapping:
 
     def find(self, name: str) -> MappedParameter | None:
         """The entry of a parameter by our name with its global layer; None if there is none."""
-        for pattern, number in self._by_shape.get(_without_numbers(name), ()):
-            row, match = self.rows[number], pattern.fullmatch(name)
-            if match is None:
-                continue
-            found = match.groupdict()
-            layer, expert = (
-                int(i) if i else None for i in (found.get("layer"), found.get("expert"))
-            )
-            if layer is None or (row.count is not None and layer < row.count):
-                return MappedParameter(row, number, layer, expert)
-        return None
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, MappedParameter]:
+        return {
+            _fill(name, each.layer, each.expert): each
+            for each in self.entries()
+            for name in each.row.names
+        }
 
     def sources(self) -> dict[str, Shape]:
         """Name and shape of every Hugging Face tensor of the model."""
@@ -249,16 +240,6 @@ class Mapping:
 def _fill(pattern: str, layer: int | None, expert: int | None) -> str:
     name = pattern if layer is None else pattern.replace("{}", str(layer))
     return name if expert is None else name.replace(_EXPERT, str(expert))
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+|\{\}|\{expert\}", "#", name)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    escaped = re.escape(name)
-    escaped = escaped.replace(re.escape(_EXPERT), r"(?P<expert>\d+)")
-    return re.compile(escaped.replace(re.escape("{}"), r"(?P<layer>\d+)"))
 
 
 def shift_layers(name: str, offsets: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ here is pure and linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,26 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def full_shape(row: Row) -> Shape:
-    """The shape of our whole parameter: parts stacked, axes behind the second folded into it,
-    unless the row keeps them.
-    """
-    rows = sum(source.matrix[0] for source in row.sources)
-    return (rows, *_kept_axes(row.sources[0].matrix[1:], folded=row.folded))
-
-
-def _kept_axes(trailing: Shape, *, folded: bool) -> Shape:
-    """Axes behind the first, as our parameter has them."""
-    return (prod(trailing),) if folded and trailing else tuple(trailing)
-
-
 def local_shape(row: Row, *, tp: int) -> Shape:
     """The shape of our parameter on each of ``tp`` ranks.
 
-    Raises:
-        ValueError: the parameter does not split into ``tp`` equal pieces.
+    Parts are stacked, axes behind the second folded into it, unless the row keeps them.
     """
-    shape = list(full_shape(row))
+    trailing = row.sources[0].matrix[1:]
+    kept = (prod(trailing),) if row.folded and trailing else trailing
+    shape = [sum(source.matrix[0] for source in row.sources), *kept]
     if row.split is Split.NONE:
         return tuple(shape)
     axis = _split_axis(row)
@@ -86,8 +74,7 @@ def read_local(
 ) -> Tensor:
     """The local parameter of tensor parallel rank ``rank``, reading no more than that needs.
 
-    Args:
-        read: gives ``tensor[where]`` of the row's n-th Hugging Face tensor.
+    ``read`` gives ``tensor[where]`` of the row's n-th Hugging Face tensor.
     """
     row = entry.row
     regions = list(_regions(row, rank=rank, tp=tp))
@@ -102,24 +89,32 @@ def read_local(
         like.new_zeros(_lengths(where)) if part is None else part
         for part, (_, _, where) in zip(found, regions, strict=True)
     ]
-    return pack(parts, groups=_local_groups(row, tp), folded=row.folded)
+    shape = local_shape(row, tp=tp)
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    import torch  # not above: commands that end at a wrong key need none
+
+    # Per group, that group's rows of every part.
+    groups = _local_groups(row, tp)
+    return torch.cat([part.reshape(groups, len(part) // groups, -1) for part in parts], 1).reshape(
+        shape
+    )
 
 
 def parts_of_local(
     entry: MappedParameter, local: Tensor, *, source: int, rank: int, tp: int
 ) -> list[tuple[Where, Tensor]]:
-    """Undo :func:`read_local` for the row's n-th Hugging Face tensor.
+    """Undo :func:`read_local`: what of ``local`` belongs to the row's n-th Hugging Face tensor.
 
-    Returns:
-        what of ``local`` belongs to that tensor: where it lies there, and the part itself, a view
-        of ``local`` wherever one will do.
+    That is where it lies there, and the part itself, a view of ``local`` wherever one will do.
     """
     row = entry.row
     regions = list(_regions(row, rank=rank, tp=tp))
-    lengths = [_lengths(where)[0] for _, _, where in regions]
-    parts = unpack(local, lengths, groups=_local_groups(row, tp))
+    groups = _local_groups(row, tp)
+    lengths = [_lengths(where)[0] // groups for _, _, where in regions]
+    grouped = local.unflatten(0, (groups, sum(lengths)))
     found = []
-    for (index, tensor, where), part in zip(regions, parts, strict=True):
+    for (index, tensor, where), part in zip(regions, grouped.split(lengths, 1), strict=True):
         if index == source:
             matrix = part.reshape(_lengths(where))
             spot = tensor.in_file(where, expert=entry.expert)
@@ -133,33 +128,3 @@ def _lengths(where: Where) -> list[int]:
 
 def _local_groups(row: Row, tp: int) -> int:
     return row.groups // tp if row.split is Split.COLUMN and row.groups > 1 else row.groups
-
-
-def pack(parts: Sequence[Tensor], *, groups: int, folded: bool = True) -> Tensor:
-    """Interleave parts: per group, that group's rows of every part.
-
-    Args:
-        parts: each [groups * n, ...] with its own n.
-        folded: trailing axes become one.
-
-    Returns:
-        [groups * sum of n, rest], or one axis when the parts have one; not ``folded``,
-        [groups * sum of n, ...].
-    """
-    kept = _kept_axes(tuple(parts[0].shape[1:]), folded=folded)
-    if len(parts) == 1:
-        return parts[0].reshape(parts[0].shape[0], *kept)
-    import torch  # not above: commands that end at a wrong key need none
-
-    stacked = torch.cat([part.reshape(groups, part.shape[0] // groups, -1) for part in parts], 1)
-    return stacked.reshape(groups * stacked.shape[1], *kept)
-
-
-def unpack(packed: Tensor, lengths: Sequence[int], *, groups: int) -> list[Tensor]:
-    """Undo :func:`pack`, but for the folded axes; part lengths are in the ratio of ``lengths``."""
-    per_group = packed.shape[0] // groups
-    sizes = [per_group * length // sum(lengths) for length in lengths]
-    grouped = packed.reshape(groups, per_group, *packed.shape[1:])
-    return [
-        part.reshape(groups * part.shape[1], *packed.shape[1:]) for part in grouped.split(sizes, 1)
-    ]

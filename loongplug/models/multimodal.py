@@ -46,11 +46,9 @@ class MultimodalModel(MegatronModule):
     ) -> None:
         """``text_decoder`` is None on ranks that the decoder has not; ``config`` is its config.
 
-        ``encoding``: encoders and projectors by name, where this chunk has them.
-
-        ``states`` are the entries', by name, None where this rank has no part in one;
-        ``pg_collection`` the decoder's groups, and
-        ``lr_mults`` multiples of the learning rate by the names of modules.
+        ``encoding`` has this chunk's encoders and projectors, ``states`` the entries', None where
+        this rank has no part in one, ``lr_mults`` multiples of the learning rate, all by name;
+        ``pg_collection`` are the decoder's groups.
         """
         super().__init__(config=config)
         for name, module in encoding.items():

@@ -59,18 +59,16 @@ SOFTMAX_ROUTING: dict[str, object] = {
 }
 # By the name of an argument, the field of every decoder's config that decides it.
 _FIELDS = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_query_groups",
-    "kv_channels": "kv_channels",
-    "vocab_size": "vocab_size",
+    **{
+        name: name
+        for name in (
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+            *("num_query_groups", "kv_channels", "vocab_size", "rotary_base"),
+            *("layernorm_epsilon", "max_position_embeddings"),
+        )
+    },
     "padded_vocab_size": "vocab_size",
-    "rotary_base": "rotary_base",
-    "layernorm_epsilon": "layernorm_epsilon",
     "init_method_std": "initializer_range",
-    "max_position_embeddings": "max_position_embeddings",
     "untie_embeddings_and_output_weights": "tie_word_embeddings",
 }
 
@@ -180,11 +178,7 @@ class DecoderPart(Part):
 
 
 def load(path: str) -> Any:
-    """The object that ``path`` names as "module:attribute".
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """The object that ``path`` names as "module:attribute"."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

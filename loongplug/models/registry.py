@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loongplug.models.entries import only_decoder
 from loongplug.models.family import ANY, Family
-from loongplug.models.parts import DecoderPart, Part, dotted
+from loongplug.models.parts import Part, dotted
 
 # The modules here that have families or parts, whichever a family joins first.
 _BUILT_IN = tuple(
@@ -39,18 +38,14 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
 
     A package adds families by a ``LOONGPLUG_FAMILIES`` tuple at its top level, and parts for any
     family by a ``LOONGPLUG_PARTS`` tuple; one without either adds config classes only.
-
-    Raises:
-        ValueError: a trusted package cannot be imported, gives a name that is taken, or what is
-            no such tuple; or a family's modules are not those of its parts.
     """
     known: dict[str, Family] = {}
     parts: dict[str, Part] = {}
     for package in (*_BUILT_IN, *trusted_packages):
         module = _imported(package)
-        new_parts = _added(module, "LOONGPLUG_PARTS", Part, what="part", known=parts)
+        new_parts = _added(module, "LOONGPLUG_PARTS", what="part", known=parts)
         parts |= new_parts
-        known |= _added(module, "LOONGPLUG_FAMILIES", Family, what="model family", known=known)
+        known |= _added(module, "LOONGPLUG_FAMILIES", what="model family", known=known)
     return {name: _join(family, parts) for name, family in known.items()}
 
 
@@ -70,17 +65,11 @@ def _imported(package: str) -> Any:
 
 
 def _added[Kind: (Part, Family)](
-    module: Any, name: str, kind: type[Kind], *, what: str, known: Mapping[str, Kind]
+    module: Any, name: str, *, what: str, known: Mapping[str, Kind]
 ) -> dict[str, Kind]:
     """Parts or families that a package adds under ``name`` to those that are ``known``."""
-    added = getattr(module, name, ())
-    if not isinstance(added, tuple) or not all(isinstance(each, kind) for each in added):
-        raise ValueError(
-            f"{module.__name__}.{name} is {added!r}, but a tuple of "
-            f"{kind.__module__}.{kind.__qualname__} is expected"
-        )
     found: dict[str, Kind] = {}
-    for each in added:
+    for each in getattr(module, name, ()):
         if each.name in known or each.name in found:
             raise ValueError(
                 f"{module.__name__} adds a {what} {each.name}, a name that is taken; rename it"
@@ -92,43 +81,15 @@ def _added[Kind: (Part, Family)](
 def _join(family: Family, parts: Mapping[str, Part]) -> Family:
     """The family with its parts, by the names of its modules in their order."""
     config_class = family.config_class
-    entries = config_class.entries()
-    modules = [module for entry in entries for module in entry.modules]
-    if set(family.parts) != set(modules):
-        raise ValueError(
-            f"the model family {family.name} has parts for {', '.join(family.parts)}, but the "
-            f"modules of its {config_class.__name__} are {', '.join(modules)}: name a part for each"
-        )
-    outside = family.in_transformers
-    described = {module for members in outside.sections.values() for module in members}
-    for what, named in (
-        ("roots", set(outside.roots)),
-        ("sections", described),
-        ("whole", set(outside.whole)),
-    ):
-        if named - set(modules) or (what == "roots" and named != set(modules)):
-            raise ValueError(
-                f"in_transformers of the model family {family.name} has {what} for "
-                f"{', '.join(sorted(named))}, but the modules of its {config_class.__name__} are "
-                f"{', '.join(modules)}"
-            )
+    modules = [module for entry in config_class.entries() for module in entry.modules]
     types = typing.get_type_hints(config_class)
-    decoder = only_decoder(entries).name
     joined: dict[str, tuple[Part, ...]] = {}
     for module in modules:
         found = types[config_class.keys[module]]
-        name = family.parts[module]
-        takes = (
-            _any_for(family, module, found, parts)
-            if name == ANY
-            else (_named(family, module, found, parts),)
-        )
-        if module == decoder and not all(isinstance(part, DecoderPart) for part in takes):
-            raise ValueError(
-                f"the model family {family.name} has the part {name!r} as its {decoder}, which is "
-                f"not a {DecoderPart.__name__}: expected a part that is"
-            )
-        joined[module] = takes
+        if family.parts[module] == ANY:
+            joined[module] = _any_for(family, module, found, parts)
+        else:
+            joined[module] = (_named(family, module, found, parts),)
     return replace(family, joined=joined)
 
 
@@ -170,11 +131,7 @@ def _named(family: Family, module: str, found: Any, parts: Mapping[str, Part]) -
 
 
 def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
-    """The family of a model's config (or config class); a derived class counts as its base.
-
-    Raises:
-        ValueError: no family has such configs.
-    """
+    """The family of a model's config (or config class); a derived class counts as its base."""
     by_class = {family.config_class: family for family in families(trusted_packages).values()}
     config_class = model if isinstance(model, type) else type(model)
     for base in config_class.__mro__:
@@ -188,11 +145,7 @@ def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
 
 
 def trusted_object(name: str, *, packages: Sequence[str], cure: str) -> object:
-    """The object called ``package.module.name``; only ``packages`` are imported.
-
-    Raises:
-        ValueError: the name is in none of them, with ``cure``, or there is no such thing.
-    """
+    """The object called ``package.module.name``; only ``packages`` are imported."""
     name = present_name(name)
     if _DOTTED_NAME.fullmatch(name) is None or not within(name, packages):
         where = f"is not in {' or '.join(packages)}" if packages else "is in no trusted package"

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder import EncoderStage
-from loongplug.models.entries import encoders, only_decoder
+from loongplug.models.entries import Entry, encoders, only_decoder
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.adapter import add_adapters
 from loongplug.models.multimodal import MultimodalModel
@@ -61,15 +61,13 @@ def build_model(
             pg_collection=pg_collection,
             backend=backend,
         )
-    encoding = _encoding(
-        parts,
-        model,
-        config,
-        states=states,
-        first=pre_process,
-        vp_stage=vp_stage,
-        backend=backend,
-    )
+    encoding: dict[str, MegatronModule] = {}
+    for entry in encoders(entries):
+        state = states[entry.name]
+        # In a state of its own it lies on the first chunk of each of that state's ranks.
+        own = state is not None and state.state is not None and not vp_stage
+        if state is not None and (pre_process or own):
+            encoding |= _encoding(parts, model, config, entry, state, backend=backend)
     composed = MultimodalModel(
         built_decoder,
         config=config,
@@ -92,40 +90,32 @@ def _encoding(
     parts: Mapping[str, Part],
     model: MultimodalArchitecture,
     config: DecoderConfig,
+    entry: Entry,
+    state: ModuleState,
     *,
-    states: Mapping[str, ModuleState | None],
-    first: bool,
-    vp_stage: int | None,
     backend: Backend,
 ) -> dict[str, MegatronModule]:
-    """Encoders and projectors of a chunk, by name; ``first``: it is the decoder's first one."""
+    """An entry's encoder and, where that is its last stage, its projector, by name."""
     architectures = model.modules()
-    encoding: dict[str, MegatronModule] = {}
-    for entry in encoders(model.entries()):
-        state = states[entry.name]
-        # In a state of its own it lies on the first chunk of each of that state's ranks.
-        own = state is not None and state.state is not None and not vp_stage
-        if state is None or not (first or own):
-            continue
-        name, projector = entry.modules
-        with state.entered():
-            encoder = load(parts[name].build)(
-                architectures[name], decoder=config, groups=state.groups, backend=backend
+    name, projector = entry.modules
+    with state.entered():
+        encoder = load(parts[name].build)(
+            architectures[name], decoder=config, groups=state.groups, backend=backend
+        )
+        built = {name: encoder}
+        if _is_last_stage(encoder, model.encoder(name), key=model.keys[name]):
+            built[projector] = load(parts[projector].build)(
+                architectures[projector],
+                vision=architectures[name],
+                config=encoder.config,
+                output_size=model.foundation.hidden_size,
+                groups=state.groups,
             )
-            encoding[name] = encoder
-            if _is_last_stage(encoder, model.encoder(name), key=model.keys[name]):
-                encoding[projector] = load(parts[projector].build)(
-                    architectures[projector],
-                    vision=architectures[name],
-                    config=encoder.config,
-                    output_size=model.foundation.hidden_size,
-                    groups=state.groups,
-                )
-        for module in (encoding[each] for each in entry.modules if each in encoding):
-            # Checkpoints and Hugging Face folders ask it where its slices are.
-            module.pg_collection = state.groups
-            state.run(module)
-    return encoding
+    for module in built.values():
+        # Checkpoints and Hugging Face folders ask it where its slices are.
+        module.pg_collection = state.groups
+        state.run(module)
+    return built
 
 
 def _carry_deepstack(config: DecoderConfig, *, features: int) -> None:

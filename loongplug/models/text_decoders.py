@@ -5,9 +5,11 @@ A family puts images before them as before any decoder; of the three axes of pos
 first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.family import HuggingFacePart
@@ -17,6 +19,10 @@ from loongplug.models.parts import SOFTMAX_ROUTING, TEXT_JSON, DecoderPart
 from loongplug.models.rope_settings import Llama3Scaling, RopeSettings
 
 _LLAMA3, _DYNAMIC = "llama3", "dynamic"
+_ODD = (
+    "foundation.hidden_size is {}, but transformers' LlamaConfig asks for a multiple of "
+    "num_attention_heads {}; only a model with that can be exchanged with it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +30,13 @@ class PlainTextConfig(TextArchitecture):
     """A decoder with plain rope; ``rope_scaling`` is for models of longer texts.
 
     With ``dynamic_rope_factor``, transformers slows the turns down in texts that are longer than
-    ``max_position_embeddings``; such rows are refused, all others are as without it.
+    ``max_position_embeddings``; such rows are refused, all others are as without it. Fixed for a
+    kind: biases on q, k and v, norms of q and k, and what config.json ``says`` besides its fields.
     """
+
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    says: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     rope_scaling: Llama3Scaling | None = None
     dynamic_rope_factor: float | None = None
@@ -38,6 +49,8 @@ class PlainTextConfig(TextArchitecture):
 @dataclass(frozen=True, kw_only=True)
 class LlamaTextConfig(PlainTextConfig):
     """Llama's: GQA without biases, RMSNorm, SwiGLU."""
+
+    says: ClassVar = {"attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +68,16 @@ class MistralTextConfig(PlainTextConfig):
 class Qwen2TextConfig(PlainTextConfig):
     """Qwen2's and Qwen2.5's: as Llama's, with biases on q, k and v."""
 
+    qkv_bias: ClassVar = True
+    says: ClassVar = {"use_sliding_window": False}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3TextConfig(PlainTextConfig):
     """Qwen3's: as Llama's, with norms of q and k."""
+
+    qk_norm: ClassVar = True
+    says: ClassVar = {"attention_bias": False, "use_sliding_window": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,60 +88,34 @@ class Qwen3MoeTextConfig(PlainTextConfig):
     config.json.
     """
 
+    qk_norm: ClassVar = True
+    says: ClassVar = {
+        **Qwen3TextConfig.says,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
     num_experts: int
     experts_per_token: int
     expert_ffn_hidden_size: int
 
 
-def llama(text: LlamaTextConfig, **names: Any) -> HuggingFacePart:
-    """Llama's decoder."""
-    heads = text.num_attention_heads
-    odd = (
-        f"foundation.hidden_size is {text.hidden_size}, but transformers' LlamaConfig asks for "
-        f"a multiple of num_attention_heads {heads}; only a model with that can be exchanged "
-        "with it"
-    )
+def tensors(text: PlainTextConfig, **names: Any) -> HuggingFacePart:
+    """The decoder, of any kind."""
+    mlps = partial(_expert_rows, text) if isinstance(text, Qwen3MoeTextConfig) else None
+    heads, values = text.num_attention_heads, dict(text.says)
+    odd = isinstance(text, LlamaTextConfig) and text.hidden_size % heads
+    # A head's channels, where they are not what transformers takes when nothing is said.
+    if (mlps or text.qkv_bias) and text.kv_channels * heads != text.hidden_size:
+        values["head_dim"] = text.kv_channels
     return text_decoder(
         text,
+        qkv_bias=text.qkv_bias,
+        qk_norm=text.qk_norm,
+        mlps=mlps,
         rope=_rope(text),
-        values={"attention_bias": False, "mlp_bias": False},
-        inexpressible=(odd,) if text.hidden_size % heads else (),
-        **names,
-    )
-
-
-def mistral(text: MistralTextConfig, **names: Any) -> HuggingFacePart:
-    """Mistral's decoder."""
-    return text_decoder(text, rope=_rope(text), **names)
-
-
-def qwen2(text: Qwen2TextConfig, **names: Any) -> HuggingFacePart:
-    """Qwen2's decoder."""
-    values = _own_head(text) | {"use_sliding_window": False}
-    return text_decoder(text, qkv_bias=True, rope=_rope(text), values=values, **names)
-
-
-def qwen3(text: Qwen3TextConfig, **names: Any) -> HuggingFacePart:
-    """Qwen3's decoder."""
-    values = {"attention_bias": False, "use_sliding_window": False}
-    return text_decoder(text, qk_norm=True, rope=_rope(text), values=values, **names)
-
-
-def qwen3_moe(text: Qwen3MoeTextConfig, **names: Any) -> HuggingFacePart:
-    """Qwen3's decoder with experts."""
-    values = {
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    }
-    return text_decoder(
-        text,
-        qk_norm=True,
-        mlps=partial(_expert_rows, text),
-        rope=_rope(text),
-        values=values | _own_head(text),
+        values=values,
+        inexpressible=(_ODD.format(text.hidden_size, heads),) if odd else (),
         **names,
     )
 
@@ -152,12 +145,6 @@ def _rope(text: PlainTextConfig) -> dict[str, Any]:
     return {} if scaling is None else {"rope_type": _LLAMA3, **vars(scaling)}
 
 
-def _own_head(text: PlainTextConfig) -> dict[str, Any]:
-    """A head's channels, where they are not what transformers takes when nothing is said."""
-    filled = text.kv_channels * text.num_attention_heads == text.hidden_size
-    return {} if filled else {"head_dim": text.kv_channels}
-
-
 def _expert_rows(text: Qwen3MoeTextConfig, layer: Table) -> list[Row]:
     """Router and experts, whose tensors transformers stacks when it reads the files."""
     experts, hidden, ffn = text.num_experts, text.hidden_size, text.expert_ffn_hidden_size
@@ -175,63 +162,47 @@ def _expert_rows(text: Qwen3MoeTextConfig, layer: Table) -> list[Row]:
 
 
 _HF = "loongplug.models.text_decoders"
+_HEAD = {"kv_channels": "head_dim"}
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+}
+
+
+def _part(
+    kind: str,
+    config_class: type[PlainTextConfig],
+    config_json: dict[str, str],
+    *,
+    fixed: Mapping[str, object] = MappingProxyType({}),
+    **more: Any,
+) -> DecoderPart:
+    """A decoder with these keys of ``config_json`` besides those of every decoder."""
+    norm, bias = config_class.qk_norm, config_class.qkv_bias
+    return DecoderPart(
+        name=f"{kind}_text",
+        model_type=kind,
+        config_class=config_class,
+        hugging_face=f"{_HF}:tensors",
+        config_json=TEXT_JSON | config_json,
+        derived=f"{_HF}:{'scaling' if 'kv_channels' in config_json else 'head_and_scaling'}",
+        fixed={**fixed, "qk_layernorm": norm, "add_qkv_bias": bias},
+        **more,
+    )
+
 
 LOONGPLUG_PARTS = (
-    DecoderPart(
-        name="llama_text",
-        model_type="llama",
-        config_class=LlamaTextConfig,
-        hugging_face=f"{_HF}:llama",
-        config_json=TEXT_JSON | {"kv_channels": "head_dim"},
-        derived=f"{_HF}:scaling",
-        fixed={"qk_layernorm": False, "add_qkv_bias": False},
-    ),
-    DecoderPart(
-        name="mistral_text",
-        model_type="mistral",
-        config_class=MistralTextConfig,
-        hugging_face=f"{_HF}:mistral",
-        config_json=TEXT_JSON | {"kv_channels": "head_dim", "sliding_window": "sliding_window"},
-        derived=f"{_HF}:scaling",
-        fixed={"qk_layernorm": False, "add_qkv_bias": False},
-    ),
-    DecoderPart(
-        name="qwen2_text",
-        model_type="qwen2",
-        config_class=Qwen2TextConfig,
-        hugging_face=f"{_HF}:qwen2",
-        config_json=TEXT_JSON,
-        derived=f"{_HF}:head_and_scaling",
-        fixed={"qk_layernorm": False, "add_qkv_bias": True},
-    ),
-    DecoderPart(
-        name="qwen3_text",
-        model_type="qwen3",
-        config_class=Qwen3TextConfig,
-        hugging_face=f"{_HF}:qwen3",
-        config_json=TEXT_JSON | {"kv_channels": "head_dim"},
-        derived=f"{_HF}:scaling",
-        fixed={"qk_layernorm": True, "add_qkv_bias": False},
-    ),
-    DecoderPart(
-        name="qwen3_moe_text",
-        model_type="qwen3_moe",
-        config_class=Qwen3MoeTextConfig,
-        hugging_face=f"{_HF}:qwen3_moe",
-        config_json=TEXT_JSON
-        | {
-            "num_experts": "num_experts",
-            "experts_per_token": "num_experts_per_tok",
-            "expert_ffn_hidden_size": "moe_intermediate_size",
-        },
-        derived=f"{_HF}:head_and_scaling",
+    _part("llama", LlamaTextConfig, _HEAD),
+    _part("mistral", MistralTextConfig, _HEAD | {"sliding_window": "sliding_window"}),
+    _part("qwen2", Qwen2TextConfig, {}),
+    _part("qwen3", Qwen3TextConfig, _HEAD),
+    _part(
+        "qwen3_moe",
+        Qwen3MoeTextConfig,
+        _EXPERTS,
+        fixed=SOFTMAX_ROUTING | {"moe_shared_expert_intermediate_size": None},
         unused=("intermediate_size",),  # no layer has a dense MLP
-        fixed=SOFTMAX_ROUTING
-        | {
-            "qk_layernorm": True,
-            "add_qkv_bias": False,
-            "moe_shared_expert_intermediate_size": None,
-        },
         keys={
             "num_experts": "num_experts",
             "moe_router_topk": "experts_per_token",

@@ -13,13 +13,7 @@ from small_checkpoints import write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from loongplug.checkpoint.checkpoint_files import (
-    TRACKER,
-    check_latest,
-    check_whole,
-    replaced_whole,
-    told_of_damage,
-)
+from loongplug.checkpoint.checkpoint_files import TRACKER, check_latest, check_whole, told_of_damage
 from loongplug.checkpoint.resume_checks import checked_common_state, checked_load
 
 pytestmark = pytest.mark.quick
@@ -108,10 +102,8 @@ def test_a_damaged_file_is_named_with_what_is_whole(tmp_path, damage, says):
             "names posix.getcwd, which no checkpoint needs",
         ),
         (".metadata", described(relative_path="../elsewhere"), "what lies where"),
-        (".metadata", described(relative_path=".."), "what lies where"),
-        (".metadata", described(offset=-1), "what lies where"),
         (".metadata", described(length="9"), "what lies where"),
-        (".metadata", described(records=None), "what lies where"),
+        (".metadata", described(records=None), "describes no checkpoint"),
         ("metadata.json", truncated, "JSONDecodeError"),
         ("metadata.json", saying(b"[" * 100_000), "RecursionError"),
         ("metadata.json", saying(b'{"\xff"'), "UnicodeDecodeError"),
@@ -180,8 +172,6 @@ def test_what_is_no_tensor_is_told_alike(tmp_path):
         (checkpoint / "common.pt").write_bytes(content)
         with pytest.raises(ValueError, match=r"/common\.pt cannot be read"):
             checked_common_state(common)(checkpoint)
-    with pytest.raises(ValueError, match=r"is list, expected dict.*No other"):
-        checked_common_state(lambda _: [1])(checkpoint)
 
 
 def test_other_errors_are_left_alone(tmp_path):
@@ -219,13 +209,6 @@ def test_the_latest_checkpoint_has_to_be_complete(tmp_path):
         check_latest(tmp_path, step=5)
 
 
-@pytest.mark.parametrize(("text", "name"), [("12", "iter_0000012"), ("release", "release")])
-def test_a_complete_checkpoint_passes(tmp_path, text, name):
-    write_checkpoint(tmp_path, name)
-    (tmp_path / TRACKER).write_text(text)
-    assert check_latest(tmp_path) == tmp_path / name
-
-
 def test_a_release_goes_before_a_step(tmp_path):
     """Megatron would load the release without a word."""
     write_checkpoint(tmp_path, "release")
@@ -233,36 +216,3 @@ def test_a_release_goes_before_a_step(tmp_path):
     (tmp_path / TRACKER).write_text("release")
     with pytest.raises(ValueError, match="goes before --ckpt-step 2; write 2 into it"):
         check_latest(tmp_path, step=2)
-
-
-def test_the_tracker_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / TRACKER
-    path.write_text("1")
-    open_ = replaced_whole(open)
-    with open_(str(path), "w") as file:
-        file.write("2")
-        assert path.read_text() == "1"
-    assert path.read_text() == "2"
-    with open_(path) as file:
-        assert file.read() == "2"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def fails_half_way(path: Path) -> None:
-    with replaced_whole(open)(path, "w") as file:
-        file.write("2")
-        raise OSError("full")
-
-
-def test_an_error_while_writing_leaves_the_tracker(tmp_path):
-    path = tmp_path / TRACKER
-    path.write_text("1")
-    with pytest.raises(OSError, match="full"):
-        fails_half_way(path)
-    assert path.read_text() == "1"
-
-
-def test_other_files_are_opened_as_ever(tmp_path):
-    with replaced_whole(open)(tmp_path / "metadata.json", "w", encoding="utf-8") as file:
-        file.write("{}")
-    assert (tmp_path / "metadata.json").read_text() == "{}"

@@ -29,17 +29,3 @@ WRONG, BUG = ValueError("no folder"), KeyError("weight")
 def test_an_error_on_one_rank_is_everyones(errors, kind, text):
     results = run_ranks(meet, len(errors), errors=errors)
     assert results == [(kind, text, type(error)) for error in errors]
-
-
-def test_nothing_is_raised_without_an_error():
-    assert run_ranks(meet, 2, errors=[None, None]) == [None, None]
-
-
-@pytest.mark.quick
-def test_alone_the_kinds_are_the_same():
-    raise_together(None)
-    with pytest.raises(ValueError, match="no folder"):
-        raise_together(ValueError("no folder"))
-    with pytest.raises(RuntimeError, match="KeyError: 'weight'") as caught:
-        raise_together(KeyError("weight"))
-    assert isinstance(caught.value.__cause__, KeyError)

@@ -8,18 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hf_models import Layout
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 from ranks import model_parallel, run_ranks
-from safetensors.torch import load_file
 from tensor_files import assert_same_weights
 from there_and_back import in_and_out
-from tiny_qwen3_vl import (
-    chunks_of,
-    hugging_face,
-    save_random_hf_model,
-    tiny_config,
-)
+from tiny_qwen3_vl import chunks_of, hugging_face, save_random_hf_model, tiny_config
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from loongplug.checkpoint import hf_export
@@ -81,31 +73,6 @@ def picture_inputs() -> dict[str, torch.Tensor]:
         "pixel_values": torch.randn(8, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(0)),
         "image_grid_thw": torch.tensor([[1, 2, 4]]),
     }
-
-
-def wrapped_and_bf16(rank, *, source, target, processor):
-    config = tiny_config(tied=False)
-    with model_parallel(tp=2, pp=2):
-        half = {"params_dtype": torch.bfloat16, "bf16": True}
-        (chunk,) = chunks_of(Layout(tp=2, pp=2), **half)
-        wrapped = DistributedDataParallel(
-            config=chunk.config,
-            ddp_config=DistributedDataParallelConfig(),
-            module=Float16Module(chunk.config, chunk),
-        )
-        load_hf_weights([wrapped], source, model=hugging_face(config))
-        save_hf_folder([wrapped], target, model=hugging_face(config), processor_folder=processor)
-
-
-def test_wrapped_models_keep_their_precision(tmp_path, processor_folder):
-    source = save_random_hf_model(tmp_path / "hf", tied=False)
-    target = tmp_path / "out"
-    run_ranks(wrapped_and_bf16, 4, source=source, target=target, processor=processor_folder)
-    before = load_file(source / "model.safetensors")
-    for name, tensor in load_file(target / "model.safetensors").items():
-        assert torch.equal(tensor, before[name].bfloat16()), name
-    model = AutoModelForImageTextToText.from_pretrained(target)
-    assert model.dtype is torch.bfloat16
 
 
 def export_twice(rank, *, source, target, processor):

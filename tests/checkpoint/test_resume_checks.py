@@ -72,12 +72,6 @@ def test_what_differs_is_named(tmp_path, changes, said):
     assert "encoder" not in str(raised.value)
 
 
-@pytest.mark.quick
-def test_whoever_sets_the_strictness_decides(tmp_path):
-    load = checked_load(lambda state, folder, strict: (state, folder, strict))
-    assert load({"model": {}}, str(tmp_path), strict="ignore_all")[2] == "ignore_all"
-
-
 def run_args(distributed: bool, **more: bool) -> Namespace:
     given = {"no_load_optim": False, "finetune": False} | more
     return Namespace(use_distributed_optimizer=distributed, **given)

@@ -49,18 +49,13 @@ def changed(path: str, value: object) -> dict:
 def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     write_note(tmp_path / "new" / "ckpt" / ARCHITECTURE_FILE, MODEL)
     check_architecture(tmp_path / "new" / "ckpt", copy.deepcopy(MODEL))
-    layout = (("tensor_model_parallel_size", 2), ("mode", "uniform"))
-    for key, value in (("freeze", True), ("recompute", True), *layout):
-        check_architecture(tmp_path / "new" / "ckpt", changed(f"image_encoder.{key}", value))
-    check_architecture(tmp_path / "new" / "ckpt", changed("image_encoder.deepstack_layers", [0, 1]))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("initializer_range", 0.01), ("max_position_embeddings", 8192)]
-)
-def test_how_it_began_and_how_long_it_may_read_do_not_make_another_model(tmp_path, key, value):
-    write_note(tmp_path / ARCHITECTURE_FILE, MODEL)
-    check_architecture(tmp_path, changed(f"foundation.{key}", value))
+    for key, value in (
+        *(("image_encoder.freeze", True), ("image_encoder.recompute", True)),
+        *(("image_encoder.tensor_model_parallel_size", 2), ("image_encoder.mode", "uniform")),
+        *(("foundation.initializer_range", 0.01), ("foundation.max_position_embeddings", 8192)),
+        ("image_encoder.deepstack_layers", [0, 1]),
+    ):
+        check_architecture(tmp_path / "new" / "ckpt", changed(key, value))
 
 
 @pytest.mark.parametrize(
@@ -110,20 +105,6 @@ def test_a_setting_that_is_newer_than_the_checkpoint_and_not_used_is_none(tmp_pa
     check_architecture(tmp_path, changed(newer, None))
     with pytest.raises(ValueError, match="is absent in the checkpoint, 48 here"):
         check_architecture(tmp_path, changed(newer, 48))
-
-
-def test_a_setting_that_went_away_is_a_difference_too(tmp_path):
-    write_note(tmp_path / ARCHITECTURE_FILE, changed("foundation.moe", 2))
-    with pytest.raises(ValueError, match=r"foundation.moe is 2 in the checkpoint, absent here"):
-        check_architecture(tmp_path, MODEL)
-
-
-def test_only_the_first_differences_are_shown(tmp_path):
-    write_note(tmp_path / ARCHITECTURE_FILE, {f"key{n}": n for n in range(8)})
-    with pytest.raises(ValueError, match="and 3 more") as caught:
-        check_architecture(tmp_path, {f"key{n}": -1 for n in range(8)})
-    assert "key4" in str(caught.value)
-    assert "key5" not in str(caught.value)
 
 
 def test_a_checkpoint_from_elsewhere_passes(tmp_path):

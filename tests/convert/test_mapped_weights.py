@@ -1,6 +1,5 @@
 """Parameters that stay in a checkpoint's files: which ones, and that every bit is the right one."""
 
-import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,23 +108,6 @@ def test_pieces_of_several_boxes_are_put_together(tmp_path, shift):
     assert torch.equal(reader.weight(parameter), WHOLE[4:11, 2:5])
     assert reader.weight(parameter) is reader.weight(parameter)  # asked for once per source
     assert parameter.isnan().all()
-
-
-def test_what_is_needed_is_read_ahead(tmp_path, monkeypatch):
-    """Of the file, from the first byte that is needed to the last."""
-    write(tmp_path, {(0, 0): WHOLE})
-    parameter = empty(4, 2)
-    reader = mapped(tmp_path, parameter, at=(4, 3))
-    asked: list[bytes] = []
-
-    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        asked.append(os.pread(descriptor, length, start))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    reader.weight(parameter)
-    values = WHOLE.flatten()[4 * 6 + 3 : 7 * 6 + 5]
-    assert asked == [values.view(torch.uint8).numpy().tobytes()]
 
 
 @pytest.mark.parametrize(

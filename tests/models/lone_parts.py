@@ -72,8 +72,8 @@ def loss_of(features: torch.Tensor) -> torch.Tensor:
     return (features * weights).sum()
 
 
-def encoder_step(config: Any, folder: Path, media: MediaInput | None, **given: Any) -> Result:
-    """Of our encoder, with the weights of ``folder``; without media, of an empty unit."""
+def encoder_step(config: Any, folder: Path, media: MediaInput, **given: Any) -> Result:
+    """Of our encoder, with the weights of ``folder``."""
     tp = given.get("tp", 1)
     results: list[Result] = run_ranks(
         _encoder_step, tp, config=config, folder=folder, media=media, **given
@@ -86,7 +86,7 @@ def _encoder_step(
     *,
     config: Any,
     folder: Path,
-    media: MediaInput | None,
+    media: MediaInput,
     name: str,
     mapping: hf_mapping.Mapping,
     tp: int = 1,
@@ -96,9 +96,9 @@ def _encoder_step(
         model = lone_encoder(config, name=name, tp=tp)
         load_hf_weights([model], folder, model=as_whole(mapping))
         encoder: Any = model[name]
-        states, taps = encoder(encoder.blank_unit() if media is None else media)
+        states, taps = encoder(media)
         assert not taps
-        (states[:0].sum() if media is None else loss_of(states)).backward()
+        loss_of(states).backward()
         keys = []
         for layer in encoder.blocks.layers:
             bias = layer.self_attention.linear_qkv.bias

@@ -244,6 +244,10 @@ PARAMETERS = {name: parameters for name, (_, parameters) in PUBLISHED.items()} |
     "internvl3_1b": 938_193_024,
     "internvl3_2b": 2_088_957_440,
     "internvl3_8b": 7_944_373_760,
+    "qwen3_vl_2b": 2_127_532_032,
+    "qwen3_vl_4b": 4_437_815_808,
+    "qwen3_vl_8b": 8_767_123_696,
+    "qwen3_vl_32b": 33_357_390_064,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from lone_parts import lone_encoder, part_of
+from lone_parts import part_of
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -131,10 +131,6 @@ def encoder_within(model: Any) -> Any:
     return getattr(model, "audio_tower", model)
 
 
-def our_model(config: AudioTransformerConfig, *, tp: int = 1) -> Any:
-    return lone_encoder(config, name=NAME, tp=tp)
-
-
 def frames_of(config: AudioTransformerConfig, number: int, length: int) -> torch.Tensor:
     """Sound ``number`` of so many frames, [length, mel bins], the same at every call."""
     generator = torch.Generator().manual_seed(100 + number)
@@ -147,18 +143,15 @@ def window(config: AudioTransformerConfig, frames: torch.Tensor) -> torch.Tensor
     return torch.cat([frames, torch.full((rest, config.mel_bins), SILENCE)])
 
 
-def unit(
-    config: AudioTransformerConfig, sounds: Sequence[int], *, only: int | None = None
-) -> MediaInput:
-    """All sounds of these lengths, or ``only`` one of them."""
+def unit(config: AudioTransformerConfig, sounds: Sequence[int]) -> MediaInput:
+    """All sounds of these lengths."""
     sizes = config.sizes
-    numbers = range(len(sounds)) if only is None else [only]
     rows = []
-    for number in numbers:
-        filled = window(config, frames_of(config, number, sounds[number]))
+    for number, frames in enumerate(sounds):
+        filled = window(config, frames_of(config, number, frames))
         filled = torch.cat([filled, torch.zeros(sizes.behind, config.mel_bins)])
-        rows.append(filled[: sounds[number] + sizes.behind])
-    grids = [sizes.grid(sounds[number]) for number in numbers]
+        rows.append(filled[: frames + sizes.behind])
+    grids = [sizes.grid(frames) for frames in sounds]
     return MediaInput(loaded=torch.cat(rows), grids=torch.tensor(grids))
 
 

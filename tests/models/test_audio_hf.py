@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hf_models import Layout, reference_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from there_and_back import assert_there_and_back
-from tiny_families import OMNI, QWEN2_AUDIO
+from tiny_families import OMNI
 from transformers import (
     AutoModelForMultimodalLM,
     Qwen2_5OmniConfig,
@@ -56,14 +55,13 @@ def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
     assert_there_and_back(OMNI, whole, tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize("config", [QWEN2_AUDIO, OMNI], ids=["qwen2_audio", "qwen2_5_omni"])
-def test_adapters_have_the_names_of_peft(config: Any, tmp_path: Path) -> None:
+def test_adapters_have_the_names_of_peft(tmp_path: Path) -> None:
     """Its model takes all of ours, on every linear of encoders, projectors and decoder."""
-    reference_model(config).save_pretrained(tmp_path / "hf")
+    reference_model(OMNI).save_pretrained(tmp_path / "hf")
     lora = LoraSettings(rank=2, alpha=3.0)
-    keys = dict.fromkeys(config.keys.values())
     adapted = dataclasses.replace(
-        config, **{key: dataclasses.replace(getattr(config, key), lora=lora) for key in keys}
+        OMNI,
+        **{key: dataclasses.replace(getattr(OMNI, key), lora=lora) for key in OMNI.keys.values()},
     )
     table = adapter_table(adapted, hugging_face(adapted))
     assert table is not None
@@ -79,7 +77,5 @@ def test_adapters_have_the_names_of_peft(config: Any, tmp_path: Path) -> None:
     assert found.keys() == saved.keys()
     for name, value in found.items():
         assert torch.equal(value, saved[name]), name
-    for part in ("audio_tower.layers.1.fc2", "audio_tower.layers.0.self_attn.k_proj"):
+    for part in ("audio_tower.layers.1.fc2", "self_attn.k_proj", "audio_tower.proj."):
         assert any(part in name for name in found), part
-    projector = "audio_tower.proj." if config is OMNI else "multi_modal_projector.linear."
-    assert any(projector in name for name in found)

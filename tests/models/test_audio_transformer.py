@@ -1,21 +1,26 @@
 """Audio transformers alone against transformers' encoders: features and every gradient."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from host_waits import META, meta_device, no_waits
-from lone_parts import Result, assert_same, assert_same_files, encoder_step, loss_of, refusal
-from ranks import model_parallel, run_ranks
+from lone_parts import (
+    Result,
+    assert_same,
+    assert_same_files,
+    encoder_step,
+    loss_of,
+    part_of,
+    refusal,
+)
+from ranks import run_ranks
 from safetensors.torch import save_file
 from sounds import (
     NAME,
     TOWERS,
     encoder_within,
     mapping_of,
-    our_model,
+    their_config,
     their_features,
     their_model,
     tower_of,
@@ -23,7 +28,7 @@ from sounds import (
 )
 
 from loongplug.models.audio_transformer import AudioTransformerConfig
-from loongplug.platform.devices import to_device
+from loongplug.models.hf_config import _fields
 
 each_tower = pytest.mark.parametrize("name", TOWERS)
 
@@ -38,19 +43,6 @@ def reference(config: AudioTransformerConfig, folder: Path) -> Result:
     save_file(own, folder / "model.safetensors")
     gradients = {name: each.grad for name, each in named.items() if each.grad is not None}
     return Result(features.detach(), gradients)
-
-
-def run(
-    config: AudioTransformerConfig,
-    folder: Path,
-    *,
-    tp: int = 1,
-    empty: bool = False,
-    only: int | None = None,
-) -> Result:
-    """Ours, with the weights of ``folder``."""
-    media = None if empty else unit(config, tower_of(config).sounds, only=only)
-    return encoder_step(config, folder, media, name=NAME, mapping=mapping_of(config), tp=tp)
 
 
 @pytest.mark.parametrize(
@@ -69,57 +61,12 @@ def test_features_and_gradients_are_those_of_transformers(
 ) -> None:
     config = TOWERS[name].config(**changes)
     expected = reference(config, tmp_path)
-    found = run(config, tmp_path, tp=tp)
+    media = unit(config, TOWERS[name].sounds)
+    found = encoder_step(config, tmp_path, media, name=NAME, mapping=mapping_of(config), tp=tp)
     assert_same(found, expected)
     assert found.of_keys
     assert not any(bool(each.any()) for both in found.of_keys for each in both)
     assert_same_files(found, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["qwen2_audio", "omni"])
-def test_a_sound_alone_has_the_features_that_it_has_among_others(name: str, tmp_path: Path) -> None:
-    config, sounds = TOWERS[name].config(), TOWERS[name].sounds
-    reference(config, tmp_path)
-    among = run(config, tmp_path).features
-    tokens = [config.tokens(config.sizes.grid(each)) for each in sounds]
-    assert sum(tokens) == len(among)
-    for number in (1, len(sounds) - 1):
-        alone = run(config, tmp_path, only=number).features
-        torch.testing.assert_close(alone, among.split(tokens)[number], rtol=1e-5, atol=1e-5)
-
-
-@each_tower
-def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
-    name: str, tmp_path: Path
-) -> None:
-    config = TOWERS[name].config()
-    trained = set(reference(config, tmp_path).gradients)
-    found = run(config, tmp_path, empty=True)
-    assert set(found.gradients) == trained
-    assert not any(bool(each.any()) for each in found.gradients.values())
-    tokens = config.max_positions if name == "whisper" else 1
-    assert found.features.shape == (tokens, config.hidden_size)
-
-
-def on_meta(rank: int, *, config: AudioTransformerConfig) -> tuple[int, ...]:
-    """Forward and backward where nothing has values."""
-    with model_parallel(), meta_device():
-        with META:
-            encoder = our_model(config)[NAME]
-        given = unit(config, tower_of(config).sounds)
-        given = dataclasses.replace(given, rows=to_device(given.rows, META))
-        with no_waits():
-            states, _ = encoder(given)
-            states.sum().backward()
-        assert all(each.grad is not None for each in encoder.parameters() if each.requires_grad)
-        return tuple(states.shape)
-
-
-@each_tower
-def test_the_device_is_asked_for_nothing(name: str) -> None:
-    config = TOWERS[name].config()
-    tokens = sum(config.tokens(config.sizes.grid(each)) for each in TOWERS[name].sounds)
-    assert run_ranks(on_meta, 1, config=config) == [(tokens, config.hidden_size)]
 
 
 @pytest.mark.parametrize(
@@ -139,3 +86,11 @@ def test_what_it_cannot_do_is_refused(
     grids = [config.sizes.grid(each) for each in sounds]
     (message,) = run_ranks(refusal, 1, config=config, name=NAME, grids=grids)
     assert said in message
+
+
+@each_tower
+def test_config_json_gives_the_config_back(name: str) -> None:
+    config = TOWERS[name].config()
+    part, section = part_of(config), their_config(config)
+    assert section.model_type == part.model_type
+    assert _fields(part, section) == {each: getattr(config, each) for each in part.config_json}

@@ -9,58 +9,8 @@ from tiny_families import QWEN3_VL
 
 import loongplug
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.entries import Entry, Role, checked, encoders
-from loongplug.training.config import available_models, compose_model
 
 pytestmark = pytest.mark.quick
-
-ENCODER = Entry(name="ears", role=Role.ENCODER, beside=("bridge",), into="text")
-DECODER = Entry(name="text", role=Role.DECODER)
-
-
-def test_entries_come_in_their_order() -> None:
-    found = checked([ENCODER, DECODER])
-    assert found == (ENCODER, DECODER)
-    assert ENCODER.modules == ("ears", "bridge")
-    assert encoders(found) == (ENCODER,)
-
-
-def test_two_modules_of_one_name() -> None:
-    twice = Entry(name="eyes", role=Role.ENCODER, beside=("bridge",), into="text")
-    with pytest.raises(ValueError, match="two modules of the model are called 'bridge': rename"):
-        checked([ENCODER, twice, DECODER])
-
-
-def test_an_edge_to_an_entry_that_does_not_exist() -> None:
-    lost = Entry(name="ears", role=Role.ENCODER, into="txt")
-    with pytest.raises(
-        ValueError, match=r"'txt', which is not an entry .*: expected one of ears, text"
-    ):
-        checked([lost, DECODER])
-
-
-def test_a_model_has_one_decoder() -> None:
-    with pytest.raises(ValueError, match="a model has one decoder, and this one has none"):
-        checked([Entry(name="ears", role=Role.ENCODER)])
-    two = [DECODER, Entry(name="more", role=Role.DECODER)]
-    with pytest.raises(ValueError, match="a model has one decoder, and this one has text, more"):
-        checked(two)
-
-
-@pytest.mark.not_quick
-@pytest.mark.parametrize("name", available_models())
-def test_every_model_describes_the_modules_of_its_entries(name: str) -> None:
-    model = compose_model(model_name=name).config
-    names = [name for entry in model.entries() for name in entry.modules]
-    assert list(model.modules()) == names == list(model.keys)
-    found = encoders(model.entries())
-    assert [entry.name for entry in found] == list(model.encoders)
-    assert [model.modules()[entry.name] for entry in found] == [
-        model.encoder(name) for name in model.encoders
-    ]
-    assert {id(each) for each in model.modules().values()} == {
-        id(getattr(model, key)) for key in model.keys.values()
-    }
 
 
 def test_only_a_model_s_description_knows_the_names_of_encoder_and_projector() -> None:

@@ -32,6 +32,7 @@ from tiny_families import (
 )
 
 from loongplug.models.patch_transformer import Dinov2VisionConfig, SiglipVisionConfig
+from loongplug.models.projectors import MlpConfig
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.models.text_decoders import (
     LlamaTextConfig,
@@ -95,6 +96,9 @@ OTHERS: dict[str, Family] = {
         tied(llava(SiglipVisionConfig(**SEES), Qwen3TextConfig(**TEXT | {"kv_channels": 24})))
     ),
     "dinov2-qwen2": pictured(llava(Dinov2VisionConfig(**SEES), Qwen2TextConfig(**TEXT))),
+    "clip-tanh": pictured(
+        replace(llava(), image_projector=MlpConfig(bias=False, activation="gelu_pytorch_tanh"))
+    ),
     "clip-mistral": pictured(llava(CLIP, MistralTextConfig(**TEXT, sliding_window=4096))),
     "clip-llama3": pictured(llava(CLIP, LlamaTextConfig(**TEXT, rope_scaling=SCALING))),
     "clip-qwen3-moe": pictured(llava(CLIP, Qwen3MoeTextConfig(**TEXT, **EXPERTS))),

@@ -66,43 +66,9 @@ def test_an_image_over_all_parts_or_in_few_of_them_is_placed_once(
     assert row.count_nonzero() == len(image)
 
 
-def test_gradients_return_to_the_features_and_leave_the_text():
-    features = torch.zeros(1, 2, requires_grad=True)
-    text = torch.zeros(3, 1, 2, requires_grad=True)
-    weight = torch.arange(6.0).view(3, 1, 2)
-    (place(text, features, places=located([1], length=3)) * weight).sum().backward()
-    assert features.grad.tolist() == [[2, 3]]
-    assert text.grad[:, 0].tolist() == [[0, 1], [0, 0], [4, 5]]
-
-
 def test_a_token_count_that_does_not_fit_is_named():
     places, features = located([1, 2], length=3), torch.zeros(3, 4)
     with pytest.raises(ValueError, match="has 2 tokens for media, which give 3 features"):
         place(torch.zeros(3, 1, 4), features, places=places)
     with pytest.raises(ValueError, match="has 2 tokens for media, which give 3 features"):
         share_of(Features(embeddings=features, deepstack=()), places=places, group=None)
-
-
-@pytest.mark.parametrize(
-    "rows", [([0, 2, 3, 7], [1, 4, 5]), ([6, 7], []), ([], [3]), ([], []), ()], ids=str
-)
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
-    length, total = 8, sum(len(row) for row in rows)
-    features = torch.arange(1.0, total + 1)[:, None]
-    whole = place(torch.zeros(length, 2, 1), features, places=located(*rows, length=length))
-    assert whole.count_nonzero() == total
-    cut = [located(*rows, length=length, part=part, parts=parts) for part in range(parts)]
-    assert [each.count for each in cut] == [total] * parts
-    placed = [
-        place(torch.zeros(length // parts, 2, 1), features[each.rows], places=each) for each in cut
-    ]
-    assert torch.equal(torch.cat(placed), whole)
-
-
-def test_none_of_them_keeps_the_graph():
-    weight = torch.ones(3, 2, requires_grad=True)
-    features = Features(embeddings=weight * 2, deepstack=(weight * 3,)).empty()
-    assert features.embeddings.shape == features.deepstack[0].shape == (0, 2)
-    (features.embeddings.sum() + features.deepstack[0].sum()).backward()
-    assert weight.grad.tolist() == torch.zeros(3, 2).tolist()

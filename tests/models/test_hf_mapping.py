@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_qwen3_vl import hugging_face, tiny_config
 
-from loongplug.models.hf_mapping import Bundle, MappedParameter, Mapping, Row, Source, Split
+from loongplug.models.hf_mapping import Bundle, MappedParameter, Row, Source, Split
 from loongplug.models.hf_slices import local_shape, parts_of_local, read_local
 
 pytestmark = pytest.mark.quick
@@ -114,9 +114,3 @@ def test_every_entry_is_found_by_its_names():
 )
 def test_other_names_are_not_found(name):
     assert hugging_face(tiny_config(tied=False)).mapping.find(name) is None
-
-
-def test_a_name_can_have_only_one_row():
-    row = Row(("x",), (Source("y", (1,)),))
-    with pytest.raises(AssertionError):
-        Mapping([row, row], twins={})

@@ -10,7 +10,6 @@ from ranks import model_parallel, run_ranks
 from tiny_families import QWEN3_VL_MOE
 
 from loongplug.checkpoint import hf_import
-from loongplug.checkpoint.hf_import import fill_all
 from loongplug.models.registry import family_of
 from loongplug.training import provider as provider_module
 from loongplug.training.provider import ModelProvider
@@ -23,9 +22,6 @@ class Elsewhere:
 
     device = torch.device("meta")
 
-    def synchronize(self):
-        pass
-
 
 def load(rank, *, folder):
     """The devices of what is broadcast while a rank of two loads, and of its chunk behind it."""
@@ -35,8 +31,7 @@ def load(rank, *, folder):
         model, family_of(model), engine=engine, backend="local", hf_folder=folder
     )
     with model_parallel(tp=2), pytest.MonkeyPatch.context() as patch:
-        for module in (hf_import, provider_module):
-            patch.setattr(module, "current_platform", Elsewhere)
+        patch.setattr(provider_module, "current_platform", Elsewhere)
         patch.setattr(
             hf_import.dist, "broadcast", lambda tensor, **_: sent.append(tensor.device.type)
         )
@@ -53,13 +48,3 @@ def test_chunks_are_on_the_device_before_their_weights_come(tmp_path):
         assert held == {"meta"}
         assert sent  # routers and norms, which both ranks have
         assert set(sent) == {"meta"}
-
-
-def test_a_parameter_on_the_host_is_named_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr(hf_import, "current_platform", Elsewhere)
-    owned = [
-        SimpleNamespace(name=name, parameter=torch.empty(2, device=device))
-        for name, device in (("linear", "meta"), ("router", "cpu"))
-    ]
-    with pytest.raises(AssertionError, match=r"not on meta yet: router$"):
-        fill_all(owned, fill=None)

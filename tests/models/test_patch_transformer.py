@@ -8,17 +8,7 @@ import torch
 from lone_parts import Result, assert_same, assert_same_files, encoder_step, loss_of, refusal
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from towers import (
-    NAME,
-    ROOT,
-    TOWERS,
-    images,
-    mapping_of,
-    replaced,
-    their_features,
-    their_model,
-    unit,
-)
+from towers import NAME, ROOT, TOWERS, images, mapping_of, their_features, their_model, unit
 
 from loongplug.models.patch_transformer import PatchTransformerConfig
 
@@ -86,14 +76,6 @@ def their_tower(config: PatchTransformerConfig, folder: Path) -> tuple[Any, dict
     return model, names
 
 
-def run(
-    config: PatchTransformerConfig, folder: Path, *, tp: int = 1, empty: bool = False
-) -> Result:
-    """Ours, with the weights of ``folder``."""
-    media = None if empty else unit(config, images(config, count=COUNT))
-    return encoder_step(config, folder, media, name=NAME, mapping=mapping_of(config), tp=tp)
-
-
 def assert_agrees(found: Result, wanted: Result, config: PatchTransformerConfig) -> None:
     """A key's bias changes no output: transformers gives it noise, and we nothing."""
     assert_same(found, wanted)
@@ -110,32 +92,10 @@ def wanted(request: Any, tmp_path_factory: Any) -> tuple[PatchTransformerConfig,
 
 def test_features_and_gradients_are_those_of_transformers(wanted) -> None:
     config, folder, expected = wanted
-    result = run(config, folder)
+    media = unit(config, images(config, count=COUNT))
+    result = encoder_step(config, folder, media, name=NAME, mapping=mapping_of(config))
     assert_agrees(result, expected, config)
     assert_same_files(result, folder)
-
-
-@pytest.mark.parametrize("name", ["clip", "siglip, normed", "dinov2", "intern"])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "recompute": True}])
-def test_layouts_change_nothing(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
-    config = case(name)
-    expected = reference(config, tmp_path)
-    recomputed = replaced(config, recompute=layout.get("recompute", False))
-    result = run(recomputed, tmp_path, tp=layout.get("tp", 1))
-    assert_agrees(result, expected, config)
-    assert_same_files(result, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["clip", "siglip, normed", "dinov2", "intern"])
-def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
-    tmp_path: Path, name: str
-) -> None:
-    config = case(name)
-    trained = set(reference(config, tmp_path).gradients)
-    result = run(config, tmp_path, empty=True)
-    assert set(result.gradients) == trained
-    assert not any(bool(each.any()) for each in result.gradients.values())
-    assert result.features.shape == (config.spatial_merge_size**2, config.hidden_size)
 
 
 @pytest.mark.parametrize(

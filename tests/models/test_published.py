@@ -142,22 +142,6 @@ def test_differences_within_the_whole_are_named(tmp_path: Path) -> None:
     assert line == "config.json has audio_config.n_window 50, expected 100"
 
 
-def test_llava_is_transformers_default() -> None:
-    """Its defaults are the published 7B, but for the padded vocabulary, its norm and its texts."""
-    composed = compose_model(model_name="llava_1_5_7b")
-    ours = hf_config(composed.family.load_hugging_face(composed.config))
-    default = transformers.LlavaConfig()
-    vision, usual = ours.vision_config.to_dict(), default.vision_config.to_dict()
-    of_the_pooled = {"projection_dim", "vocab_size"}  # of CLIP as a whole, which no one asks for
-    assert {name for name in usual if vision.get(name) != usual[name]} == of_the_pooled
-    text, usual = ours.text_config.to_diff_dict(), default.text_config.to_diff_dict()
-    assert {name for name in text if text[name] != usual.get(name)} == {
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

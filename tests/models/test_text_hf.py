@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from hf_models import trusted
 from tiny_text import DECODERS, PACKAGE, described, with_decoder
 
 from loongplug.models.hf_config import hf_config, hf_config_differences, read_folder
-from loongplug.models.hf_mapping import Mapping
-from loongplug.models.parts import DecoderPart, dotted, load
-from loongplug.models.registry import families, family_of
+from loongplug.models.parts import dotted
+from loongplug.models.registry import families
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.typed import Filler
-from loongplug.verify.tiny_sizes import TinyLayout, tiny_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -27,98 +25,72 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
-# The text models' own config.json as published, but for what nothing is computed from.
+
+
+def published(
+    sizes: tuple[int, int, int], heads: tuple[int, int], *, theta: float, **more: Any
+) -> dict[str, Any]:
+    """config.json of a published text model: hidden size, MLP and layers, heads and key heads."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    of_heads = ("num_attention_heads", "num_key_value_heads")
+    return {
+        **dict(zip(names, sizes, strict=True)),
+        **dict(zip(of_heads, heads, strict=True)),
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": theta,
+        "vocab_size": 151936,
+        **more,
+    }
+
+
+EXPERTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama": {  # Llama 3.1 8B
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 128256,
-    },
-    "mistral": {  # with the heads of NeMo
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "vocab_size": 32768,
-    },
-    "qwen2": {  # Qwen2.5 7B
-        "hidden_act": "silu",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 28,
-        "model_type": "qwen2",
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131072,
-        "use_sliding_window": False,
-        "vocab_size": 152064,
-    },
-    "qwen3": {  # 0.6B
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40960,
-        "model_type": "qwen3",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "qwen3_moe": {  # 30B-A3B
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
+    # Llama 3.1 8B
+    "llama": published(
+        *((4096, 14336, 32), (32, 8)),
+        theta=500000.0,
+        attention_bias=False,
+        mlp_bias=False,
+        rms_norm_eps=1e-05,
+        rope_scaling={**LLAMA3, "rope_type": "llama3"},
+        vocab_size=128256,
+    ),
+    # with the heads of NeMo
+    "mistral": published(
+        (5120, 14336, 32), (32, 8), theta=1e6, head_dim=128, sliding_window=None, vocab_size=32768
+    ),
+    # Qwen2.5 7B
+    "qwen2": published(
+        (3584, 18944, 28), (28, 4), theta=1e6, sliding_window=131072, use_sliding_window=False
+    ),
+    # 0.6B
+    "qwen3": published(
+        *((1024, 3072, 28), (16, 8)),
+        theta=1000000,
+        attention_bias=False,
+        head_dim=128,
+        rope_scaling=None,
+        use_sliding_window=False,
+    ),
+    # 30B-A3B
+    "qwen3_moe": published(
+        *((2048, 6144, 48), (32, 4)),
+        theta=1e6,
+        attention_bias=False,
+        head_dim=128,
+        sliding_window=None,
+        use_sliding_window=False,
+        **EXPERTS,
+    ),
 }
 
 
@@ -132,7 +104,7 @@ def folder_of(folder: Path, kind: str, **changes: Any) -> Path:
     """A folder whose config.json has the published one as its section for text, changed."""
     content = TOKEN_IDS | {
         "model_type": f"composed_{kind}",
-        "text_config": PUBLISHED[kind] | changes,
+        "text_config": {"model_type": kind} | PUBLISHED[kind] | changes,
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(content))
@@ -256,48 +228,3 @@ def test_llama_s_heads_divide_its_width_in_transformers() -> None:
     odd = described(with_decoder(replace(DECODERS["llama"], hidden_size=68)))
     with pytest.raises(ValueError, match=r"hidden_size is 68, .* multiple of num_attention_hea"):
         hf_config(odd)
-
-
-def decoder_parts() -> dict[str, Any]:
-    """Each decoder part of the package, with a config of a model that has it."""
-    found = {}
-    for name in DECODERS:
-        model = with_decoder(DECODERS[name])
-        part = family_of(model, trusted_packages=[PACKAGE]).parts_of(model)["text_decoder"]
-        assert isinstance(part, DecoderPart)
-        found[name] = (part, DECODERS[name])
-    return found
-
-
-def test_the_output_layer_has_the_family_s_name() -> None:
-    head = "language_model.lm_head.weight"
-    for name, (part, text) in decoder_parts().items():
-        describe = load(part.hugging_face)
-        names = {"ours": "text_decoder", "theirs": "language_model.model"}
-        usual, other = describe(text, **names), describe(text, **names, head=head)
-        theirs, ours = (
-            Mapping(each.rows, twins=each.twins).sources().keys() for each in (usual, other)
-        )
-        if text.tie_word_embeddings:
-            assert theirs == ours, name
-            assert (list(usual.twins), list(other.twins)) == (["lm_head.weight"], [head])
-        else:
-            assert theirs - ours == {"lm_head.weight"}, name
-            assert ours - theirs == {head}, name
-
-
-def test_megatron_s_section_is_all_time() -> None:
-    model = with_decoder(DECODERS["qwen2"])
-    found = family_of(model, trusted_packages=[PACKAGE]).megatron_arguments(model)
-    section = found["mrope_section"]
-    assert (section.value, section.key) == ([11, 0, 0], "foundation.kv_channels")
-    assert found["position_embedding_type"].value == "mrope"
-    assert found["rotary_base"].value == 10_000.0
-
-
-def test_a_small_likeness_has_no_section() -> None:
-    sizes = tiny_sizes(
-        with_decoder(DECODERS["llama"]), TinyLayout(), vocabulary=100, tiny_media=True
-    )
-    known = {f"foundation.{each.name}" for each in fields(DECODERS["llama"])}
-    assert {name for name in sizes if name.startswith("foundation.")} <= known

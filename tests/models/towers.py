@@ -1,13 +1,12 @@
 """Tiny towers of every kind, ours and transformers', with images for both."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from lone_parts import lone_encoder, part_of
+from lone_parts import part_of
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.family import HuggingFacePart
@@ -91,10 +90,6 @@ def their_model(config: PatchTransformerConfig, *, seed: int = 0) -> Any:
     return model.float()
 
 
-def our_model(config: PatchTransformerConfig, *, tp: int = 1) -> Any:
-    return lone_encoder(config, name=NAME, tp=tp)
-
-
 def images(config: PatchTransformerConfig, *, count: int = 3) -> torch.Tensor:
     """[images, channels, height, width], the same at every call."""
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +120,3 @@ def their_features(config: PatchTransformerConfig, model: Any, pixels: torch.Ten
         else output.hidden_states[config.feature_layer]
     )
     return states[:, -(config.side**2) :][:, order_of(config)].flatten(0, 1)
-
-
-def replaced(config: PatchTransformerConfig, **changes: Any) -> PatchTransformerConfig:
-    return dataclasses.replace(config, **changes)

@@ -6,6 +6,7 @@ One encoder, which data drive; projectors and decoders are other parts'.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from loongplug.data.media_sizes import AudioSizes
@@ -173,8 +174,11 @@ def tensors(audio: AudioTransformerConfig, *, ours: str, theirs: str) -> Hugging
     )
 
 
-_BUILD = "loongplug.models.audio_transformer.encoder:build_encoder"
-_HUGGING_FACE = "loongplug.models.audio_transformer:tensors"
+_part = partial(
+    Part,
+    build="loongplug.models.audio_transformer.encoder:build_encoder",
+    hugging_face="loongplug.models.audio_transformer:tensors",
+)
 _JSON = {
     "num_layers": "encoder_layers",
     "hidden_size": "d_model",
@@ -183,32 +187,26 @@ _JSON = {
     "mel_bins": "num_mel_bins",
     "max_positions": "max_source_positions",
     "activation": "activation_function",
+    "initializer_range": "initializer_range",
 }
-_START = {"initializer_range": "initializer_range"}
 
 LOONGPLUG_PARTS = (
-    Part(
+    _part(
         name="whisper_audio",
         config_class=WhisperAudioConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
         config_json=_JSON | {"initializer_range": "init_std"},
         model_type="whisper",
     ),
-    Part(
+    _part(
         name="qwen2_audio",
         config_class=Qwen2AudioEncoderConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
-        config_json=_JSON | _START,
+        config_json=_JSON,
         model_type="qwen2_audio_encoder",
     ),
-    Part(
+    _part(
         name="qwen2_5_omni_audio",
         config_class=OmniAudioConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
-        config_json=_JSON | _START | {"n_window": "n_window", "output_dim": "output_dim"},
+        config_json=_JSON | {"n_window": "n_window", "output_dim": "output_dim"},
         model_type="qwen2_5_omni_audio_encoder",
     ),
 )

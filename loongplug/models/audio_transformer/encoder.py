@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,14 +23,7 @@ from loongplug.data.media_sizes import AudioSizes
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.sample import Grid
 from loongplug.models.audio_transformer import AudioTransformerConfig
-from loongplug.models.encoder import (
-    Carried,
-    EncoderInput,
-    HandedOn,
-    StagedEncoder,
-    encoder_config,
-    hold_key_bias,
-)
+from loongplug.models.encoder import Carried, EncoderInput, HandedOn, StagedEncoder, hold_key_bias
 from loongplug.models.hf_mapping import CARRIED, parameter_name
 from loongplug.models.layers.inputs import input_for_recompute, pack_segments
 from loongplug.models.layers.mlp import activation
@@ -130,7 +124,7 @@ class AudioTransformer(StagedEncoder[AudioTransformerConfig]):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, architecture, pg_collection=pg_collection)
+        super().__init__(config, architecture, backend=backend, pg_collection=pg_collection)
         self.tp_group = pg_collection.tp
         self._computed: Tensor | None = None
         if self.stage.first:
@@ -146,6 +140,21 @@ class AudioTransformer(StagedEncoder[AudioTransformerConfig]):
         if self.stage.last:
             hidden, eps = architecture.hidden_size, architecture.layernorm_epsilon
             self.final_norm = LayerNorm(config, hidden, eps=eps)
+
+    @classmethod
+    def megatron_settings(cls, architecture: AudioTransformerConfig) -> dict[str, Any]:
+        """LayerNorm and the kind's activation; chunks have to fit the positions."""
+        chunk, positions = architecture.chunk, architecture.max_positions
+        if chunk is not None and not 0 < chunk <= 2 * positions:
+            raise ValueError(
+                f"n_window is {chunk // 2}, so that a chunk has as many states, but there are "
+                f"{positions} positions (max_positions): choose an n_window within 1 and "
+                f"{positions}."
+            )
+        return {
+            "normalization": "LayerNorm",
+            "activation_func": activation(architecture.activation),
+        }
 
     def _build_embeddings(self) -> None:
         config, architecture = self.config, self.architecture
@@ -171,17 +180,10 @@ class AudioTransformer(StagedEncoder[AudioTransformerConfig]):
     def forward(self, unit: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all sounds of one unit, or go on from where the stage before has come.
 
-        Args:
-            unit: rows are frames, each sound's followed by those behind it that the first
-                convolution reads (:class:`~loongplug.data.media_sizes.AudioSizes`).
-
-        Returns:
-            the normed states, of two each where they are pooled, one for each token in the order
-            of the sounds, [tokens, hidden], and no taps; from a stage that is not the last all
-            states as they are, [states, hidden].
-
-        Raises:
-            ValueError: a sound is too short, or too long for the model.
+        The unit's rows are frames, each sound's followed by those behind it that the first
+        convolution reads (:class:`~loongplug.data.media_sizes.AudioSizes`). Gives the normed
+        states, of two each where they are pooled, [tokens, hidden], and no taps; from a stage that
+        is not the last all states as they are, [states, hidden].
         """
         architecture, device = self.architecture, next(self.parameters()).device
         plan = plan_unit(self._frames(unit), sizes=architecture.sizes, chunk=architecture.chunk)
@@ -254,34 +256,4 @@ def sinusoids(length: int, channels: int, *, device: torch.device) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def build_encoder(
-    architecture: AudioTransformerConfig,
-    *,
-    decoder: TransformerConfig,
-    groups: ProcessGroupCollection,
-    backend: Backend,
-) -> AudioTransformer:
-    """The encoder with the decoder's precision, over ``groups``.
-
-    Raises:
-        ValueError: the architecture asks for something that is not implemented.
-    """
-    _check(architecture)
-    config = encoder_config(
-        architecture,
-        decoder=decoder,
-        tp=groups.tp.size(),
-        normalization="LayerNorm",
-        activation_func=activation(architecture.activation),
-        bias_activation_fusion=False,  # upstream's fused GELU is the tanh approximation
-    )
-    return AudioTransformer(config, architecture, backend=backend, pg_collection=groups)
-
-
-def _check(architecture: AudioTransformerConfig) -> None:
-    chunk, positions = architecture.chunk, architecture.max_positions
-    if chunk is not None and not 0 < chunk <= 2 * positions:
-        raise ValueError(
-            f"n_window is {chunk // 2}, so that a chunk has as many states, but there are "
-            f"{positions} positions (max_positions): choose an n_window within 1 and {positions}."
-        )
+build_encoder = AudioTransformer.build

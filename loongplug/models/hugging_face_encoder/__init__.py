@@ -58,11 +58,7 @@ class HuggingFaceEncoderConfig(SquareVisionArchitecture):
 
     @cached_property
     def in_transformers(self) -> Any:
-        """The config of ``transformers`` that ``settings`` make.
-
-        Raises:
-            ValueError: it has no such kind, or no such settings of it.
-        """
+        """The config of ``transformers`` that ``settings`` make."""
         from transformers import CONFIG_MAPPING
 
         if self.model_type not in CONFIG_MAPPING:
@@ -88,11 +84,7 @@ class HuggingFaceEncoderConfig(SquareVisionArchitecture):
 
     @cached_property
     def tower(self) -> Any:
-        """The :class:`~loongplug.models.hugging_face_encoder.towers.Tower` that it is made of.
-
-        Raises:
-            ValueError: it is none that can be taken.
-        """
+        """The :class:`~loongplug.models.hugging_face_encoder.towers.Tower` that it is made of."""
         settings = json.dumps(self.settings, sort_keys=True)
         return _tower(self.model_type, settings, feature_layer=self.feature_layer)
 
@@ -164,11 +156,7 @@ def tensors(vision: HuggingFaceEncoderConfig, *, ours: str, theirs: str) -> Hugg
 
 
 def settings_of(section: Any) -> dict[str, Any]:
-    """A section of config.json: its kind, and what it says otherwise than the kind's defaults.
-
-    Raises:
-        ValueError: it asks for code of the model's folder.
-    """
+    """A section of config.json: its kind, and what it says otherwise than the kind's defaults."""
     if getattr(section, "auto_map", None):
         raise ValueError(
             f"config.json has auto_map in the section of {section.model_type}: code that comes "

@@ -63,14 +63,7 @@ class HuggingFaceEncoder(MegatronModule):
         )
 
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
-        """Encode all images of one unit.
-
-        Returns:
-            the feature layer's states of the patches, [patches, hidden], and no taps.
-
-        Raises:
-            ValueError: an image has another size than the model's.
-        """
+        """The feature layer's states of a unit's patches, [patches, hidden], and no taps."""
         architecture, weight = self.architecture, next(self.tower.parameters())
         side, patch = architecture.side, architecture.patch_size
         sizes = frame_sizes(vision.grids)
@@ -132,11 +125,7 @@ def build_encoder(
     groups: ProcessGroupCollection,
     backend: Backend,
 ) -> HuggingFaceEncoder:
-    """The encoder with the decoder's precision, over ``groups``.
-
-    Raises:
-        ValueError: there are several tensor parallel ranks.
-    """
+    """The encoder with the decoder's precision, over ``groups``."""
     if (tp := groups.tp.size()) != 1:
         raise ValueError(
             f"The image encoder is a {architecture.model_type} of transformers, which is not "

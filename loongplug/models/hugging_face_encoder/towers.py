@@ -34,11 +34,7 @@ class Tower:
 
 
 def make_tower(vision: HuggingFaceEncoderConfig) -> nn.Module:
-    """The encoder itself in fp32, on torch's default device, as it starts in transformers.
-
-    Raises:
-        ValueError: transformers has no model for the kind.
-    """
+    """The encoder itself in fp32, on torch's default device, as it starts in transformers."""
     from transformers import AutoModel
 
     try:
@@ -57,8 +53,7 @@ def make_tower(vision: HuggingFaceEncoderConfig) -> nn.Module:
 def states_of(tower: nn.Module, images: Tensor, *, vision: HuggingFaceEncoderConfig) -> Tensor:
     """The feature layer's states of ``images`` [images, channels, height, width].
 
-    Returns:
-        [images, tokens, hidden]: those of the patches row by row, a class token's before them.
+    They are [images, tokens, hidden], of the patches row by row, a class token's before them.
     """
     given: Any = tower(pixel_values=images, output_hidden_states=True, return_dict=True)
     states: Tensor = given.hidden_states[vision.feature_layer]
@@ -66,11 +61,7 @@ def states_of(tower: nn.Module, images: Tensor, *, vision: HuggingFaceEncoderCon
 
 
 def look_at(vision: HuggingFaceEncoderConfig) -> Tower:
-    """Find the parameters of an encoder, their names in files, and which of them change features.
-
-    Raises:
-        ValueError: it is none that can be taken.
-    """
+    """The tower of an encoder: parameters, their names in files, which of them change features."""
     vision.require_feature_layer()
     with torch.device("meta"):
         tower = make_tower(vision)
@@ -160,11 +151,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _names_in_files(tower: nn.Module) -> dict[str, str]:
-    """What transformers calls each parameter when it saves a model.
-
-    Raises:
-        ValueError: files have other tensors than the tower has parameters.
-    """
+    """What transformers calls each parameter when it saves a model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters = dict(tower.named_parameters())

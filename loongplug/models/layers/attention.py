@@ -28,12 +28,6 @@ _HALF = (torch.bfloat16, torch.float16)  # what torch's kernel for segments of a
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn ``x`` [s, b, heads, dim] by ``table`` [s, b or 1, 1, 2 * dim]; x's shape and dtype."""
     dim = x.size(-1)
-    if table.size(-1) != 2 * dim:
-        raise ValueError(
-            f"A rope table of width {table.size(-1)} met heads of {dim} channels; it must be "
-            f"{2 * dim} wide. Make it with loongplug.models.layers.inputs.rope_table from "
-            f"{dim // 2} angles."
-        )
     cos, sin = table.split(dim, dim=-1)
     # roll by half swaps the halves; the table's sines carry the sign.
     turned = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
@@ -124,9 +118,7 @@ class SDPAttention(MegatronModule):
     least float32 inside the kernel, which makes ``apply_query_key_layer_scaling`` (divide by the
     layer number, multiply back within the softmax) an identity here.
 
-    Raises ValueError at construction for context parallelism, sliding windows and softmax types
-    other than "vanilla". Only with dropout, for which torch has no fused kernel on the CPU, the
-    matrix is there again.
+    Only with dropout, for which torch has no fused kernel on the CPU, the matrix is there again.
     """
 
     def __init__(
@@ -141,8 +133,6 @@ class SDPAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        self._check_parallel(config)
-        _check_config(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.layer_number = max(1, layer_number)
@@ -165,24 +155,14 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attend: query, key and value are [s, b, heads or groups, dim], or [t, ...] when packed.
 
-        Args:
-            query: [s, b, heads, dim], or [t, heads, dim] when packed; local heads.
-            key, value: [s, b, groups, dim], or [t, groups, dim] when packed.
-            attention_mask: must be None.
-            attn_mask_type: overrides the constructor's.
-            attention_bias: must be None.
-            packed_seq_params: ``thd`` parameters; without tokens the result is empty and still
-                joined to the graph.
-
-        Returns:
-            [s, b, heads * dim], or [t, heads * dim] when packed, in query's dtype.
-
-        Raises:
-            ValueError: for a mask, a bias, or a mask type that SDPA cannot express.
+        Heads and groups are this rank's; ``attn_mask_type`` overrides the constructor's. Gives
+        [s, b, heads * dim], or [t, heads * dim] when packed, in query's dtype; without tokens an
+        empty result that is still joined to the graph.
         """
-        check_no_masks(attention_mask, attention_bias)
+        assert attention_mask is None, "no S x S matrix to apply it to"
+        assert attention_bias is None, "no S x S matrix to add it to"
         causal = is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if packed_seq_params is not None:
             layout = layout_of(packed_seq_params)
@@ -190,27 +170,16 @@ class SDPAttention(MegatronModule):
                 return self._varlen_packed(query, key, value, packed_seq_params, causal=causal)
             return self._packed(query, key, value, layout, causal=causal)
         s_q, s_k = query.size(0), key.size(0)
-        if causal and s_q != s_k:
-            if s_q != 1:
-                raise ValueError(
-                    f"Causal SDPAttention got {s_q} queries for {s_k} keys; it takes as many "
-                    "queries as keys, or a single query that sees every key."
-                )
+        if s_q == 1 < s_k:  # a single query sees every key
             causal = False
+        assert not causal or s_q == s_k, (s_q, s_k)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, dim]
         out = self._attend(q, k, v, causal=causal)
         return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)  # [s, b, heads * dim]
 
     def _by_kernel(self, query: Tensor, layout: PackedLayout) -> bool:
-        """Whether torch's kernel for segments of any lengths serves this batch.
-
-        Raises ValueError where ``layout`` is of another one.
-        """
-        if query.size(0) != layout.tokens:
-            raise ValueError(
-                f"Packed attention got {query.size(0)} tokens but segments of {layout.tokens} in "
-                "all; packed_seq_params must describe this very batch."
-            )
+        """Whether torch's kernel for segments of any lengths serves this batch."""
+        assert query.size(0) == layout.tokens, "packed_seq_params must describe this very batch"
         return (
             self._varlen is not None
             and query.is_cuda
@@ -293,45 +262,8 @@ class SDPAttention(MegatronModule):
                 enable_gqa=self.num_groups != self.num_heads,
             )
 
-    def _check_parallel(self, config: TransformerConfig) -> None:
-        """Raises ValueError where ranks share a row, of which each would see only a part."""
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"context_parallel_size is {config.context_parallel_size}, and SDPAttention sees "
-                "only whole sequences: use 1."
-            )
-
-
-def _check_config(config: TransformerConfig) -> None:
-    if config.window_size is not None:
-        raise ValueError(
-            f"window_size is {config.window_size}, and SDPAttention has no sliding window: leave "
-            "it unset, or install TransformerEngine."
-        )
-    if config.softmax_type != "vanilla":
-        raise ValueError(
-            f"softmax_type is {config.softmax_type!r}, and SDPAttention knows only 'vanilla'."
-        )
-
-
-def check_no_masks(attention_mask: Tensor | None, attention_bias: Tensor | None) -> None:
-    """Raises ValueError for what would have to be applied to an S x S matrix."""
-    if attention_mask is not None or attention_bias is not None:
-        raise ValueError(
-            "SDPAttention was given an attention_mask or attention_bias, and holds no S x S "
-            "matrix to apply it to. Pass None: causal or full comes from attn_mask_type, "
-            "separate sequences from packed_seq_params, and padding on the right needs no "
-            "mask under causal attention."
-        )
-
 
 def is_causal(mask_type: AttnMaskType) -> bool:
-    """Whether a mask type is causal, not full. Raises ValueError for any other kind."""
-    if mask_type in _CAUSAL:
-        return True
-    if mask_type in _FULL:
-        return False
-    raise ValueError(
-        f"SDPAttention got attn_mask_type {mask_type}; it knows "
-        f"{', '.join(kind.name for kind in _CAUSAL + _FULL)}."
-    )
+    """Whether a mask type is causal, not full; no other kind is known here."""
+    assert mask_type in _CAUSAL + _FULL, mask_type
+    return mask_type in _CAUSAL

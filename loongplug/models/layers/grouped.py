@@ -170,10 +170,6 @@ class _JoinedLinear(nn.Module):
         product: Tensor = _Product.apply(tokens.contiguous(), self._groups, self._linears, *weights)
         return product, None
 
-    def backward_dw(self) -> None:
-        """Weights' gradients are their linears' to compute."""
-        raise AssertionError("asked of the experts, not of what joins them")
-
 
 class _Product(torch.autograd.Function):
     """Weights' gradients that can wait (:class:`DelayedGradient`) are left to their linears."""

@@ -37,14 +37,10 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> "PackedLayout":
-        """Plan segments of these ``lengths``. Raises ValueError for a negative length."""
+        """Plan segments of these ``lengths``."""
         lengths = tuple(lengths)
         by_length: dict[int, list[int]] = {}
         for segment, length in enumerate(lengths):
-            if length < 0:
-                raise ValueError(
-                    f"Segment {segment} of a pack has length {length}; lengths must be 0 or more."
-                )
             if length:
                 by_length.setdefault(length, []).append(segment)
         return cls(lengths, by_length)
@@ -64,12 +60,8 @@ def pack_segments(
 ) -> PackedSegments:
     """Packed-sequence parameters (``thd``) of segments that each attend to themselves only.
 
-    Args:
-        lengths: tokens of each segment, known on the host; none at all makes an empty pack.
-        device: where ``cu_seqlens`` (int32, [segments + 1]) go, for kernels that read them.
-        padding: tokens behind the segments that are of no use. They become a segment as well,
-            since some kernels leave what no segment covers undefined, gradients included.
-
+    ``cu_seqlens`` go to the ``device``, for kernels that read them. ``padding`` behind the segments
+    becomes one as well, since some kernels leave what no segment covers undefined, gradients too.
     Call it once per microbatch and hand the result to every layer: nothing in the layers then
     waits for the device to learn the lengths.
     """
@@ -90,26 +82,18 @@ def pack_segments(
 
 
 def layout_of(params: PackedSeqParams) -> PackedLayout:
-    """The plan that ``params`` carry. Raises ValueError where :func:`pack_segments` made none."""
-    if isinstance(params, PackedSegments) and params.layout is not None:
-        return params.layout
-    raise ValueError(
-        "Packed attention got parameters without a plan of their segments: make them with "
-        "loongplug.models.layers.inputs.pack_segments."
-    )
+    """The plan that ``params`` carry, which :func:`pack_segments` made."""
+    assert isinstance(params, PackedSegments), params
+    assert params.layout is not None
+    return params.layout
 
 
 def rope_table(angles: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Cosines and signed sines of rotary ``angles``, in the form RotarySelfAttention takes.
 
-    Args:
-        angles: [s, b or 1, 1, dim / 2] float32, one angle per pair of channels (channel i turns
-            with channel i + dim / 2); for a packed batch s = t and b = 1.
-        dtype: the dtype the rotation is computed in.
-
-    Returns:
-        [s, b or 1, 1, 2 * dim]: cos, cos, -sin, sin. It is one tensor so that it passes through
-        recompute and schedules wherever Megatron carries a ``rotary_pos_emb``.
+    Angles are [s, b or 1, 1, dim / 2] float32, one for each pair of channels i and i + dim / 2; the
+    rotation is computed in ``dtype``. Gives cos, cos, -sin, sin as one tensor [s, b or 1, 1,
+    2 * dim], which passes through recompute and schedules as any ``rotary_pos_emb`` does.
     """
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype)
@@ -140,11 +124,7 @@ class MultimodalRotary(nn.Module):
     """
 
     def __init__(self, rope: RopeSettings, *, dtype: torch.dtype) -> None:
-        """``dtype`` is the one the rotation is computed in.
-
-        Raises:
-            ValueError: there are not as many axes as pairs of channels.
-        """
+        """``dtype`` is the one the rotation is computed in."""
         super().__init__()
         if len(rope.axes) != rope.channels // 2:
             raise ValueError(

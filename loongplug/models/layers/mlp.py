@@ -32,11 +32,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that ``transformers`` calls ``name``.
-
-    Raises:
-        ValueError: it is not one of those here.
-    """
+    """The function that ``transformers`` calls ``name``."""
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"activation is {name!r}, and known are {', '.join(_ACTIVATIONS)}: take one of them."

@@ -14,11 +14,6 @@ class _Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        if config.layernorm_zero_centered_gamma:
-            raise ValueError(
-                "layernorm_zero_centered_gamma is set, and the norms that work without "
-                "TransformerEngine centre their weight on one: leave it unset."
-            )
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps

@@ -106,10 +106,8 @@ class BalancedRouter(TopKRouter):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map, both [tokens, experts]; nothing of padding.
 
-        Args:
-            input: [s / (tp * cp), b, hidden].
-            padding_mask: [2 * s, b] bool, :func:`token_kinds` of whole rows turned; None where
-                there is no padding and nothing to balance.
+        ``input`` is [s / (tp * cp), b, hidden], ``padding_mask`` [2 * s, b] :func:`token_kinds` of
+        whole rows turned; None where there is no padding and nothing to balance.
         """
         self._counted = self._valid = local = None
         if padding_mask is not None:
@@ -125,12 +123,7 @@ class BalancedRouter(TopKRouter):
         return probs, routing_map
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As upstream's; where experts have a capacity, of the tokens that are no padding alone.
-
-        Args:
-            logits: [s / (tp * cp), b, experts].
-            padding_mask: [s / (tp * cp), b] bool.
-        """
+        """As upstream's; where experts have a capacity, of the tokens that are no padding alone."""
         if padding_mask is None or self.config.moe_expert_capacity_factor is None:
             of_all: tuple[Tensor, Tensor] = super().routing(logits, padding_mask=padding_mask)
             return of_all
@@ -173,11 +166,7 @@ class BalancedRouter(TopKRouter):
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As upstream's, with the weight that the class describes.
-
-        Args:
-            logits: [tokens, experts]. padding_mask: [tokens] bool.
-        """
+        """As upstream's, with the weight that the class describes."""
         coefficient = self.config.moe_z_loss_coeff
         if self._counted is None or self._valid is None or not self.calculate_per_token_loss:
             plain: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)

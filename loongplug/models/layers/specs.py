@@ -203,14 +203,12 @@ def _provider(
 ) -> BackendSpecProvider:
     if backend == "local":
         return SDPASpecProvider(delayed=delayed, split_rows=split_rows)
-    if backend == "te":
-        if not HAVE_TE:
-            raise ValueError(
-                "backend is 'te', but transformer_engine cannot be imported here: install it "
-                "(pip install --no-build-isolation '.[gpu]' in the checkout) or use 'local'."
-            )
-        return SplitRowsTESpecProvider() if split_rows else TESpecProvider()
-    raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local'.")
+    if not HAVE_TE:
+        raise ValueError(
+            "backend is 'te', but transformer_engine cannot be imported here: install it "
+            "(pip install --no-build-isolation '.[gpu]' in the checkout) or use 'local'."
+        )
+    return SplitRowsTESpecProvider() if split_rows else TESpecProvider()
 
 
 def _is_rms(config: TransformerConfig) -> bool:

@@ -1,7 +1,6 @@
 """Adapters beside the linears of a module, sharded like them, whichever package these are from."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,48 +28,15 @@ from loongplug.models.layers.inputs import input_for_recompute
 from loongplug.models.lora import LoraSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearPlace:
-    """The place of a parallel linear: its weight, its split, its group.
-
-    ``split`` is COLUMN or ROW. With ``sequence_parallel``, a column's input and a row's output are
-    split over the tokens. The linears of experts do not communicate: their dispatcher does.
-    """
-
-    weight: nn.Parameter  # [out / tp, in] or [out, in / tp]
-    split: Split
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-    in_parts: bool  # its block's ranks have parts of the sequence, and draw for themselves
-    expert: bool
-
-    @property
-    def same_input(self) -> bool:
-        """Whether all ranks of the group see the same input, as many values at a time.
-
-        Experts' ranks may; but ranks of other experts, which draw from one generator, do not.
-        """
-        return self.split is Split.COLUMN and not (self.sequence_parallel or self.expert)
-
-
-def _linear_place(linear: nn.Module, *, expert: bool) -> LinearPlace | None:
-    """The place of a linear; None for what is no parallel linear of a known kind."""
-    split = _split(linear)
-    if split is None:
-        return None
-    known: Any = linear
-    group = known.tp_group if hasattr(known, "tp_group") and not _is_te(linear) else known._tp_group
-    return LinearPlace(
-        weight=known.weight,
-        split=split,
-        group=group,
-        sequence_parallel=bool(known.sequence_parallel) and get_pg_size(group) > 1 and not expert,
-        in_parts=known.config.sequence_parallel,
-        expert=expert,
+def _is_te(linear: nn.Module) -> bool:
+    return te.HAVE_TE and isinstance(
+        linear,
+        (te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELayerNormColumnParallelLinear),
     )
 
 
 def _split(linear: nn.Module) -> Split | None:
+    """How a parallel linear is split, in columns or rows; None for what is none of a known kind."""
     if isinstance(linear, ColumnParallelLinear):
         return Split.COLUMN
     if isinstance(linear, RowParallelLinear):
@@ -78,13 +44,6 @@ def _split(linear: nn.Module) -> Split | None:
     if _is_te(linear):
         return Split.ROW if isinstance(linear, te.TERowParallelLinear) else Split.COLUMN
     return None
-
-
-def _is_te(linear: nn.Module) -> bool:
-    return te.HAVE_TE and isinstance(
-        linear,
-        (te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELayerNormColumnParallelLinear),
-    )
 
 
 def _own_input(linear: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -116,53 +75,61 @@ class Adapter(nn.Module):
     Collective, in forward and backward: the linear's tensor parallel group.
     """
 
-    def __init__(self, place: LinearPlace, settings: LoraSettings, *, gated: bool) -> None:
+    def __init__(
+        self, linear: nn.Module, settings: LoraSettings, *, split: Split, expert: bool, gated: bool
+    ) -> None:
+        """Beside a ``linear`` of a ``split``; ``gated``: of two halves, each of which is split.
+
+        The linears of experts do not communicate: their dispatcher does.
+        """
         super().__init__()
-        self.place = place
-        self.scale = settings.scale
-        self.dropout = settings.dropout
-        self.gated = gated  # two halves, each of which tensor parallelism splits
-        outputs, inputs = place.weight.shape
-        self.a = self._parameter(settings.rank, inputs)
-        self.b = self._parameter(outputs, settings.rank)
-        split, whole = (self.b, self.a) if place.split is Split.COLUMN else (self.a, self.b)
+        known: Any = linear
+        own_group = hasattr(known, "tp_group") and not _is_te(linear)
+        self.group: dist.ProcessGroup = known.tp_group if own_group else known._tp_group
+        self.columns, self.expert, self.gated = split is Split.COLUMN, expert, gated
+        self.scale, self.dropout = settings.scale, settings.dropout
+        # A column's input and a row's output are split over the tokens.
+        self.sequence_parallel = (
+            bool(known.sequence_parallel) and get_pg_size(self.group) > 1 and not expert
+        )
+        # Its block's ranks have parts of the sequence, and draw for themselves.
+        self.in_parts: bool = known.config.sequence_parallel
+        weight = known.weight  # [out / tp, in] or [out, in / tp]
+        outputs, inputs = weight.shape
+        self.a = _like(weight, settings.rank, inputs)
+        self.b = _like(weight, outputs, settings.rank)
+        split_one, whole = (self.b, self.a) if self.columns else (self.a, self.b)
         set_tensor_model_parallel_attributes(
-            split, is_parallel=True, dim=0 if place.split is Split.COLUMN else 1, stride=1
+            split_one, is_parallel=True, dim=0 if self.columns else 1, stride=1
         )
         # Each rank sees its own tokens there: Megatron sums the gradients of what is so marked.
-        whole.sequence_parallel = place.sequence_parallel  # type: ignore[attr-defined]
-
-    def _parameter(self, *shape: int) -> nn.Parameter:
-        weight = self.place.weight
-        parameter = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-        return parameter
+        whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """The linear's input [..., in / tp or in] to what is added to its output."""
         x = self._dropped(x)
-        if self.place.split is Split.COLUMN:
+        if self.columns:
             return F.linear(self._inner_of_column(x) * self.scale, self.b)
         return self._from_inner_of_row(F.linear(x, self.a) * self.scale)
 
     def _inner_of_column(self, x: Tensor) -> Tensor:
         """[..., in] to [..., rank]; each rank's gradient is of its own outputs only."""
-        group = self.place.group
-        if self.place.expert:
+        group = self.group
+        if self.expert:
             # The dispatcher sums the gradients of x over the ranks: that of a is what is left.
             return F.linear(x, copy_to_tensor_model_parallel_region(self.a, group=group))
         inner = F.linear(x, self.a)
-        if self.place.sequence_parallel:
+        if self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=group)
         return copy_to_tensor_model_parallel_region(inner, group=group)
 
     def _from_inner_of_row(self, inner: Tensor) -> Tensor:
         """[..., rank], of each rank's own inputs only, to [..., out]."""
-        group = self.place.group
-        if self.place.expert:
+        group = self.group
+        if self.expert:
             # The dispatcher sums the outputs over the ranks, and with them these.
             return F.linear(inner, copy_to_tensor_model_parallel_region(self.b, group=group))
-        if self.place.sequence_parallel:
+        if self.sequence_parallel:
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=group)
         else:
             inner = reduce_from_tensor_model_parallel_region(inner, group=group)
@@ -171,9 +138,11 @@ class Adapter(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return x
-        if self.place.same_input:
-            return F.dropout(x, self.dropout)  # the same draw on all ranks of the group
-        with own_draws(sequence_parallel=self.place.in_parts):
+        # All ranks of the group see the same input: the same draw. Experts' ranks may; but ranks of
+        # other experts, which draw from one generator, do not.
+        if self.columns and not (self.sequence_parallel or self.expert):
+            return F.dropout(x, self.dropout)
+        with own_draws(sequence_parallel=self.in_parts):
             return F.dropout(x, self.dropout)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -189,13 +158,13 @@ class Adapter(nn.Module):
         """As Megatron's linears: where this rank's slices lie. No collectives."""
         assert metadata is not None
         replicas = metadata["dp_cp_group"]
-        axes = {"b": 0} if self.place.split is Split.COLUMN else {"a": 1}
+        axes = {"b": 0} if self.columns else {"a": 1}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             axes,
             sharded_offsets,
-            tp_group=self.place.group,
+            tp_group=self.group,
             dp_cp_group=replicas,
         )
         if self.gated:
@@ -203,10 +172,16 @@ class Adapter(nn.Module):
                 sharded[f"{prefix}b"],
                 sharded_offsets,
                 metadata.get("singleton_local_shards", False),
-                tp_group=self.place.group,
+                tp_group=self.group,
                 dp_group=replicas,
             )
         return sharded
+
+
+def _like(weight: nn.Parameter, *shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+    parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+    return parameter
 
 
 def add_adapters(module: nn.Module, settings: LoraSettings) -> None:
@@ -214,9 +189,6 @@ def add_adapters(module: nn.Module, settings: LoraSettings) -> None:
 
     The adapter of ``x.linear_qkv`` is ``x.linear_qkv_lora``: names of other parameters stay. All
     adapters start at zero, which changes nothing in the outputs. No collectives.
-
-    Raises:
-        ValueError: a targeted linear is none that an adapter can stand beside.
     """
     module.requires_grad_(False)
     for path, linear in list(module.named_modules()):
@@ -230,14 +202,15 @@ def add_adapters(module: nn.Module, settings: LoraSettings) -> None:
 def _add_adapter(module: nn.Module, path: str, linear: nn.Module, settings: LoraSettings) -> None:
     parent_path, _, name = path.rpartition(".")
     parent = module.get_submodule(parent_path)
-    place = _linear_place(linear, expert="experts" in path.split("."))
-    if place is None:
+    split = _split(linear)
+    if split is None:
         raise ValueError(
             f"lora.target_modules name {path}, a {type(linear).__name__}, beside which no adapter "
             "can stand: leave it out of them, or --moe-grouped-gemm where it is experts'."
         )
     gated = isinstance(parent, MLP) and parent.config.gated_linear_unit and name == "linear_fc1"
-    adapter = Adapter(place, settings, gated=gated)
+    expert = "experts" in path.split(".")
+    adapter = Adapter(linear, settings, split=split, expert=expert, gated=gated)
     parent.add_module(f"{name}{ADAPTER}", adapter)
     seen_by = _own_input(linear)
 

@@ -29,7 +29,6 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-_PATTERNS = ("rank_pattern", "alpha_pattern")
 # A name, with numbers left open: no repetition within another, so that matching takes no time.
 _SIMPLE = re.compile(r"(?:[\w.^$-]|\\[.-]|\\d\+)*")
 
@@ -105,9 +104,6 @@ def folder_linears(
 
     The names of the folder's tensors say which have some (of experts, its config); rank and alpha,
     its config.
-
-    Raises:
-        ValueError: the folder has no plain adapters, or none beside a linear of the model.
     """
     config = read_peft_config(folder)
     if problems := _unlike_lora(config):
@@ -160,9 +156,15 @@ def _settings_of(
 
 
 def _numbers_of(module: str, config: Dictionary[str, Any]) -> tuple[Any, Any]:
-    """A module's rank and alpha, of whatever type the file has."""
-    rank = _of(config, "rank_pattern", module, config.get("r"))
-    return rank, _of(config, "alpha_pattern", module, config.get("lora_alpha"))
+    """A module's rank and alpha as ``peft`` finds them, of whatever type the file has."""
+
+    def of(patterns: str, default: Any) -> Any:
+        for pattern, value in (config.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return default
+
+    return of("rank_pattern", config.get("r")), of("alpha_pattern", config.get("lora_alpha"))
 
 
 def module_settings(
@@ -192,36 +194,29 @@ def module_settings(
 
 
 def _unlike_lora(config: Dictionary[str, Any]) -> list[str]:
-    """Reasons why adapters are not plain LoRA, and patterns that are not to be matched."""
+    """Reasons why adapters are not plain LoRA, and patterns that are not to be matched.
+
+    The latter come with the folder, from whoever wrote it.
+    """
     problems = [
-        f"{key} is {config[key]!r:.80}, which has no counterpart here"
-        for key in config
-        if key not in _NEUTRAL.split() and not _is_plain(key, config[key])
+        f"{key} is {value!r:.80}, which has no counterpart here"
+        for key, value in config.items()
+        if key not in _NEUTRAL.split() and (value not in _PLAIN[key] if key in _PLAIN else value)
     ]
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type is {config.get('peft_type')!r:.80}, expected 'LORA'")
-    unread = (_pattern_problem(key, config.get(key)) for key in _PATTERNS)
-    return [*problems, *filter(None, unread)]
-
-
-def _is_plain(key: str, value: Any) -> bool:
-    """Whether a key asks for nothing that has no counterpart here."""
-    return value in _PLAIN[key] if key in _PLAIN else not value
-
-
-def _pattern_problem(key: str, patterns: Any) -> str | None:
-    """Why ``patterns`` are not to be matched: they come with the folder, from whoever wrote it."""
-    if patterns is None:
-        return None
-    if not isinstance(patterns, dict):
-        return f"{key} is {patterns!r:.80}, expected an object of modules' names"
-    for pattern in patterns:
-        if not _SIMPLE.fullmatch(pattern):
-            return (
-                f"{key} names {pattern!r:.80}, expected a module's name, in which only \\d+ and . "
-                "stand for something else"
-            )
-    return None
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            problems.append(f"{key} is {patterns!r:.80}, expected an object of modules' names")
+            continue
+        problems += [
+            f"{key} names {pattern!r:.80}, expected a module's name, in which only \\d+ and . "
+            "stand for something else"
+            for pattern in patterns
+            if not _SIMPLE.fullmatch(pattern)
+        ]
+    return problems
 
 
 def _pattern(name: str) -> str:
@@ -230,11 +225,3 @@ def _pattern(name: str) -> str:
 
 def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
-
-
-def _of(config: Dictionary[str, Any], patterns: str, module: str, default: Any) -> Any:
-    """A module's own value, as ``peft`` finds it."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default

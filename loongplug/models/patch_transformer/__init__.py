@@ -6,6 +6,7 @@ One encoder, which data drive; projectors and decoders are other parts'.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from loongplug.models.architecture import SquareVisionArchitecture
@@ -98,10 +99,6 @@ class PatchTransformerConfig(SquareVisionArchitecture):
         """Whether the features go through the final norm."""
         return self.final_norm and self.computed_layers == self.num_layers
 
-    def start_of_layer_scale(self) -> float | None:
-        """The first factor of the layers' outputs; None without layer scale."""
-        return None
-
     def other_tensors(self) -> Mapping[str, Shape]:
         """Tensors of the files besides embeddings, layers and norms, which nothing here runs."""
         return {}
@@ -156,10 +153,6 @@ class Dinov2VisionConfig(PatchTransformerConfig):
     layer_scale: float = 1.0
     mask_token: bool = True  # the files have it
 
-    def start_of_layer_scale(self) -> float | None:
-        """The factor ``layer_scale``."""
-        return self.layer_scale
-
     def other_tensors(self) -> Mapping[str, Shape]:
         """The token that stood for masked patches."""
         return {"embeddings.mask_token": (1, self.hidden_size)} if self.mask_token else {}
@@ -179,10 +172,6 @@ class InternVisionConfig(PatchTransformerConfig):
     layer_scale: float = 0.1
     mask_token: bool = False  # the files have it
 
-    def start_of_layer_scale(self) -> float | None:
-        """The factor ``layer_scale``."""
-        return self.layer_scale
-
     def other_tensors(self) -> Mapping[str, Shape]:
         """The token that stood for masked patches."""
         return {"embeddings.mask_token": (1, 1, self.hidden_size)} if self.mask_token else {}
@@ -192,8 +181,12 @@ class InternVisionConfig(PatchTransformerConfig):
         return self.final_norm
 
 
-_BUILD = "loongplug.models.patch_transformer.encoder:build_encoder"
-_HUGGING_FACE = "loongplug.models.patch_transformer.hf:encoder"
+_HF = "loongplug.models.patch_transformer.hf"
+_part = partial(
+    Part,
+    build="loongplug.models.patch_transformer.encoder:build_encoder",
+    hugging_face=f"{_HF}:encoder",
+)
 _JSON = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -201,51 +194,41 @@ _JSON = {
     "in_channels": "num_channels",
     "layernorm_epsilon": "layer_norm_eps",
     "activation": "hidden_act",
+    "initializer_range": "initializer_range",
 }
 _FFN = {"ffn_hidden_size": "intermediate_size"}
 _SQUARES = {"image_size": "image_size", "patch_size": "patch_size"}
-_START = {"initializer_range": "initializer_range"}
 
 LOONGPLUG_PARTS = (
-    Part(
+    _part(
         name="clip_vit",
         config_class=ClipVisionConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
-        config_json=_JSON | _FFN | _SQUARES | _START,
+        config_json=_JSON | _FFN | _SQUARES,
         model_type="clip_vision_model",
     ),
-    Part(
+    _part(
         name="siglip_vit",
         config_class=SiglipVisionConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
-        config_json=_JSON | _FFN | _SQUARES | _START | {"head": "vision_use_head"},
+        config_json=_JSON | _FFN | _SQUARES | {"head": "vision_use_head"},
         model_type="siglip_vision_model",
     ),
-    Part(
+    _part(
         name="dinov2_vit",
         config_class=Dinov2VisionConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
         config_json=_JSON
         | _SQUARES
-        | _START
         | {"layer_scale": "layerscale_value", "mask_token": "use_mask_token"},
-        derived="loongplug.models.patch_transformer.hf:mlp_width",
+        derived=f"{_HF}:mlp_width",
         unused=("layerscale_value",),
         model_type="dinov2",
     ),
-    Part(
+    _part(
         name="intern_vit",
         config_class=InternVisionConfig,
-        build=_BUILD,
-        hugging_face=_HUGGING_FACE,
         config_json=_JSON
         | _FFN
-        | _START
         | {"layer_scale": "layer_scale_init_value", "mask_token": "use_mask_token"},
-        derived="loongplug.models.patch_transformer.hf:of_internvl",
+        derived=f"{_HF}:of_internvl",
         unused=("layer_scale_init_value",),
         model_type="internvl_vision",
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,7 +19,6 @@ from loongplug.models.encoder import (
     HandedOn,
     StagedEncoder,
     embedded,
-    encoder_config,
     hold_key_bias,
 )
 from loongplug.models.hf_mapping import CARRIED
@@ -83,13 +83,13 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, architecture, pg_collection=pg_collection)
+        super().__init__(config, architecture, backend=backend, pg_collection=pg_collection)
         self.tp_group = pg_collection.tp
         self._places_on: dict[tuple[int, torch.device], Tensor] = {}
         if self.stage.first:
             self._build_embeddings()
         spec = vision_layer_spec(config, backend=backend)
-        start = architecture.start_of_layer_scale()
+        start: float | None = getattr(architecture, "layer_scale", None)
         if start is not None:
             spec = with_layer_scale(spec, hidden_size=architecture.hidden_size, start=start)
         self.blocks = TransformerBlock(
@@ -101,6 +101,32 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         self.final_norm = self._norm() if last and architecture.norms_features else None
         if last and (tensors := carried_tensors(architecture)):
             self.add_module(CARRIED, Carried(tensors))
+
+    @classmethod
+    def megatron_settings(cls, architecture: PatchTransformerConfig) -> dict[str, Any]:
+        """LayerNorm and the kind's activation; sizes have to fit each other."""
+        side = architecture.side
+        architecture.require_feature_layer()
+        if architecture.temporal_patch_size != 1:
+            raise ValueError(
+                f"temporal_patch_size is {architecture.temporal_patch_size}, and the encoder sees "
+                "one frame at a time: set it to 1."
+            )
+        if side < 1 or side % architecture.spatial_merge_size:
+            raise ValueError(
+                f"image_size {architecture.image_size} over patch_size {architecture.patch_size} "
+                f"gives {side} patches a side, which cannot be merged in blocks of "
+                f"spatial_merge_size {architecture.spatial_merge_size}: choose sizes that divide."
+            )
+        if architecture.final_norm and not architecture.names.features_have_norm:
+            raise ValueError(
+                "final_norm is set, but this encoder's norm behind the last layer is of the pooled "
+                "class token alone: leave it unset."
+            )
+        return {
+            "normalization": "LayerNorm",
+            "activation_func": activation(architecture.activation),
+        }
 
     def _build_embeddings(self) -> None:
         config, architecture = self.config, self.architecture
@@ -130,9 +156,6 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         Returns:
             the feature layer's states in the patches' own order, [patches, hidden], and no taps;
             from a stage that is not the last those of all tokens, [tokens, hidden].
-
-        Raises:
-            ValueError: an image has another size than the model's.
         """
         side, images = self._grid(vision)
         tokens = side**2 + self.architecture.has_class_token()  # of an image
@@ -199,46 +222,4 @@ class PatchTransformer(StagedEncoder[PatchTransformerConfig]):
         return torch.cat([torch.zeros(1, dtype=torch.int64), 1 + places])
 
 
-def build_encoder(
-    architecture: PatchTransformerConfig,
-    *,
-    decoder: TransformerConfig,
-    groups: ProcessGroupCollection,
-    backend: Backend,
-) -> PatchTransformer:
-    """The encoder with the decoder's precision, over ``groups``.
-
-    Raises:
-        ValueError: the architecture asks for something that is not implemented.
-    """
-    _check(architecture)
-    config = encoder_config(
-        architecture,
-        decoder=decoder,
-        tp=groups.tp.size(),
-        normalization="LayerNorm",
-        activation_func=activation(architecture.activation),
-        bias_activation_fusion=False,  # upstream's fused GELU is the tanh approximation
-    )
-    return PatchTransformer(config, architecture, backend=backend, pg_collection=groups)
-
-
-def _check(architecture: PatchTransformerConfig) -> None:
-    side = architecture.side
-    architecture.require_feature_layer()
-    if architecture.temporal_patch_size != 1:
-        raise ValueError(
-            f"temporal_patch_size is {architecture.temporal_patch_size}, and the encoder sees one "
-            "frame at a time: set it to 1."
-        )
-    if side < 1 or side % architecture.spatial_merge_size:
-        raise ValueError(
-            f"image_size {architecture.image_size} over patch_size {architecture.patch_size} gives "
-            f"{side} patches a side, which cannot be merged in blocks of spatial_merge_size "
-            f"{architecture.spatial_merge_size}: choose sizes that divide."
-        )
-    if architecture.final_norm and not architecture.names.features_have_norm:
-        raise ValueError(
-            "final_norm is set, but this encoder's norm behind the last layer is of the pooled "
-            "class token alone: leave it unset."
-        )
+build_encoder = PatchTransformer.build

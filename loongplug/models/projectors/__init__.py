@@ -94,38 +94,22 @@ def _linears(ours: str, theirs: str, *, width: int, out: int, bias: bool) -> lis
     return Table(f"{ours}.", f"{theirs}.").two_linears(names, (width, out, out), bias=bias)
 
 
-_MODULES = "loongplug.models.projectors.modules"
-_HF = "loongplug.models.projectors"
 _ACTIVATION = {"activation": "projector_hidden_act"}
 _BIAS = {"bias": "multimodal_projector_bias"}
 
 # Their keys of config.json stand at its top, beside the sections.
-LOONGPLUG_PARTS = (
+LOONGPLUG_PARTS = tuple(
     Part(
-        name="linear",
-        config_class=LinearConfig,
-        build=f"{_MODULES}:build_linear",
-        hugging_face=f"{_HF}:one_linear",
-    ),
-    Part(
-        name="mlp",
-        config_class=MlpConfig,
-        build=f"{_MODULES}:build_mlp",
-        hugging_face=f"{_HF}:mlp",
-        config_json=_ACTIVATION | _BIAS,
-    ),
-    Part(
-        name="pixel_shuffle",
-        config_class=PixelShuffleConfig,
-        build=f"{_MODULES}:build_pixel_shuffle",
-        hugging_face=f"{_HF}:pixel_shuffle",
-        config_json=_ACTIVATION,
-    ),
-    Part(
-        name="average_pool",
-        config_class=AveragePoolConfig,
-        build=f"{_MODULES}:build_average_pool",
-        hugging_face=f"{_HF}:average_pool",
-        config_json=_ACTIVATION | _BIAS,
-    ),
+        name=name,
+        config_class=config_class,
+        build=f"loongplug.models.projectors.modules:build_{name}",
+        hugging_face=f"loongplug.models.projectors:{tensors}",
+        config_json=keys,
+    )
+    for name, config_class, tensors, keys in (
+        ("linear", LinearConfig, "one_linear", {}),
+        ("mlp", MlpConfig, "mlp", _ACTIVATION | _BIAS),
+        ("pixel_shuffle", PixelShuffleConfig, "pixel_shuffle", _ACTIVATION),
+        ("average_pool", AveragePoolConfig, "average_pool", _ACTIVATION | _BIAS),
+    )
 )

@@ -70,10 +70,11 @@ class LinearProjector(MegatronModule):
         return Features(embeddings=tokens, deepstack=())
 
 
-class TwoLinears(MegatronModule):
-    """Two linears, split over the tensor parallel group by columns, then by rows.
+class MlpProjector(MegatronModule):
+    """Tokens of the decoder's width from an encoder's patch states, by two linears.
 
-    An activation is between them; ``norm`` is for a derived class to apply in front.
+    These are split over the tensor parallel group by columns, then by rows. Their input
+    [tokens, width] is ``joined`` of the norm of what ``merged`` makes of states [patches, hidden].
 
     Collective: the tensor parallel group, forward and backward.
     """
@@ -84,90 +85,58 @@ class TwoLinears(MegatronModule):
         *,
         sizes: tuple[int, int, int],
         activation: Callable[[Tensor], Tensor],
-        norm: nn.Module | None,
         tp_group: dist.ProcessGroup,
+        merged: Callable[[Tensor], Tensor] = lambda states: states,
+        norm: nn.Module | None = None,
+        joined: Callable[[Tensor], Tensor] = lambda states: states,
         bias: bool = True,
     ) -> None:
         super().__init__(config=config)
         width, inner, out = sizes
-        self._activation = activation
+        self._merged, self._joined, self._activation = merged, joined, activation
         self.norm = norm
         assert config.init_method is not None
+        linears = {"config": config, "init_method": config.init_method, "tp_group": tp_group}
         self.linear_fc1 = ColumnParallelLinear(
-            width,
-            inner,
-            config=config,
-            init_method=config.init_method,
-            bias=bias,
-            gather_output=False,
-            tp_group=tp_group,
+            width, inner, bias=bias, gather_output=False, **linears
         )
         self.linear_fc2 = RowParallelLinear(
-            inner,
-            out,
-            config=config,
-            init_method=config.init_method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=tp_group,
+            inner, out, bias=bias, input_is_parallel=True, skip_bias_add=False, **linears
         )
-
-    def tokens(self, states: Tensor) -> Tensor:
-        """[tokens, width] to [tokens, out]."""
-        inner, _ = self.linear_fc1(states)
-        tokens: Tensor = self.linear_fc2(self._activation(inner))[0]
-        return tokens
-
-
-class MlpProjector(TwoLinears):
-    """Tokens of the decoder's width from an encoder's patch states.
-
-    ``merged`` makes the MLP's input [tokens, width] of states [patches, hidden].
-    """
-
-    def __init__(
-        self, config: TransformerConfig, *, merged: Callable[[Tensor], Tensor], **linears: Any
-    ) -> None:
-        super().__init__(config, **linears)
-        self._merged = merged
 
     def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
         assert not taps, "taps have projectors of their own"
-        merged = self._merged(states)
-        tokens = self.tokens(merged if self.norm is None else self.norm(merged))
+        rows = self._merged(states)
+        inner, _ = self.linear_fc1(self._joined(rows if self.norm is None else self.norm(rows)))
+        tokens, _ = self.linear_fc2(self._activation(inner))
         return Features(embeddings=tokens, deepstack=())
 
 
-class PatchMerger(TwoLinears):
-    """Merge each ``merge x merge`` block of patches into one token of the decoder's width.
+def patch_merger(
+    config: TransformerConfig,
+    *,
+    norm: nn.Module,
+    block_patches: int,
+    output_size: int,
+    tp_group: dist.ProcessGroup,
+    norm_blocks: bool = False,
+) -> MlpProjector:
+    """Blocks of so many patches, each into one token; the norm is of patches or of whole blocks."""
+    block = config.hidden_size * block_patches
 
-    The norm works on single patches, or on whole blocks with ``norm_blocks`` (Qwen3-VL's
-    deepstack).
-    """
+    def joined(states: Tensor) -> Tensor:
+        return states.reshape(-1, block)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        norm: nn.Module,
-        norm_blocks: bool,
-        block_patches: int,
-        output_size: int,
-        tp_group: dist.ProcessGroup,
-    ) -> None:
-        block = config.hidden_size * block_patches
-        sizes = block, block, output_size
-        super().__init__(config, sizes=sizes, activation=F.gelu, norm=norm, tp_group=tp_group)
-        self.block_size, self.norm_blocks = block, norm_blocks
-
-    def forward(self, patches: Tensor) -> Tensor:
-        """Patch states [patches, hidden] in block order to tokens [tokens, output_size]."""
-        assert self.norm is not None
-        if self.norm_blocks:
-            return self.tokens(self.norm(patches.reshape(-1, self.block_size)))
-        return self.tokens(self.norm(patches).reshape(-1, self.block_size))
+    options: dict[str, Any] = {"merged" if norm_blocks else "joined": joined}
+    return MlpProjector(
+        config,
+        sizes=(block, block, output_size),
+        activation=F.gelu,
+        norm=norm,
+        tp_group=tp_group,
+        **options,
+    )
 
 
 class _Mergers(nn.ModuleList):
@@ -186,7 +155,7 @@ class _Mergers(nn.ModuleList):
         """The sharded tensors of all mergers, by their names."""
         shards: dict[str, Any] = {}
         for number, merger in enumerate(self):
-            assert isinstance(merger, PatchMerger)
+            assert isinstance(merger, MlpProjector)
             shards |= merger.sharded_state_dict(f"{prefix}{number}.", sharded_offsets, metadata)
         return shards
 
@@ -211,15 +180,15 @@ class VisionProjector(MegatronModule):
         super().__init__(config=config)
         block_patches = vision.spatial_merge_size**2
 
-        def merger(*, norm_blocks: bool) -> PatchMerger:
+        def merger(*, norm_blocks: bool) -> MlpProjector:
             width = config.hidden_size * (block_patches if norm_blocks else 1)
-            return PatchMerger(
+            return patch_merger(
                 config,
                 norm=norm(config, width, eps=architecture.layernorm_epsilon),
-                norm_blocks=norm_blocks,
                 block_patches=block_patches,
                 output_size=output_size,
                 tp_group=groups.tp,
+                norm_blocks=norm_blocks,
             )
 
         self.merger = merger(norm_blocks=False)
@@ -227,9 +196,10 @@ class VisionProjector(MegatronModule):
 
     def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
+        behind = [each(tap, []) for each, tap in zip(self.deepstack, taps, strict=True)]
         return Features(
-            embeddings=self.merger(states),
-            deepstack=tuple(merger(tap) for merger, tap in zip(self.deepstack, taps, strict=True)),
+            embeddings=self.merger(states, []).embeddings,
+            deepstack=tuple(each.embeddings for each in behind),
         )
 
 
@@ -241,11 +211,7 @@ def build_linear(
     output_size: int,
     groups: ProcessGroupCollection,
 ) -> LinearProjector:
-    """The linear of single states, of an encoder over any kind of media.
-
-    Raises:
-        ValueError: the encoder's patches are to be merged.
-    """
+    """The linear of single states, of an encoder over any kind of media."""
     _check_unmerged(vision)
     _check_taps(vision)
     return LinearProjector(
@@ -256,13 +222,9 @@ def build_linear(
 def build_mlp(
     architecture: MlpConfig, *, vision: VisionArchitecture, **around: Any
 ) -> MlpProjector:
-    """The MLP of single patches.
-
-    Raises:
-        ValueError: the encoder's patches are to be merged.
-    """
+    """The MLP of single patches."""
     _check_unmerged(vision)
-    return _mlp(architecture, vision, merged=lambda states: states, **around)
+    return _mlp(architecture, vision, **around)
 
 
 def build_pixel_shuffle(
@@ -309,9 +271,8 @@ def _mlp(
     config: TransformerConfig,
     output_size: int,
     groups: ProcessGroupCollection,
-    merged: Callable[[Tensor], Tensor],
     width: int | None = None,
-    norm: LayerNorm | None = None,
+    **options: Any,
 ) -> MlpProjector:
     """From a ``width``, of one patch where none is given, into the decoder's."""
     _check_taps(vision)
@@ -320,9 +281,8 @@ def _mlp(
         sizes=(width or config.hidden_size, output_size, output_size),
         activation=activation(architecture.activation),
         bias=getattr(architecture, "bias", True),
-        norm=norm,
-        merged=merged,
         tp_group=groups.tp,
+        **options,
     )
 
 

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import (
-    EncoderInput,
-    HandedOn,
-    StagedEncoder,
-    embedded,
-    encoder_config,
-)
+from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, embedded
 from loongplug.models.layers.inputs import (
     PackedSegments,
     input_for_recompute,
@@ -42,14 +36,9 @@ from loongplug.platform.devices import to_device
 
 
 def frame_windows(height: int, width: int, *, merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """The windows of one frame of ``height x width`` patches.
+    """The windows of one frame of ``height x width`` patches, ``side`` merged tokens a side.
 
-    Args:
-        side: a window's side in merged tokens.
-
-    Returns:
-        the frame's tokens in the order of their windows, [tokens] int64, and the patches of each
-        window, [windows] int64.
+    Gives the frame's tokens in their order, [tokens], and the patches of each, [windows]; int64.
     """
     rows, columns = height // merge, width // merge
     windows_per_row = -(-columns // side)
@@ -166,7 +155,7 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
         backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, architecture, pg_collection=pg_collection)
+        super().__init__(config, architecture, backend=backend, pg_collection=pg_collection)
         self._geometry = WindowGeometry(
             side=architecture.window_tokens,
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
@@ -192,6 +181,11 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
             post_layer_norm=False,
             pg_collection=pg_collection,
         )
+
+    @classmethod
+    def megatron_settings(cls, architecture: Qwen25VisionConfig) -> dict[str, Any]:
+        """RMSNorm and SwiGLU."""
+        return {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu}
 
     def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit, or go on from where the stage before has come.
@@ -222,25 +216,7 @@ class Qwen25VisionEncoder(StagedEncoder[Qwen25VisionConfig]):
         return (permute_blocks(states, plan.inverse) if self.stage.last else states), []
 
 
-def build_encoder(
-    architecture: Qwen25VisionConfig,
-    *,
-    decoder: TransformerConfig,
-    groups: ProcessGroupCollection,
-    backend: Backend,
-) -> Qwen25VisionEncoder:
-    """The encoder with the decoder's precision, over ``groups``."""
-    config = encoder_config(
-        architecture,
-        decoder=decoder,
-        tp=groups.tp.size(),
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        # torch.compile would compile it again for other numbers of patches.
-        bias_activation_fusion=False,
-    )
-    return Qwen25VisionEncoder(config, architecture, backend=backend, pg_collection=groups)
+build_encoder = Qwen25VisionEncoder.build
 
 
 def build_projector(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -16,13 +15,7 @@ from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.encoder import (
-    EncoderInput,
-    HandedOn,
-    StagedEncoder,
-    embedded,
-    encoder_config,
-)
+from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, embedded
 from loongplug.models.layers.inputs import input_for_recompute, pack_segments, rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import (
@@ -89,10 +82,10 @@ class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
         config: TransformerConfig,
         architecture: Qwen3VisionConfig,
         *,
-        layer_spec: ModuleSpec,
+        backend: Backend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, architecture, pg_collection=pg_collection)
+        super().__init__(config, architecture, backend=backend, pg_collection=pg_collection)
         self._geometry = PackedGeometry(
             side=round(architecture.num_position_embeddings**0.5),
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
@@ -102,8 +95,17 @@ class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
         if self.stage.first:
             self._build_embeddings()
         self.blocks = TransformerBlock(
-            config=config, spec=layer_spec, post_layer_norm=False, pg_collection=pg_collection
+            config=config,
+            spec=vision_layer_spec(config, backend=backend),
+            post_layer_norm=False,
+            pg_collection=pg_collection,
         )
+
+    @classmethod
+    def megatron_settings(cls, architecture: Qwen3VisionConfig) -> dict[str, Any]:
+        """LayerNorm and GELU in its tanh approximation."""
+        gelu = partial(F.gelu, approximate="tanh")
+        return {"normalization": "LayerNorm", "activation_func": gelu}
 
     def _build_embeddings(self) -> None:
         config, architecture = self.config, self.architecture
@@ -151,28 +153,7 @@ class Qwen3VisionEncoder(StagedEncoder[Qwen3VisionConfig]):
         return patches + positions.to(patches.dtype)
 
 
-def build_encoder(
-    architecture: Qwen3VisionConfig,
-    *,
-    decoder: TransformerConfig,
-    groups: ProcessGroupCollection,
-    backend: Backend,
-) -> Qwen3VisionEncoder:
-    """The encoder with the decoder's precision, over ``groups``."""
-    config = encoder_config(
-        architecture,
-        decoder=decoder,
-        tp=groups.tp.size(),
-        normalization="LayerNorm",
-        activation_func=partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=False,  # the fused kernel is for the exact GELU
-    )
-    return Qwen3VisionEncoder(
-        config,
-        architecture,
-        layer_spec=vision_layer_spec(config, backend=backend),
-        pg_collection=groups,
-    )
+build_encoder = Qwen3VisionEncoder.build
 
 
 def build_projector(architecture: ProjectorArchitecture, **around: Any) -> VisionProjector:

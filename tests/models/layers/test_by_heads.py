@@ -17,18 +17,6 @@ from loongplug.platform import devices
 
 
 @pytest.mark.quick
-def test_rows_far_apart_come_together_and_others_stay() -> None:
-    tokens_first = torch.randn(5, 3, 2, 8)  # [s, b, heads, dim]
-    apart = tokens_first.permute(1, 2, 0, 3)
-    together = by_heads(apart)
-    assert torch.equal(together, apart)
-    assert together.stride() == (80, 40, 8, 1)
-    assert by_heads(together) is together
-    heads_first = together.transpose(0, 1)  # whole heads in another order
-    assert by_heads(heads_first) is heads_first
-
-
-@pytest.mark.quick
 def test_what_has_no_values_lies_as_on_the_runs_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = torch.empty(5, 3, 2, 8, device="meta").permute(1, 2, 0, 3)
     monkeypatch.setattr(devices, "is_host", lambda: False)

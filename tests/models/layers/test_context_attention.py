@@ -1,20 +1,18 @@
 """ContextAttention on ranks that each hold a part of a row, against SDPAttention of one rank."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from layer_configs import ALONE, decoder_config
 from megatron.core.transformer.enums import AttnMaskType
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from torch import Tensor
 
 from loongplug.context.balance import balanced
@@ -193,14 +191,6 @@ def _watched(rank: int, cp: int) -> tuple[list[str], int]:
     return events, received
 
 
-def _gathers(rank: int, cp: int, together: int) -> int:
-    """Of a forward and a backward, with keys and values of so many bytes together."""
-    counted = MagicMock(side_effect=gathered_by)
-    with patch.object(gathered, "_TOGETHER", together), patch.object(gathered, "_gather", counted):
-        of_this_rank("two rows", "all_gather", rank=rank, cp=cp)
-    return counted.call_count
-
-
 WATCHED = {
     "gather": (dist, "all_gather_into_tensor"),
     "return": (dist, "all_to_all_single"),
@@ -222,127 +212,3 @@ def test_the_next_heads_keys_are_asked_for_before_one_is_computed() -> None:
     assert heads == forward + backward
     # Keys and values twice, their gradients once, each but for the half that is this rank's own.
     assert received == 6 * 48 * 2 * GROUPS * DIM // 2
-
-
-@pytest.mark.parametrize(("heads", "gathers"), [(0.5, GROUPS), (5.5, 3), (GROUPS, 1), (99, 1)])
-def test_heads_of_short_rows_come_together_and_those_of_long_ones_one_by_one(
-    heads: float, gathers: int
-) -> None:
-    of_head = 2 * 48 * 2 * DIM * 4  # keys and values of 48 tokens, two rows, four bytes each
-    together = int(heads * of_head)
-    assert run_ranks(_gathers, 2, cp=2, together=together) == [2 * gathers] * 2
-
-
-def _held_heads(rank: int, cp: int) -> list[int]:
-    """How many earlier heads' keys are still there, whenever a next head's are put in order."""
-    taken: list[weakref.ref[Tensor]] = []
-    held: list[int] = []
-    put_in_order = gathered.by_heads
-
-    def watched(x: Tensor) -> Tensor:
-        held.append(sum(ref() is not None for ref in taken))
-        return put_in_order(x)
-
-    def taking(add: Any) -> Any:
-        def taken_from(self: Any, k: Tensor, v: Tensor, groups: Any) -> Any:
-            taken.append(weakref.ref(k))
-            return add(self, k, v, groups)
-
-        return taken_from
-
-    with ExitStack() as stack:
-        stack.enter_context(at_once(1))
-        for each in (gathered.Merged, gathered.Gradients):
-            stack.enter_context(patch.object(each, "add", taking(each.add)))
-        stack.enter_context(patch.object(gathered, "by_heads", watched))
-        of_this_rank("one row", "all_gather", rank=rank, cp=cp)
-    return held
-
-
-def test_a_heads_keys_are_gone_before_the_next_ones_are_put_in_order() -> None:
-    (held, _) = run_ranks(_held_heads, 2, cp=2)
-    assert len(held) > 4 * GROUPS  # keys and values of each head, forward and backward
-    assert not any(held)
-
-
-# What a rank that dies in the forward or in the backward calls there, and in which of its calls.
-# The forward has a gather for each head, one at a time, and two passings between three ranks.
-DIES = {
-    "all_gather, forward": ("all_gather", "all_gather_into_tensor", 3),
-    "all_gather, backward": ("all_gather", "all_gather_into_tensor", GROUPS + 3),
-    "all_gather, gradients": ("all_gather", "all_to_all_single", 2),
-    "p2p, forward": ("p2p", "all_to_all_single", 2),
-    "p2p, backward": ("p2p", "all_to_all_single", 4),
-    "a2a, forward": ("a2a", "all_to_all_single", 2),
-    "a2a, backward": ("a2a", "all_to_all_single", 3),
-}
-
-
-def _dies_within_a_row(rank: int, cp: int, case: str) -> None:
-    comm_type, collective, last = DIES[case]
-    original = getattr(dist, collective)
-    calls = 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if rank == 1 and calls == last:
-            way = "backward" if torch._C._current_autograd_node() else "forward"
-            raise RuntimeError(f"no more keys in the {way}")
-        return original(*args, **options)
-
-    with at_once(1), patch.object(dist, collective, counted):
-        of_this_rank("one row", comm_type, rank=rank, cp=cp)
-
-
-@pytest.mark.parametrize("case", DIES)
-def test_a_rank_that_dies_within_a_row_ends_the_others(case: str) -> None:
-    way = "forward" if "forward" in case else "backward"
-    with pytest.raises(RankError, match=f"no more keys in the {way}") as caught:
-        run_ranks(_dies_within_a_row, 3, cp=3, case=case, timeout=60.0)
-    assert caught.value.rank == 1
-    assert caught.value.errors.keys() == {0, 1, 2}, "all end with an error"
-    assert not any("was still running" in said for said in caught.value.errors.values())
-
-
-gathered_by = gathered._gather
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"cp_comm_type": "a2a+p2p"}, "all_gather, a2a, p2p"),
-        ({"cp_comm_type": "a2a", "ranks": 5}, "12 key/value heads on each of 5"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_at_once(options: dict[str, Any], names: str) -> None:
-    ranks = options.pop("ranks", 2)
-    group = SimpleNamespace(tp=ALONE.tp, cp=SimpleNamespace(size=lambda: ranks, rank=lambda: 0))
-    config = decoder_config(
-        num_attention_heads=HEADS, num_query_groups=GROUPS, context_parallel_size=ranks
-    )
-    with pytest.raises(ValueError, match=names):
-        ContextAttention(config, 1, AttnMaskType.causal, "self", pg_collection=group, **options)
-
-
-def test_inputs_that_are_not_of_the_row_are_refused() -> None:
-    group = SimpleNamespace(tp=ALONE.tp, cp=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
-    config = decoder_config(
-        num_attention_heads=HEADS, num_query_groups=GROUPS, context_parallel_size=2
-    )
-    module = ContextAttention(config, 1, AttnMaskType.causal, "self", pg_collection=group)
-    row = context_row(zigzag(8, cp=2), [8], rank=0, device="cpu")
-    params = PackedSegments(qkv_format="sbhd", context=row)
-    query, key, value, _ = drawn(4, 1)
-    for given, mask, packed, names in (
-        ((query, key, value), None, None, "no row"),
-        ((query, key, value), None, replace(params, context=None), "no row"),
-        ((query[:3], key, value), None, params, "3 tokens of a row of which this rank holds 4"),
-    ):
-        with pytest.raises(ValueError, match=names):
-            module(*given, mask, packed_seq_params=packed)
-    with pytest.raises(ValueError, match="full attention"):
-        module(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=params)
-    with pytest.raises(ValueError, match="attention_mask"):
-        module(query, key, value, torch.ones(1), packed_seq_params=params)

@@ -132,27 +132,3 @@ def _kept_and_told(rank: int) -> None:
 
 def test_what_is_kept_and_who_is_told() -> None:
     run_ranks(_kept_and_told, 1)
-
-
-def _recomputed(rank: int) -> None:
-    """A part that is computed twice leaves one gradient, of its second time."""
-    from megatron.core import tensor_parallel
-
-    with model_parallel(tp=1):
-        config = vision_config()
-        results = []
-        for kind in KINDS["column"][:2]:
-            linear = made(kind, config, bias=False, skip_bias_add=False)
-            (microbatch,) = inputs(32, lengths=(6,))
-            output = tensor_parallel.checkpoint(
-                lambda x, linear=linear: linear(x)[0].square(), False, microbatch
-            )
-            output.backward(torch.ones_like(output))
-            linear.backward_dw()
-            results.append((linear.weight.grad, microbatch.grad))
-        for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
-
-
-def test_recompute() -> None:
-    run_ranks(_recomputed, 1)

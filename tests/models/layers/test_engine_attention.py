@@ -18,12 +18,12 @@ from torch import Tensor
 
 from loongplug.context.balance import balanced
 from loongplug.context.segments import Segments
-from loongplug.context.token_split import ContextShard, TokenSplit, zigzag
+from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.context import engine
 from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.context.engine import over_parts_of_rows
-from loongplug.models.layers.context.row import ContextRow, context_row
+from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.inputs import PackedSegments
 
 HEADS, GROUPS, DIM = 12, 6, 8
@@ -188,29 +188,6 @@ def test_all_other_rows_are_not() -> None:
         assert found == dict.fromkeys(OTHERS, (False, True))
 
 
-def _refusals(rank: int) -> list[str]:
-    module, params = attention(cp=2), padded_row(rank, 2)
-    mine = [x[: LENGTH // 2] for x in drawn(dtype=torch.bfloat16)[:3]]
-    causal = AttnMaskType.causal
-    said = []
-    for mask, options in (
-        (mine[0], {"attn_mask_type": causal, "packed_seq_params": params}),
-        (None, {"attn_mask_type": AttnMaskType.no_mask, "packed_seq_params": params}),
-        (None, {"attn_mask_type": causal}),
-    ):
-        with pytest.raises(ValueError, match=r".") as error:
-            module(*mine, mask, **options)
-        said.append(str(error.value))
-    return said
-
-
-def test_what_neither_takes_is_refused() -> None:
-    for masked, full, without in run_ranks(_refusals, 2):
-        assert "attention_mask" in masked
-        assert "full attention" in full
-        assert "got no row" in without
-
-
 def _kept(rank: int) -> tuple[Any, ...]:
     module = attention(cp=2)
     names = list(module.state_dict())
@@ -226,21 +203,3 @@ def test_checkpoints_have_the_engines_names() -> None:
     assert (names, sharded, missing) == (["_extra_state"], {}, ([], []))
     assert classes[1:] == ["EngineContext", "TEDotProductAttention", StandInAttention.__name__]
     assert comm_type == "all_gather"
-
-
-@pytest.mark.quick
-def test_the_engines_order_is_an_even_zigzag_of_one_segment() -> None:
-    halves = TokenSplit(tuple(ContextShard.whole(12).chunks(2)))
-    even = zigzag(12, cp=2)
-    turned = TokenSplit(even.parts[::-1])
-    for split, lengths, expected in (
-        (even, (12,), True),
-        (zigzag(18, cp=3), (18,), True),
-        (zigzag(10, cp=2), (10,), False),
-        (even, (5, 7), False),
-        (even, (11,), False),
-        (halves, (12,), False),
-        (turned, (12,), False),
-    ):
-        row: ContextRow = context_row(split, lengths, rank=0, device="cpu")
-        assert row.engine_order is expected, (split, lengths)

@@ -137,26 +137,6 @@ def test_the_same_with(case, kernel):
     assert_same(found, bits=not kernel and "activation" not in " ".join(case))
 
 
-def in_a_layer(rank, *, ep, etp, hidden):
-    """Output and gradients of the whole layer, one by one and at once."""
-    with model_parallel(tp=etp, ep=ep, etp=etp):
-        experts = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        parallel = {"tensor_model_parallel_size": etp, "sequence_parallel": etp > 1}
-        layer = experts_of(**experts, **parallel, moe_token_dispatcher_type="alltoall")
-        assert layer.joined
-        found = []
-        for joined in (False, True):
-            layer.joined = joined
-            found.append(everything(layer, layer, [4, 0, 9, 1][: len(layer.local_experts)]))
-        return found
-
-
-@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
-def test_the_same_on_ranks_that_share_experts(ep, etp):
-    for found in run_ranks(in_a_layer, 2, ep=ep, etp=etp, hidden=HIDDEN):
-        assert_same(found, bits=True)
-
-
 def hooked(rank):
     with model_parallel():
         experts = experts_of()
@@ -188,18 +168,6 @@ def hooked(rank):
 
 def test_hooks_at_linears_are_heard():
     run_ranks(hooked, 1)
-
-
-def with_bias(rank):
-    with model_parallel():
-        alone = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
-        assert experts_of(**alone).joined
-        assert not experts_of(add_bias_linear=True).joined
-        assert not experts_of(num_moe_experts=1, **alone).joined
-
-
-def test_experts_with_biases_or_alone_stay_apart():
-    run_ranks(with_bias, 1)
 
 
 def mlp_with(*, ffn, dtype=torch.bfloat16):

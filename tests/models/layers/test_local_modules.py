@@ -1,8 +1,5 @@
 """The local linears and MLP against the upstream classes that they stand in for."""
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from layer_configs import decoder_config, vision_config
@@ -13,22 +10,7 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor
 
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
-from loongplug.models.layers.mlp import LocalMLP, swiglu
-
-
-def column(kind: type, config: TransformerConfig, **options: Any) -> ColumnParallelLinear:
-    return kind(config.hidden_size, 12, config=config, init_method=config.init_method, **options)
-
-
-def row(kind: type, config: TransformerConfig, **options: Any) -> RowParallelLinear:
-    return kind(
-        config.hidden_size,
-        12,
-        config=config,
-        init_method=config.init_method,
-        input_is_parallel=True,
-        **options,
-    )
+from loongplug.models.layers.mlp import LocalMLP
 
 
 def mlp(kind: type[MLP], linears: tuple[type, type], config: TransformerConfig) -> MLP:
@@ -54,31 +36,6 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
-def _linears(rank: int, *, tp: int) -> None:
-    with model_parallel(tp=tp):
-        config = vision_config(tensor_model_parallel_size=tp)
-        x = torch.randn(5, 2, 32, requires_grad=True)
-        for bias in (False, True):
-            for skip in (False, True):
-                options = {"bias": bias, "skip_bias_add": skip}
-                ours = column(LocalColumnParallelLinear, config, **options)
-                theirs = column(ColumnParallelLinear, config, **options)
-                assert ours.plain is (tp == 1)
-                assert_same(results(ours, x), results(theirs, x))
-                half = x[..., : 32 // tp].detach().requires_grad_()
-                ours, theirs = (
-                    row(kind, config, **options)
-                    for kind in (LocalRowParallelLinear, RowParallelLinear)
-                )
-                assert ours.plain is (tp == 1)
-                assert_same(results(ours, half), results(theirs, half))
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_linears_agree_with_upstreams(tp: int) -> None:
-    run_ranks(_linears, tp, tp=tp)
-
-
 def _mlps(rank: int) -> None:
     upstream = (ColumnParallelLinear, RowParallelLinear)
     local = (LocalColumnParallelLinear, LocalRowParallelLinear)
@@ -101,12 +58,3 @@ def _mlps(rank: int) -> None:
 
 def test_mlps_agree_with_upstreams() -> None:
     run_ranks(_mlps, 1)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("rows", [0, 5])
-def test_swiglu_has_the_right_gradient(rows: int) -> None:
-    x = torch.randn(rows, 2, 6, dtype=torch.float64, requires_grad=True)
-    gate, up = x.detach().chunk(2, dim=-1)
-    torch.testing.assert_close(swiglu(x), gate * torch.sigmoid(gate) * up)
-    assert torch.autograd.gradcheck(swiglu, (x,))

@@ -7,7 +7,6 @@ import torch
 from layer_configs import decoder_config
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
-from parity.gradient_faults import send_padding_to_experts
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
@@ -95,23 +94,6 @@ def test_experts_get_real_tokens_alone(ep: int, dispatcher: str, settings: dict[
             for number, gradient in enumerate(gradients):
                 whole = sum(each["experts"][expert][number] for each in alone)
                 assert_near(gradient, whole)
-
-
-def passed_at_fault(rank: int, **settings: Any) -> dict[str, Any]:
-    send_padding_to_experts(rank)
-    return passed(rank, **settings)
-
-
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_padding_that_is_sent_is_seen_by_its_count_alone(dispatcher: str) -> None:
-    """Its probabilities are zero: outputs and gradients are those of the real tokens."""
-    settings = {"ep": 1, "moe_token_dispatcher_type": dispatcher}
-    (found,), (sound,) = (run_ranks(each, 1, **settings) for each in (passed_at_fault, passed))
-    assert sound["came"] == TOP * sum(LENGTHS)
-    assert found["came"] == TOP * max(LENGTHS) * len(LENGTHS)
-    assert not any(each.any() for each in found["padding"])
-    for name in ("output", "input", "router"):
-        assert_near(found[name], sound[name])
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:

@@ -161,60 +161,6 @@ def test_nothing_of_s_by_s_is_kept_for_backward(packed: list[int] | None) -> Non
     assert max(sizes) <= s * HEADS * DIM
 
 
-@pytest.mark.quick
-def test_a_mask_or_bias_tensor_is_refused() -> None:
-    tensors = inputs(4, 1)
-    with pytest.raises(ValueError, match=r"attention_mask.*Pass None"):
-        attention()(*tensors, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"attention_bias.*Pass None"):
-        attention()(*tensors, None, attention_bias=torch.zeros(1, HEADS, 4, 4))
-
-
-@pytest.mark.quick
-def test_what_sdpa_cannot_express_is_refused() -> None:
-    query, _, _ = inputs(3, 1)
-    _, key, value = inputs(5, 1)
-    with pytest.raises(ValueError, match="3 queries for 5 keys"):
-        attention()(query, key, value, None)
-    with pytest.raises(ValueError, match="knows causal, padding_causal, no_mask, padding"):
-        attention(AttnMaskType.arbitrary)(*inputs(4, 1), None)
-    with pytest.raises(ValueError, match="got 8 tokens but segments of 6"):
-        attention()(*inputs(8), None, packed_seq_params=pack_segments([2, 4], device="cpu"))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("context_parallel_size", 2), ("window_size", (4, 0)), ("softmax_type", "learnable")],
-)
-def test_unsupported_configs_are_refused_when_built(name: str, value: object) -> None:
-    config = decoder_config()
-    setattr(config, name, value)
-    with pytest.raises(ValueError, match=name):
-        SDPAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ALONE)
-
-
-def _dropout(rank: int) -> None:
-    tensors = inputs(16, 2)
-    plain = attention()(*tensors, None)
-    module = attention(attention_dropout=0.5)
-    with model_parallel():
-        default, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-        first, second = module(*tensors, None), module(*tensors, None)
-        assert not torch.equal(first, second)
-        # the model-parallel stream moved, the one that all ranks share did not
-        assert torch.equal(torch.get_rng_state(), default)
-        get_cuda_rng_tracker().set_states(tracked)
-        assert torch.equal(module(*tensors, None), first)
-        mean = torch.stack([module(*tensors, None) for _ in range(400)]).mean(0)
-        assert (mean - plain).abs().mean() < 0.1 * plain.abs().mean()
-        assert torch.equal(module.eval()(*tensors, None), plain)
-
-
-def test_dropout_draws_from_megatrons_tracker_in_training_only() -> None:
-    run_ranks(_dropout, 1)
-
-
 def _dropout_of_a_rank(rank: int, *, sequence_parallel: bool) -> list[float]:
     with model_parallel(tp=2):
         config = decoder_config(

@@ -91,57 +91,6 @@ def test_a_tile_agrees_with_autograd(
     assert_tile_agrees(drawn(size_q, size_k, groups=groups), causal=causal, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tile_agrees_within_the_rounding_of_its_dtype(dtype: torch.dtype) -> None:
-    q, k, v, grad = drawn(6, 6, groups=2, dtype=dtype)
-    out, lse = attend(q, k, v, causal=True, scale=None)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    found = attend_backward(grad, q, k, v, out, lse, causal=True, scale=None)
-    expected = gradients_by_formula(q, k, v, grad, causal=True, scale=None)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == dtype
-        assert_close(ours, theirs, tolerance=TOLERANCE[dtype])
-
-
-@GROUPS
-def test_tiles_of_a_query_give_parts_of_its_gradients(groups: int) -> None:
-    """With the output and the logsumexp over all keys."""
-    q, k, v, grad = drawn(5, 9, groups=groups)
-    parts = []
-    out, lse = attend(q, k, v, causal=False, scale=None)
-    for cut in (slice(0, 2), slice(2, 9)):
-        tile = (q, k[:, :, cut], v[:, :, cut])
-        parts.append(attend_backward(grad, *tile, out, lse, causal=False, scale=None))
-    expected = gradients_by_formula(q, k, v, grad, causal=False, scale=None)
-    dq = parts[0][0] + parts[1][0]
-    dk, dv = (torch.cat((parts[0][i], parts[1][i]), dim=2) for i in (1, 2))
-    for ours, theirs in zip((dq, dk, dv), expected, strict=True):
-        assert (ours - theirs).abs().max() <= TOLERANCE[torch.float64] * 10
-
-
-def test_slices_of_a_row_need_no_copies() -> None:
-    """Tiles are slices: their rows lie apart, and a logsumexp's, too."""
-    q, k, v, grad = drawn(12, 12, groups=2)
-    rows = slice(4, 9)
-    out, lse = attend(q, k, v, causal=False, scale=None)
-    ours = attend_backward(
-        *(x[:, :, rows] for x in (grad, q)), k, v, out[:, :, rows], lse[:, :, rows],
-        causal=False, scale=None,
-    )  # fmt: skip
-    expected = gradients_by_formula(q[:, :, rows], k, v, grad[:, :, rows], causal=False, scale=None)
-    for found, theirs in zip(ours, expected, strict=True):
-        assert_close(found, theirs, tolerance=TOLERANCE[torch.float64])
-
-
-@pytest.mark.parametrize(("size_q", "size_k"), [(0, 4), (4, 0)])
-def test_an_empty_tile_is_refused_before_it_ends_the_process(size_q: int, size_k: int) -> None:
-    q, k, v, grad = drawn(size_q, size_k, groups=2)
-    with pytest.raises(AssertionError, match="empty"):
-        attend(q, k, v, causal=False, scale=None)
-    with pytest.raises(AssertionError, match="empty"):
-        attend_backward(grad, q, k, v, grad, grad[..., 0], causal=False, scale=None)
-
-
 @GROUPS
 @CHANNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,26 +114,22 @@ def aligned_only(q: Tensor, *others: Tensor) -> None:
     assert all(x.size(-1) % 8 == 0 for x in (q, *others)), "a kernel of a GPU refuses this"
 
 
-def like_flash(tile: kernels._Tile) -> tuple[Tensor, Tensor]:
+def like_flash(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """What the kernel computes, with its demands, by the CPU's."""
-    q, k, v = tile.q, tile.k, tile.v
-    aligned_only(q, k, v)
+    aligned_only(*tensors)
     with patch.object(kernels, "is_computed_on_host", return_value=True):
-        return attend(q, k, v, causal=tile.causal, scale=tile.scale)
+        return attend(*tensors, **options)
 
 
-def like_efficient(tile: kernels._Tile) -> tuple[Tensor, Tensor]:
-    assert tile.q.size(1) == tile.k.size(1), "this kernel knows no groups"
-    return like_flash(tile)
+def like_efficient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    assert q.size(1) == k.size(1), "this kernel knows no groups"
+    return like_flash(q, k, v, **options)
 
 
-def like_flash_backward(
-    tile: kernels._Tile, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = tile.q, tile.k, tile.v
-    aligned_only(q, k, v, grad, out)
+def like_flash_backward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    aligned_only(*tensors[:-1])  # but for the logsumexp
     with patch.object(kernels, "is_computed_on_host", return_value=True):
-        return attend_backward(grad, q, k, v, out, lse, causal=tile.causal, scale=tile.scale)
+        return attend_backward(*tensors, **options)
 
 
 @SCALES

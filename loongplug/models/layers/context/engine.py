@@ -10,8 +10,8 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from loongplug.models.layers.attention import check_no_masks
-from loongplug.models.layers.context.attention import ContextAttention, check_causal, row_of
+from loongplug.models.layers.attention import is_causal
+from loongplug.models.layers.context.attention import ContextAttention, row_of
 from loongplug.models.layers.context.row import ContextRow
 
 # Channels of a head that cuDNN and flash-attn take in every version. Where these do not serve,
@@ -94,8 +94,9 @@ class EngineContext(nn.Module):
                 attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params,
             )
-        check_no_masks(attention_mask, attention_bias)
-        check_causal(attn_mask_type)
+        assert attention_mask is None
+        assert attention_bias is None
+        assert is_causal(attn_mask_type)
         # Padding stands behind all that counts: to the engine these are rows without any.
         return super().forward(query, key, value, None, attn_mask_type=AttnMaskType.causal)
 

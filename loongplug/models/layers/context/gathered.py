@@ -31,15 +31,8 @@ def attend_gathered(
     values of two heads, and for a moment of three, when one's are put in order. Heads of short rows
     are taken several at once. The backward gathers them again, and sends their gradients to the
     ranks that own the tokens, which add them up. All ranks of ``group`` have to call it, in one
-    order.
-
-    Args:
-        query: [s, b, heads, dim], this rank's tokens.
-        key, value: [s, b, groups, dim].
-        scale: of the scores; None is 1 / sqrt(dim).
-
-    Returns:
-        [s, b, heads, dim] in query's dtype.
+    order. ``query`` and the result are [s, b, heads, dim], of this rank's tokens; a ``scale`` of
+    None is 1 / sqrt(dim).
     """
     out: Tensor = _GatheredAttention.apply(query, key, value, row, group, scale)
     return out

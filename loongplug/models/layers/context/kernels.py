@@ -5,8 +5,6 @@ their results are merged by. Given the logsumexp and the output over *all* of a 
 tile's backward gives exactly the tile's part of the gradients.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,34 +20,14 @@ _LSE_ALIGNED_TO = 32  # that kernel's rows of logsumexp
 _CHANNELS_ALIGNED_TO = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """The operands and the mask of one kernel, as :func:`attend` has them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    causal: bool
-    scale: float | None
-
-    def for_each_head(self) -> "_Tile":
-        """The tile with keys and values once for each head of ``q``, which some kernels want."""
-        times = self.q.size(1) // self.k.size(1)
-        k, v = (x.repeat_interleave(times, dim=1) for x in (self.k, self.v))
-        return replace(self, k=k, v=v)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries to keys, all of them, or with ``causal`` key i for queries from i.
 
-    Args:
-        q: [b, heads, s_q, dim].
-        k, v: [b, groups, s_k, dim]; heads are a multiple of groups, and neighbouring heads share
-            a group. Neither s_q nor s_k may be 0: torch's kernel would end the process.
-        causal: takes as many queries as keys.
-        scale: of the scores; None is 1 / sqrt(dim).
+    ``q`` is [b, heads, s_q, dim], ``k`` and ``v`` are [b, groups, s_k, dim]; neighbouring heads
+    share a group. Causal, there are as many queries as keys. Neither s_q nor s_k may be 0: torch's
+    kernel would end the process. A ``scale`` of None is 1 / sqrt(dim).
 
     Returns:
         The output [b, heads, s_q, dim] in q's dtype, and the logsumexp of the scaled scores
@@ -60,16 +38,15 @@ def attend(
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
+        return out, lse
+    assert q.dtype != torch.float64, "no flag asks for it, and no kernel here takes it"
+    scale, channels = _scale_if_padded(q, scale), q.size(-1)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    if q.dtype == torch.float32:
+        out, lse = _efficient(q, *_for_each_head(q, k, v), causal=causal, scale=scale)
     else:
-        assert q.dtype != torch.float64, "no flag asks for it, and no kernel here takes it"
-        padded = _scale_if_padded(q, scale)
-        tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
-        if q.dtype == torch.float32:
-            out, lse = _efficient(tile.for_each_head())
-        else:
-            out, lse = _flash(tile)
-        out = out[..., : q.size(-1)]
-    return out, lse
+        out, lse = _flash(q, k, v, causal=causal, scale=scale)
+    return out[..., :channels], lse
 
 
 def attend_backward(
@@ -85,10 +62,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's part of the gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes.
 
-    Args:
-        grad: the gradient of ``out``.
-        q, k, v, causal, scale: as in :func:`attend`.
-        out, lse: of these queries over all keys that they see, in this tile or elsewhere.
+    ``out`` and ``lse`` are of these queries over all keys that they see, in this tile or elsewhere,
+    and ``grad`` is the gradient of ``out``; the others as in :func:`attend`.
     """
     assert min(q.size(2), k.size(2)) > 0, "an empty tile"
     lse = lse.contiguous()
@@ -96,17 +71,22 @@ def attend_backward(
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
+        return dq, dk, dv
+    scale, channels = _scale_if_padded(q, scale), q.size(-1)
+    grad, q, k, v, out = (_aligned(each) for each in (grad, q, k, v, out))
+    if q.dtype == torch.float32:
+        of_head = _for_each_head(q, k, v)
+        dq, *of_heads = _efficient_backward(grad, q, *of_head, out, lse, causal=causal, scale=scale)
+        dk, dv = (each.unflatten(1, (k.size(1), -1)).sum(2) for each in of_heads)
     else:
-        padded = _scale_if_padded(q, scale)
-        tile = _Tile(_aligned(q), _aligned(k), _aligned(v), causal, padded)
-        grad, out = _aligned(grad), _aligned(out)
-        if q.dtype == torch.float32:
-            dq, dk, dv = _efficient_backward(tile.for_each_head(), grad, out, lse)
-            dk, dv = (_of_groups(each, k) for each in (dk, dv))
-        else:
-            dq, dk, dv = _flash_backward(tile, grad, out, lse)
-        dq, dk, dv = (each[..., : q.size(-1)] for each in (dq, dk, dv))
-    return dq, dk, dv
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    return dq[..., :channels], dk[..., :channels], dv[..., :channels]
+
+
+def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each head of ``q``, which the memory-efficient kernel wants."""
+    times = q.size(1) // k.size(1)
+    return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
 
 
 def _scale_if_padded(q: Tensor, scale: float | None) -> float | None:
@@ -128,58 +108,73 @@ def _aligned(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
-def _of_groups(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of what :meth:`_Tile.for_each_head` gave, as that of ``k``."""
-    return grad.unflatten(1, (k.size(1), -1)).sum(2)
-
-
-def _flash(tile: _Tile) -> tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (tile.q, tile.k, tile.v)),
-        *(None, None, tile.q.size(2), tile.k.size(2)),
-        *(0.0, tile.causal, False),
-        scale=tile.scale,
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(None, None, q.size(2), k.size(2)),
+        *(0.0, causal, False),
+        scale=scale,
     )
     return out.transpose(1, 2), lse
 
 
 def _flash_backward(
-    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
     no_seed = lse.new_empty(2, dtype=torch.uint64)  # nothing is dropped
     no_offset = lse.new_empty((), dtype=torch.uint64)
-    dq, dk, dv = _aten._flash_attention_backward(
-        *(x.transpose(1, 2) for x in (grad, tile.q, tile.k, tile.v, out)),
-        *(lse, None, None, tile.q.size(2), tile.k.size(2)),
-        *(0.0, tile.causal, no_seed, no_offset),
-        scale=tile.scale,
+    found = _aten._flash_attention_backward(
+        *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
+        *(lse, None, None, q.size(2), k.size(2)),
+        *(0.0, causal, no_seed, no_offset),
+        scale=scale,
     )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return tuple(each.transpose(1, 2) for each in found)
 
 
-def _efficient(tile: _Tile) -> tuple[Tensor, Tensor]:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._efficient_attention_forward(
-        *(x.transpose(1, 2) for x in (tile.q, tile.k, tile.v)),
+        *(x.transpose(1, 2) for x in (q, k, v)),
         *(None, None, None, None, None),
-        *(0.0, _CAUSAL_FROM_TOP_LEFT if tile.causal else 0, True),
-        scale=tile.scale,
+        *(0.0, _CAUSAL_FROM_TOP_LEFT if causal else 0, True),
+        scale=scale,
     )
-    return out.transpose(1, 2), lse[..., : tile.q.size(2)]
+    return out.transpose(1, 2), lse[..., : q.size(2)]
 
 
 def _efficient_backward(
-    tile: _Tile, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
     # Behind the last query, as the kernel itself leaves it: a weight of exp(score - inf) = 0.
     lse = pad(lse, (0, -lse.size(-1) % _LSE_ALIGNED_TO), value=float("inf"))
     nothing_dropped = lse.new_zeros((), dtype=torch.int64)
-    dq, dk, dv, _ = _aten._efficient_attention_backward(
-        *(x.transpose(1, 2) for x in (grad, tile.q, tile.k, tile.v)),
+    *found, _ = _aten._efficient_attention_backward(
+        *(x.transpose(1, 2) for x in (grad, q, k, v)),
         None,
         out.transpose(1, 2),
-        *(None, None, tile.q.size(2), tile.k.size(2), lse),
+        *(None, None, q.size(2), k.size(2), lse),
         *(0.0, nothing_dropped, nothing_dropped),
-        *(_CAUSAL_FROM_TOP_LEFT if tile.causal else 0, False),
-        scale=tile.scale,
+        *(_CAUSAL_FROM_TOP_LEFT if causal else 0, False),
+        scale=scale,
     )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return tuple(each.transpose(1, 2) for each in found)

@@ -16,7 +16,7 @@ from loongplug.models.layers.inputs import pack_segments, rope_table
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
-from loongplug.models.projectors.modules import PatchMerger
+from loongplug.models.projectors.modules import patch_merger
 from loongplug.platform.devices import to_device
 from qwen2_vl.config import Qwen2VisionConfig
 
@@ -128,7 +128,7 @@ class Qwen2VisionProjector(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
-        self.merger = PatchMerger(
+        self.merger = patch_merger(
             config,
             norm=LayerNorm(config, config.hidden_size, eps=epsilon),
             norm_blocks=False,
@@ -139,4 +139,4 @@ class Qwen2VisionProjector(MegatronModule):
 
     def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
-        return Features(embeddings=self.merger(states), deepstack=())
+        return Features(embeddings=self.merger(states, []).embeddings, deepstack=())
