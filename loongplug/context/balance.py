@@ -41,8 +41,7 @@ def balanced(segments: Segments, *, cp: int, block: int = BLOCK) -> TokenSplit:
 
     Blocks of neighbouring tokens go to ranks, those with most pairs first, each to the rank that
     has fewest so far and room for it (LPT). ``block`` is the most tokens of one. The result is a
-    pure function of its arguments: all ranks come to the same one. Raises ValueError where there
-    is no token or no rank.
+    pure function of its arguments: all ranks come to the same one.
     """
     each = tokens_of_each(segments.length, cp=cp)
     padded = Segments.of(segments.lengths, padded_to=cp * each)

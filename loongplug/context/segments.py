@@ -22,19 +22,12 @@ class Segments:
         """Segments of these ``lengths``; empty ones are left out.
 
         With ``padded_to`` the row has that many tokens, and those behind the others are one more
-        segment. Raises ValueError for a negative length, and for more tokens than that.
+        segment.
         """
-        if min(lengths, default=0) < 0:
-            raise ValueError(
-                f"A row was given segments of {list(lengths)} tokens: lengths must be 0 or more."
-            )
         tokens = sum(lengths)
         length = tokens if padded_to is None else padded_to
-        if tokens > length:
-            raise ValueError(
-                f"A row of {length} tokens was given segments of {tokens} in all: give segments "
-                "that fit into the row."
-            )
+        assert min(lengths, default=0) >= 0, lengths
+        assert tokens <= length, (lengths, padded_to)
         ends = np.cumsum([0, *lengths, length - tokens], dtype=np.int64)
         return cls(np.unique(ends))
 

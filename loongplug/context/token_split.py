@@ -121,15 +121,7 @@ class OwnPart:
 
 
 def tokens_of_each(tokens: int, *, cp: int) -> int:
-    """How many tokens each of ``cp`` ranks holds of a row of ``tokens``, padding included.
-
-    Raises ValueError where there is no token or no rank.
-    """
-    if tokens < 1 or cp < 1:
-        raise ValueError(
-            f"A row of {tokens} tokens cannot be split over {cp} context parallel ranks: there "
-            "must be at least one of each."
-        )
+    """How many tokens each of ``cp`` ranks holds of a row of ``tokens``, padding included."""
     return -(-tokens // cp)
 
 
@@ -138,7 +130,7 @@ def zigzag(tokens: int, *, cp: int) -> TokenSplit:
 
     Rank r holds chunk r and chunk 2 cp - 1 - r, which gives all ranks equally many pairs of a row
     that is one causal segment. A chunk of the back is one token longer where a rank's tokens are
-    odd in number. Raises ValueError where there is no token or no rank.
+    odd in number.
     """
     each = tokens_of_each(tokens, cp=cp)
     front, back = each // 2, each - each // 2

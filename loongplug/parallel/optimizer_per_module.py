@@ -15,11 +15,9 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_ddp import wrapper_of_nothing
-from loongplug.parallel.module_parts import ModuleState
 from loongplug.parallel.parameter_groups import SavedRates, groups_to_load, rate_overrides
-from loongplug.parallel.states import decoder_layout, has_state, is_adopted, layout_of
+from loongplug.parallel.states import PARALLEL_STATES, decoder_layout, layout_of
 from loongplug.platform import current_platform
 
 # The fp32 copies of bf16 parameters: by their places in groups, and as Megatron lists them.
@@ -247,15 +245,6 @@ class OptimizerPerModule(ChainedOptimizer):
                 group["max_lr"], group["min_lr"] = rates.saved
 
 
-def layout_where(name: str, state: ModuleState | None) -> Layout | None:
-    """The layout that a part trains in; None where that is Megatron's, and of all ranks."""
-    if not is_adopted():
-        return None
-    # A state that this rank has no part in has the name of the part, or it is the decoder's.
-    where = name if state is None else state.state
-    return layout_of(where) if where is not None and has_state(where) else decoder_layout()
-
-
 def _common(state: Any) -> Any:
     """A state without what each rank saves of its own."""
     if isinstance(state, dict):
@@ -321,8 +310,8 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
                     chain = original(config, [each.parts[name] for each in model_chunks], **rated)
             assert type(chain) is ChainedOptimizer, type(chain)
             of_part[name] = [] if state is None else chain.chained_optimizers
-            layout = layout_where(name, state)
-            if layout is not None and layout.world_size < dist.get_world_size():
+            layout = layout_of(name) if name in PARALLEL_STATES else decoder_layout()
+            if layout.world_size < dist.get_world_size():
                 not_everywhere[name] = OnRanks(
                     first_rank=layout.first_rank,
                     optimizers=len(chain.chained_optimizers),

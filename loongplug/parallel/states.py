@@ -104,10 +104,7 @@ def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
 
     Every rank calls this once after ``initialize_model_parallel``; ranks do not talk.
 
-    Raises:
-        RuntimeError: Megatron's parallel state is not initialized.
-        ValueError: there are states already, or Megatron's groups are not those of a
-            :class:`Layout` over all ranks.
+    Raises ValueError where there are states already.
     """
     _require_none()
     layout = live_layout()
@@ -256,52 +253,21 @@ def layout_of(name: str) -> Layout:
     return PARALLEL_STATES[name].layout
 
 
-def has_state(name: str) -> bool:
-    """Whether there is a state of this name, on every rank; not for what shares the decoder's."""
-    return name in PARALLEL_STATES
-
-
 def decoder_layout() -> Layout:
-    """The decoder's layout, on every rank; errors as :func:`live_layout`."""
+    """The decoder's layout, on every rank; Megatron's as it is now, where none is adopted."""
     return layout_of(TEXT_DECODER) if is_adopted() else live_layout()
 
 
 def live_layout() -> Layout:
-    """The layout of Megatron's parallel state as it is now; ranks do not talk.
-
-    Raises:
-        RuntimeError: the parallel state is not initialized.
-        ValueError: its groups are not those of a layout over all ranks in Megatron's default
-            order.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        raise RuntimeError(
-            "Megatron's parallel state is not initialized: call initialize_model_parallel() first."
-        )
-    groups = {
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "cp": parallel_state.get_context_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "etp": parallel_state.get_expert_tensor_parallel_group(),
-        "ep": parallel_state.get_expert_model_parallel_group(),
-    }
-    layout = Layout(**{kind: group.size() for kind, group in groups.items()})
-    rank = dist.get_rank()
-    if layout.world_size != dist.get_world_size():
-        raise ValueError(
-            f"the parallel state spans {layout.world_size} ranks and there are "
-            f"{dist.get_world_size()}: it has to span all of them."
-        )
-    for kind, group in groups.items():
-        found, expected = dist.get_process_group_ranks(group), layout.group(kind, rank)
-        if found != expected:
-            raise ValueError(
-                f"the {kind} group of rank {rank} has ranks {found}, in Megatron's default order "
-                f"it has {expected}: parallel states know the order tp-cp-ep-dp-pp only, which "
-                "is Megatron's without --use-tp-pp-dp-mapping."
-            )
-    return layout
+    """The sizes of Megatron's parallel state as it is now, in Megatron's default order of ranks."""
+    return Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
 
 
 def process_groups(name: str) -> ProcessGroupCollection:

@@ -42,20 +42,12 @@ def _in_own_store(original: Callable[..., Any]) -> Callable[..., Any]:
     return _initialize_distributed
 
 
-def _helpers_are_built() -> None:
-    pass
-
-
 def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_megatron(allow_no_cuda: bool = False, *args: Any, **kwargs: Any) -> Any:
         return original(True, *args, **kwargs)
 
     return initialize_megatron
-
-
-def _no_stream_order() -> int:
-    return 10
 
 
 def _split_sizes(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -182,7 +174,7 @@ EVERYWHERE: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
-        replacement=_helpers_are_built,
+        replacement=lambda: None,
         parameters="()",
         reason="runs make without the Makefile, which the wheel lacks, although the wheel "
         "brings the helpers built",
@@ -273,7 +265,7 @@ ON_CPU: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.training.utils.common_utils.get_device_arch_version",
-        replacement=_no_stream_order,
+        replacement=lambda: 10,
         parameters="()",
         reason="from 10 on upstream does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1, which "
         "orders kernels of several streams",

@@ -25,13 +25,3 @@ def test_pairs_before_a_place_are_those_of_the_written_out_mask(
 def test_pairs_of_long_rows_do_not_overflow() -> None:
     length = 1 << 30
     assert Segments.of([length]).pairs_before(np.array([length])) == [length * (length + 1) // 2]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "padded_to", "names"), [([3, -1], None, "0 or more"), ([4, 4], 7, "8 in all")]
-)
-def test_impossible_segments_are_refused(
-    lengths: list[int], padded_to: int | None, names: str
-) -> None:
-    with pytest.raises(ValueError, match=names):
-        Segments.of(lengths, padded_to=padded_to)

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from loongplug.context.balance import balanced
-from loongplug.context.segments import Segments
 from loongplug.context.token_split import ContextShard, zigzag
 
 
@@ -70,16 +68,6 @@ def test_a_row_of_fewer_tokens_than_ranks_leaves_some_only_padding() -> None:
     split = zigzag(2, cp=7)
     assert split.length == 7
     assert sum(part.places[0] >= 2 for part in split.parts) == 5
-
-
-@pytest.mark.parametrize(("tokens", "cp"), [(0, 2), (4, 0)])
-def test_nothing_to_split_is_refused(tokens: int, cp: int) -> None:
-    for attempt in (
-        lambda: zigzag(tokens, cp=cp),
-        lambda: balanced(Segments.of([tokens]), cp=cp),
-    ):
-        with pytest.raises(ValueError, match="at least one of each"):
-            attempt()
 
 
 def test_stretches_that_touch_become_one_and_empty_ones_go() -> None:

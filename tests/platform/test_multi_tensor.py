@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loongplug.platform import current_platform
 from loongplug.platform.multi_tensor import fused_adam, norm_of_all, scale_of_all
-from loongplug.platform.upstream import EVERYWHERE
 
 pytestmark = pytest.mark.quick
 
@@ -63,27 +62,6 @@ def test_norms_of_nothing_and_of_several_devices_are_upstream_s() -> None:
     for tensors in ([], [torch.ones(2), torch.ones(2, device="meta")]):
         norm(1, None, [tensors], False)
         assert asked.pop() == (1, None, [tensors], False)
-
-
-def test_megatron_uses_them() -> None:
-    """Its norm is upstream's, of the same gradients, and it clips by as much."""
-    rows = {row.target.rpartition(".")[2]: row for row in EVERYWHERE}
-    for name, bound in (
-        ("local_multi_tensor_l2_norm", clip_grads.l2_norm_impl),
-        ("local_multi_tensor_scale", clip_grads.multi_tensor_scale_impl),
-    ):
-        assert bound is resolve_active(rows[name].target)
-        assert bound.__wrapped__ is not bound
-    upstream = clip_grads.l2_norm_impl.__wrapped__
-    theirs, _ = upstream(1, None, [drawn(3)], False)
-    ours, _ = clip_grads.l2_norm_impl(1, None, [drawn(3)], False)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-def resolve_active(target: str) -> Any:
-    import megatron.core.utils
-
-    return getattr(megatron.core.utils, target.rpartition(".")[2])
 
 
 def test_tensors_are_scaled_in_place_and_others_as_ever() -> None:
