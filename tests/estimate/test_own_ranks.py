@@ -1,13 +1,9 @@
-"""Encoders on ranks of their own in an estimate: which rank is seen, and the command."""
+"""Encoders on ranks of their own in an estimate: which rank is seen."""
 
-import json
-import re
 from itertools import chain
 
 import pytest
-from typer.testing import CliRunner
 
-from loongplug.cli import app
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.run_of_flags import own_ranks_of, parsed_for, step_of_data
 
@@ -54,29 +50,3 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
         else:
             assert piece.grids == unit.grids[: len(piece.grids)] != unit.grids
     assert len(units) == len(whole)
-
-
-RUN = [
-    *("estimate", "--visual-tokens", "16", "--model-name", "qwen3_vl_tiny"),
-    *("--training-phase", "sft", "--seq-length", "256", "--micro-batch-size", "2"),
-    *("--global-batch-size", "8", "--train-iters", "1", "--lr", "1e-3"),
-]
-OWN = "model.image_encoder.rank_offset"
-
-
-def estimated(*options, ranks=2):
-    result = CliRunner().invoke(app, [*RUN, "--ranks", str(ranks), *options])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):
-    figures = tmp_path / "figures.json"
-    layouts = [f"{OWN}=1", f"{OWN}=1 model.image_encoder.num_layers=60"]
-    options = [option for each in layouts for option in ("--layout", each)]
-    shown = estimated(*options, "--json", str(figures))
-    places = re.findall(r"layout \d\W.*\W(stage 0(?: of \w+)?)\W", shown)
-    assert places == ["stage 0", "stage 0 of image_encoder"]
-    small, large = json.loads(figures.read_text())["layouts"]
-    assert [each["role"] for each in small["stages"]] == ["decoder", "image_encoder"]
-    assert small["stages"][0] == large["stages"][0]

@@ -92,6 +92,21 @@ def test_a_terminal_shows_what_is_at_work():
     assert shown.exit_code == 1
 
 
+def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):
+    figures = tmp_path / "figures.json"
+    own = "model.image_encoder.rank_offset=1"
+    layouts = [own, f"{own} model.image_encoder.num_layers=60"]
+    options = [option for each in layouts for option in ("--layout", each)]
+    options += ["--ranks", "2", "--json", str(figures)]
+    result = CliRunner().invoke(app, [*RUN, *options])
+    assert result.exit_code == 0, result.output
+    places = re.findall(r"layout \d\W.*\W(stage 0(?: of \w+)?)\W", result.output)
+    assert places == ["stage 0", "stage 0 of image_encoder"]
+    small, large = json.loads(figures.read_text())["layouts"]
+    assert [each["role"] for each in small["stages"]] == ["decoder", "image_encoder"]
+    assert small["stages"][0] == large["stages"][0]
+
+
 @pytest.mark.slow
 def test_layouts_are_rows_and_what_to_change_is_estimated(tmp_path):
     """The smallest layout does not fit; with what is said to change, a run of its own does."""
