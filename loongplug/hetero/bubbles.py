@@ -34,7 +34,7 @@ from loongplug.hetero.operations import before_pass
 from loongplug.hetero.placement import pipeline_pairs
 from loongplug.hetero.wire import Sends
 from loongplug.observe.recorder import NOTHING, Recorder, Span
-from loongplug.parallel.exchange_groups import connected_group
+from loongplug.parallel.exchange_groups import create_exchange_group
 
 # What Megatron's schedules, and what finalises gradients behind them, look for.
 _GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
@@ -57,12 +57,16 @@ def create_pipeline_groups(
     """The groups of this rank's pipeline, connected.
 
     ``pipelines`` are all of the decoder's, each by the ranks of its stages; ``virtual``: it has
-    virtual stages. ``options`` are :func:`connected_group`'s. Collective over the world.
+    virtual stages. ``options`` are :func:`create_exchange_group`'s. Collective over the world.
     """
     pairs = [pipeline_pairs(ranks, virtual=virtual) for ranks in pipelines]
     return {
-        name: connected_group(
-            name, pipelines, chain(*(each[name] for each in pairs)), options_of="pp", **options
+        name: create_exchange_group(
+            name,
+            pipelines,
+            pairs=chain(*(each[name] for each in pairs)),
+            options_of="pp",
+            **options,
         )
         for name in pairs[0]
     }

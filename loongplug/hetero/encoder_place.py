@@ -23,7 +23,7 @@ from loongplug.hetero.placement import (
 )
 from loongplug.hetero.recorded_schedule import Pipeline, forwards_first
 from loongplug.models.entries import Entry
-from loongplug.parallel.exchange_groups import connected_group, create_exchange_group
+from loongplug.parallel.exchange_groups import create_exchange_group
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_parts import ModuleState
 from loongplug.parallel.states import (
@@ -33,7 +33,6 @@ from loongplug.parallel.states import (
     is_adopted,
     process_groups,
 )
-from loongplug.platform import current_platform
 
 _FEATURES = Cargo.FEATURES, Cargo.GRADIENTS
 _STATES = Cargo.STATES, Cargo.STATE_GRADIENTS
@@ -230,8 +229,10 @@ class PlaceOfEncoder:
         options_of: str,
     ) -> dict[Cargo, dist.ProcessGroup | None]:
         """Groups of ``ranks`` for what ``pairs`` send, and for what comes back. Collective."""
-        options = {"options_of": options_of, "device": current_platform().device, **self.options}
+        options = {"options_of": options_of, **self.options}
         return {
-            what: connected_group(f"{self.entry.name}_{what.name}", ranks, some, **options)
+            what: create_exchange_group(
+                f"{self.entry.name}_{what.name}", ranks, pairs=some, **options
+            )
             for what, some in zip(ways, there_and_back(pairs), strict=True)
         }

@@ -188,10 +188,7 @@ class EncoderEngine:
         assert self.costs is not None, "steps may stream"
         executor, decoder = self.executor(), decoder_layout()
         groups = create_pipeline_groups(
-            decoder.groups("pp"),
-            virtual=len(self.costs.forward) > decoder.pp,
-            device=current_platform().device,
-            **self.found.options,
+            decoder.groups("pp"), virtual=len(self.costs.forward) > decoder.pp, **self.found.options
         )
         return partial(filling, executor=executor, groups=groups, recorder=self.recorder)
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state
 
+from loongplug.platform import current_platform
+
 # Of a GPU's some 130 multiprocessors, those that a message may hold until its other end comes. NCCL
 # would take 32; several messages wait at a time.
 _CTAS_OF_A_MESSAGE = 4
@@ -20,17 +22,18 @@ def create_exchange_group(
     groups: Sequence[Sequence[int]],
     *,
     options_of: str,
-    messages: bool = False,
+    pairs: Iterable[tuple[int, int]] | None = None,
     timeout_minutes: float = 30,
     nccl_config_path: str | None = None,
 ) -> dist.ProcessGroup | None:
     """A process group for what ``name`` exchanges; None on a rank that is of none of ``groups``.
 
     Collective over the world: every rank calls this in the same order with the same arguments.
-    ``groups`` have no rank in common. With ``messages``, ranks send each other messages there, at
-    any time. NCCL's options are those of the groups that Megatron calls ``options_of``; what the
-    user leaves open of them is ours. Like the groups of a state, this one lives as long as the
-    default group, and Megatron's change of the timeout after the first step reaches it.
+    ``groups`` have no rank in common. With ``pairs``, ranks send each other messages there, at any
+    time, and these are connected. NCCL's options are those of the groups that Megatron calls
+    ``options_of``; what the user leaves open of them is ours. Like the groups of a state, this one
+    lives as long as the default group, and Megatron's change of the timeout after the first step
+    reaches it.
     """
     # Else two ranks' messages would go through the one communicator of the whole group.
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -39,7 +42,7 @@ def create_exchange_group(
     if dist.get_backend() == "nccl" and dist.is_nccl_available():
         # Of the pool of streams that Megatron's groups leave alone: no two of ours share one.
         chosen: dict[str, Any] = {"is_high_priority_stream": True}
-        chosen |= {"max_ctas": _CTAS_OF_A_MESSAGE} if messages else {}
+        chosen |= {} if pairs is None else {"max_ctas": _CTAS_OF_A_MESSAGE}
         if nccl_config_path is not None:
             chosen |= yaml.safe_load(Path(nccl_config_path).read_text()).get(options_of) or {}
         options = parallel_state.get_nccl_options(options_of, {options_of: chosen})
@@ -53,6 +56,8 @@ def create_exchange_group(
         )
         if dist.get_rank() in ranks:
             mine = made
+    if pairs is not None:
+        connect(mine, pairs, device=current_platform().device)
     return mine
 
 
@@ -74,21 +79,3 @@ def connect(
             dist.send(number, dst=receiver, group=group)
         elif rank == receiver:
             dist.recv(number, src=sender, group=group)
-
-
-def connected_group(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    pairs: Iterable[tuple[int, int]],
-    *,
-    device: torch.device,
-    **options: Any,
-) -> dist.ProcessGroup | None:
-    """A process group for what ``name`` exchanges at any time, whose ``pairs`` are connected.
-
-    None on a rank that is of none of ``groups``. ``options`` are :func:`create_exchange_group`'s.
-    Collective over the world.
-    """
-    group = create_exchange_group(name, groups, messages=True, **options)
-    connect(group, pairs, device=device)
-    return group

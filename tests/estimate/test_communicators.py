@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from loongplug.cli import app
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.run_of_flags import parsed_for
-from loongplug.hetero import encoder_place
+from loongplug.hetero import bubbles, encoder_place
 from loongplug.hetero.placement import Pair, count
 from loongplug.parallel import exchange_groups
 from loongplug.training.rules.communicators import communicators_of
@@ -54,13 +54,13 @@ def test_as_many_are_counted_as_a_start_connects(
         if group is not None:
             connected.append([*pairs])
 
-    def made(name: str, groups: Any, *, messages: bool = False, **more: Any) -> Any:
-        group = make(name, groups, messages=messages, **more)
-        all_to_all.extend([] if messages or group is None else [group])
+    def made(name: str, groups: Any, *, pairs: Any = None, **more: Any) -> Any:
+        group = make(name, groups, pairs=pairs, **more)
+        all_to_all.extend([] if pairs is not None or group is None else [group])
         return group
 
     monkeypatch.setattr(exchange_groups, "connect", connect)
-    for module in (encoder_place, exchange_groups):
+    for module in (encoder_place, bubbles):
         monkeypatch.setattr(module, "create_exchange_group", made)
     parsed = parsed_for([*RUN, *flags], ranks=ranks, stand_ins=tmp_path)
     found = communicators_of(parsed.args, parsed.model)

@@ -258,9 +258,7 @@ def both(rank: int, *, cases: dict[str, Case]) -> dict[str, tuple[Did, Did]]:
             ]
             made[case.stages, case.chunks > 1] = (
                 [dist.new_group(each) for each in pipelines][rank // case.stages],
-                create_pipeline_groups(
-                    pipelines, virtual=case.chunks > 1, device=torch.device("cpu")
-                ),
+                create_pipeline_groups(pipelines, virtual=case.chunks > 1),
             )
         pipeline, groups = made[case.stages, case.chunks > 1]
         found[name] = (

@@ -92,12 +92,12 @@ def _options(rank: int, folder: str) -> list[tuple[bool, int]]:
         patch.object(dist, "get_backend", return_value="nccl"),
         patch.object(parallel_state, "create_group", lambda *_, **more: given.append(more)),
     ):
-        for options_of, messages in (("tp", False), ("mp", True), ("pp", True)):
+        for options_of, pairs in (("tp", None), ("mp", []), ("pp", [])):
             create_exchange_group(
                 ENCODER,
                 ((0,),),
                 options_of=options_of,
-                messages=messages,
+                pairs=pairs,
                 nccl_config_path=str(config) if options_of == "pp" else None,
             )
     found = [each["pg_options"] for each in given]
