@@ -99,8 +99,8 @@ def is_adopted() -> bool:
     return bool(PARALLEL_STATES)
 
 
-def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
-    """Make what Megatron has initialized the first state, and the current one; its layout.
+def adopt_parallel_state() -> Layout:
+    """Make what Megatron has initialized the decoder's state, and the current one; its layout.
 
     Every rank calls this once after ``initialize_model_parallel``; ranks do not talk.
 
@@ -108,8 +108,8 @@ def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
     """
     _require_none()
     layout = live_layout()
-    PARALLEL_STATES[name] = _State(layout, Snapshot())
-    PARALLEL_STATES.current = name
+    PARALLEL_STATES[TEXT_DECODER] = _State(layout, Snapshot())
+    PARALLEL_STATES.current = TEXT_DECODER
     PARALLEL_STATES.gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
     return layout
 
@@ -181,7 +181,7 @@ def create_parallel_state(
 
     Raises:
         RuntimeError: nothing has been adopted yet.
-        ValueError: the name is taken, or ``layout`` has ranks that the world has not.
+        ValueError: the name is taken.
     """
     current = PARALLEL_STATES.current
     if current is None:
@@ -191,11 +191,6 @@ def create_parallel_state(
         )
     if name in PARALLEL_STATES:
         raise ValueError(f"there is a parallel state {name!r} already: choose another name.")
-    if layout.ranks.stop > dist.get_world_size():
-        raise ValueError(
-            f"{name!r} needs ranks {layout.ranks.start} to {layout.ranks.stop - 1}, and there "
-            f"are {dist.get_world_size()} in all."
-        )
     kept = PARALLEL_STATES.snapshot_of(current)
     kept.save()
     in_order = rank_order_table(layout.order, first_rank=layout.first_rank)
