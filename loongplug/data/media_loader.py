@@ -67,19 +67,19 @@ class PixelBytes:
     def decoded(self, rows: Tensor, patches: int | None = None) -> Tensor:
         """Rows of values float32 of images, or of a video with so many ``patches`` of a frame.
 
-        [frames * patches, channels * pixels] uint8 to [rows, channels * frames of a row * pixels],
-        on their device, without a wait of the host. A video's last frame may fill up its rows.
+        [frames * patches, channels * pixels] uint8 to [rows, channels * frames of a row * pixels].
         """
-        each = self._values(rows).unflatten(0, (-1, patches or max(1, len(rows))))
+        each = self._values(rows)
+        if patches is None:  # an image's frame, repeated
+            return each[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+        each = each.unflatten(0, (-1, patches))
         if missing := -len(each) % self.frames:
-            last = each[-1:].expand(missing + (len(each) == 1), -1, -1, -1)
-            each = last if len(each) == 1 else torch.cat([each, last])
+            each = torch.cat([each, each[-1:].expand(missing, -1, -1, -1)])
         # [time, frames of a row, patches, channels, pixels]
         together = each.unflatten(0, (-1, self.frames))
         return together.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1)
 
     def _values(self, rows: Tensor) -> Tensor:
-        """[rows, channels * pixels] uint8 to [rows, channels, pixels] float32."""
         channels = len(self.values)
         first = torch.arange(channels, dtype=torch.int32, device=rows.device) * _VALUES
         places = rows.view(len(rows), channels, rows.shape[1] // channels).int()
