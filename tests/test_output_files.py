@@ -29,7 +29,7 @@ from loongplug.output_files import (
     write_figures,
     write_output,
 )
-from loongplug.training.progress import TrainingMetrics
+from loongplug.training.progress import StepReport, summarize
 
 pytestmark = pytest.mark.quick
 
@@ -143,9 +143,9 @@ def test_other_files_are_not(tmp_path, kind, content):
 
 
 def test_the_keys_are_those_that_are_written(tmp_path):
-    newest = {"fill_rate": 0.9, "valid_loss": 1.0, "valid_exact_match": 0.5, "bad_samples": {}}
-    newest["empty_steps"] = 0
-    write_figures(tmp_path / "metrics.json", asdict(TrainingMetrics(**RUN, **newest)), "metrics")
+    step = StepReport(iteration=1, loss=1.0, tokens=1, capacity=1, seconds=1.0)
+    newest = summarize([step], valid_loss=1.0, valid_exact_match=0.5)
+    write_figures(tmp_path / "metrics.json", newest, "metrics")
     check_output(tmp_path / "metrics.json", figures("metrics"))
 
 

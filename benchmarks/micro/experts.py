@@ -148,7 +148,13 @@ def _train(
             worked, since = process_time() - since, process_time()
             way = ways[len(found)]
             found.append(
-                _Step(way, report.tokens_per_second, report.loss, report.grad_norm, worked)
+                _Step(
+                    way,
+                    report.scalars()["tokens per second"],
+                    report.loss,
+                    report.grad_norm,
+                    worked,
+                )
             )
             if len(found) < len(ways):
                 experts.take(ways[len(found)])

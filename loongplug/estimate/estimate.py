@@ -29,7 +29,7 @@ from loongplug.models.encoder import payload_widths
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.rank_data import assignment_of
-from loongplug.training.rules.communicators import communicators_of
+from loongplug.training.rules.streaming import communicators_of
 
 ROLES = ("decoder", "encoder + decoder")
 

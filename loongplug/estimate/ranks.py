@@ -35,8 +35,9 @@ from loongplug.parallel.module_ddp import part_layout
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
-from loongplug.training.own_ranks import decoder_layout_of, initialize_decoder, make_own_groups
+from loongplug.training.own_ranks import initialize_decoder, make_own_groups
 from loongplug.training.provider import build_on_meta, engine_of
+from loongplug.training.rules.rule import decoder_layout_of
 
 _WIDE = torch.float32.itemsize
 

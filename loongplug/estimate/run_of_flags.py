@@ -31,9 +31,9 @@ from loongplug.training.config import compose_asked_for
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.defaults import default_tokenizer
 from loongplug.training.flags import read_command_line, without_flags
-from loongplug.training.own_ranks import decoder_layout_of
 from loongplug.training.provider import engine_of
 from loongplug.training.rank_data import row_lengths_of
+from loongplug.training.rules.rule import decoder_layout_of
 from loongplug.training.special_tokens import FILE
 from loongplug.verify.plan import first_rank
 

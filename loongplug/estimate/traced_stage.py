@@ -28,8 +28,8 @@ from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.tensor_offload import offload_layers
 from loongplug.training.forward_step import ForwardStep
-from loongplug.training.own_ranks import decoder_layout_of
 from loongplug.training.provider import tensor_offload_of
+from loongplug.training.rules.rule import decoder_layout_of
 
 _META = torch.device("meta")
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from loongplug.models.entries import Entry, Role
 from loongplug.models.lora import LoraSettings
@@ -45,7 +45,8 @@ class EncoderArchitecture:
     pipeline_model_parallel_size: int = 1
     stage_layers: tuple[int, ...] | None = None  # of each stage; None: as even as can be
     rank_offset: int | None = None  # the first of its own ranks; None: it lies on the decoder's
-    mode: str | None = None  # how it is parallel, where not as the flags say
+    # How it is parallel, where not as the flags say.
+    mode: Literal["uniform", "encoder_hetero_dp", "full_hetero_dp"] | None = None
     freeze: bool = False
     recompute: bool = False
     # Full separation encodes several microbatches' media in one pass up to so many rows of input.

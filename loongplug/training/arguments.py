@@ -59,10 +59,7 @@ def parse_arguments(
     answer. Megatron's global variables are left for the caller to set. Without ``training``, what
     only a run that trains needs is not asked for; a run that is ``verified`` may be in fp32 where
     others may not. ``target`` is the device that the run is for, where it is not this one.
-
-    Raises:
-        ValueError: with every problem found, one line each.
-        SystemExit: with code 0 after ``--print-config`` or ``--help``.
+    ValueError has every problem found, a line each.
     """
     from loongplug.platform import activate, requested_device
 
@@ -78,16 +75,11 @@ def parse_arguments(
     complete(args, device=platform.name, target=target)
     # To Megatron, and to the rules, the decoder's ranks are all there are.
     args.world_size -= ranks_apart(composed.config)
-    args.own_ranks = [
-        (
-            name,
-            encoder.rank_offset,
-            encoder.tensor_model_parallel_size or 1,
-            encoder.pipeline_model_parallel_size,
-        )
-        for name in composed.config.encoders
-        if (encoder := composed.config.encoder(name)).rank_offset is not None
-    ]
+    args.own_ranks = []
+    for name in composed.config.encoders:
+        if (one := composed.config.encoder(name)).rank_offset is not None:
+            tp, pp = one.tensor_model_parallel_size or 1, one.pipeline_model_parallel_size
+            args.own_ranks.append((name, one.rank_offset, tp, pp))
     if args.print_config:
         if args.rank == 0:
             print(composed.to_yaml(), end="", flush=True)
@@ -199,16 +191,11 @@ def _contradictions(
         given = getattr(line.args, name)
         if name not in line.flags or given == argument.value:
             continue
-        flag = line.flags[name]
         values = "" if isinstance(given, bool) else f" ({given}, not {argument.value})"
-        problems.append(
-            f"{flag} contradicts the model{values}: "
-            + (
-                "this is fixed for its family; drop the flag"
-                if argument.key is None
-                else f"its YAML decides; use the override model.{argument.key}=... instead"
-            )
-        )
+        cure = f"its YAML decides; use the override model.{argument.key}=... instead"
+        if argument.key is None:
+            cure = "this is fixed for its family; drop the flag"
+        problems.append(f"{line.flags[name]} contradicts the model{values}: {cure}")
     return problems
 
 
@@ -226,10 +213,7 @@ def validate_with_megatron(args: Namespace) -> None:
 
 
 def validate_optimizer(args: Namespace) -> None:
-    """As :func:`validate_with_megatron`, of the optimizer that this machine has to have.
-
-    For a run that trains: Megatron would check it only once the model is there.
-    """
+    """As :func:`validate_with_megatron`, of the optimizer, which Megatron would check too late."""
     from megatron.training.training import get_megatron_optimizer_config
 
     with _refusing():
@@ -256,10 +240,7 @@ def _refusing() -> Iterator[None]:
 
 @contextmanager
 def _for_its_own_layers(args: Namespace) -> Iterator[None]:
-    """Inside, there is no ``--delay-wgrad-compute``, for which Megatron asks TransformerEngine.
-
-    The local linears can do it too. What it asks where TransformerEngine is used stands.
-    """
+    """Inside, local linears have no ``--delay-wgrad-compute``: Megatron knows no such ones."""
     delayed = args.delay_wgrad_compute
     args.delay_wgrad_compute = delayed and args.transformer_impl == "transformer_engine"
     try:

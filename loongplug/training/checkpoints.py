@@ -3,10 +3,11 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from megatron.training import get_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from loongplug.checkpoint.atomic_saves import AtomicSaves, recover, told_to_all, write_buckets
@@ -31,8 +32,7 @@ from loongplug.platform.upstream_saving import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
-from loongplug.training.own_ranks import with_own_ranks
-from loongplug.training.rank_data import with_packing_place
+from loongplug.training.rank_data import PACKING_PLACE
 
 
 def use_whole_checkpoints(
@@ -55,7 +55,7 @@ def use_whole_checkpoints(
         whole_checkpoints_table(
             save=AtomicSaves(lock=lock).wrap,
             load=checked_load,
-            common=lambda read: with_own_ranks(with_packing_place(checked_common_state(read))),
+            common=lambda read: noted_of_run(checked_common_state(read)),
             rates=checked_rates,
             tracker=partial(replaced_whole, then=saved),
             write=write_buckets,
@@ -64,9 +64,34 @@ def use_whole_checkpoints(
     )
 
 
+def noted_of_run(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Megatron's reading of what a checkpoint has once for all ranks, heard by the run's arguments.
+
+    These keep the place in the stream of packs. Random numbers of modules that lay on other ranks
+    are not loaded, as with another tensor or pipeline parallel size.
+    """
+
+    @wraps(read)
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        found, own = read(checkpoint_dir), get_args()
+        saved = found.get("args")
+        setattr(own, PACKING_PLACE, getattr(saved, PACKING_PLACE, None))
+        if list(getattr(saved, "own_ranks", ())) != list(own.own_ranks):
+            own.no_load_rng = True
+        return found
+
+    return load_common_state_dict
+
+
 def has_checkpoint(args: Namespace) -> bool:
     """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
     return bool(args.load) and checkpoint_exists(args.load)
+
+
+def tracked_iteration(folder: str) -> str | None:
+    """The iteration of a folder's latest checkpoint, or ``release``; None without any."""
+    tracker = Path(folder) / TRACKER
+    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
 
 
 def goes_on(args: Namespace) -> bool:
@@ -78,8 +103,7 @@ def goes_on(args: Namespace) -> bool:
 def refuse_others_checkpoints(args: Namespace) -> None:
     """Refuse to replace another run's checkpoints. For the first rank, which has ``--save`` alone.
 
-    Raises:
-        ValueError: a whole one is there, and the run does not go on from those of the folder.
+    ValueError where a whole one is there, and the run does not go on from those of the folder.
     """
     save = Path(args.save)
     recover(save)
@@ -101,13 +125,9 @@ def refuse_others_checkpoints(args: Namespace) -> None:
 def check_checkpoint_folders(
     args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any]
 ) -> None:
-    """As :func:`check_source_folders`, and note architecture and data in ``--save``.
+    """As :func:`check_source_folders`, and of other ``data``; notes both in ``--save``.
 
-    ``data`` is the fingerprint of the training data. For all ranks; no collectives.
-
-    Raises:
-        ValueError: a folder holds checkpoints of another model or other data, or what is to be
-            loaded is damaged.
+    ``data`` is the fingerprint of the training data.
     """
     check_source_folders(args, model_yaml)
     if has_checkpoint(args) and not args.finetune:
@@ -122,10 +142,7 @@ def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None
     """Mend what a killed save left in ``--load`` and ``--save``; look at what will be loaded.
 
     For all ranks; no collectives. The first rank looks whether the checkpoint is whole; where it is
-    not, the others hear of it as of any error.
-
-    Raises:
-        ValueError: ``--load`` holds checkpoints of another model, or what it is to load is damaged.
+    not, the others hear of it as of any error. ValueError for that, and for another model's.
     """
     for folder in {args.load, args.save} - {None}:
         recover(Path(folder))

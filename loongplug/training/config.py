@@ -41,11 +41,7 @@ class ComposedModel:
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
-    """The models that ``--model-name`` finds, each a YAML file in its family's folder.
-
-    Raises:
-        ValueError: two families have a model of one name.
-    """
+    """The models that ``--model-name`` finds, each a YAML file in its family's folder."""
     found: dict[str, Path] = {}
     for family in families(trusted_packages).values():
         for file in sorted((family.configs or own_folder() / family.name).glob("*.yaml")):
@@ -71,17 +67,12 @@ def compose_model(
     it does not count beside one of the others. ``overrides`` are ``key=value`` with keys from
     ``model.`` on; ``+`` and ``++`` before the key mean the same. ``_target_`` may name frozen
     dataclasses of loongplug and of ``trusted_packages`` only, and nothing else in a YAML file can
-    make code run.
-
-    Raises:
-        ValueError: an unknown model, key or override, a wrong type, a missing key, a refused
-            ``_target_``; the message names the file and the key, and the closest known name. A
-            folder's model that no family here describes.
+    make code run. ValueError names the file, the key and the closest known name.
     """
     if hf_folder is not None and model_name is None and config_file is None:
-        return _of_folder(hf_folder, overrides=overrides, trusted_packages=trusted_packages)
+        return _of_folder(hf_folder, overrides, trusted_packages)
     file = _model_file(model_name, config_file, trusted_packages=trusted_packages)
-    return _compose(file, overrides=overrides, trusted_packages=trusted_packages)
+    return _compose(file, overrides, trusted_packages)
 
 
 def compose_asked_for(
@@ -139,12 +130,8 @@ def _asked_for(args: Namespace, *, overrides: Sequence[str], converts: bool) -> 
     if converts and args.load and not (args.model_name or args.config_file or args.load_hf):
         noted = read_architecture(Path(args.load))
         if noted is not None:
-            return _of_data(
-                for_any_layout(noted),
-                shown=Path(args.load) / ARCHITECTURE_FILE,
-                overrides=overrides,
-                trusted_packages=args.trusted_packages,
-            )
+            shown = Path(args.load) / ARCHITECTURE_FILE
+            return _of_data(for_any_layout(noted), shown, overrides, args.trusted_packages)
     return compose_model(
         model_name=args.model_name,
         config_file=Path(args.config_file) if args.config_file else None,
@@ -162,45 +149,33 @@ def shown_name(args: Namespace) -> str:
 
 
 def _of_folder(
-    folder: Path, *, overrides: Sequence[str], trusted_packages: Sequence[str]
+    folder: Path, overrides: Sequence[str], trusted_packages: Sequence[str]
 ) -> ComposedModel:
     """The model that a Hugging Face folder's config.json describes."""
     family = family_of_folder(folder, trusted_packages=trusted_packages)
-    data = {MODEL: read_folder(folder, family)}
-    shown = folder / CONFIG_JSON
-    bare = _of_data(data, shown=shown, overrides=(), trusted_packages=trusted_packages)
+    data, shown = {MODEL: read_folder(folder, family)}, folder / CONFIG_JSON
+    bare = _of_data(data, shown, (), trusted_packages)
     if differences := hf_config_differences(folder, family.load_hugging_face(bare.config)):
         raise ValueError(
             f"{folder} is a {family.name} model that LoongPlug cannot build as it is: "
             + "; ".join(differences)
         )
-    if not overrides:
-        return bare
-    return _of_data(data, shown=shown, overrides=overrides, trusted_packages=trusted_packages)
+    return _of_data(data, shown, overrides, trusted_packages) if overrides else bare
 
 
 def _of_data(
-    data: Mapping[str, Any],
-    *,
-    shown: Path,
-    overrides: Sequence[str],
-    trusted_packages: Sequence[str],
+    data: Mapping[str, Any], shown: Path, overrides: Sequence[str], trusted_packages: Sequence[str]
 ) -> ComposedModel:
     """The model of YAML data, by way of a file, so that overrides are as ever."""
     with TemporaryDirectory() as place:
         file = Path(place).resolve() / "model.yaml"
-        file.write_text(
-            "# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(dict(data))),
-            encoding="utf-8",
-        )
-        return _compose(
-            file, overrides=overrides, trusted_packages=trusted_packages, shown=str(shown)
-        )
+        text = "# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(dict(data)))
+        file.write_text(text, encoding="utf-8")
+        return _compose(file, overrides, trusted_packages, shown=str(shown))
 
 
 def _compose(
     file: Path,
-    *,
     overrides: Sequence[str],
     trusted_packages: Sequence[str],
     shown: str | None = None,
@@ -210,8 +185,7 @@ def _compose(
     # The folders whose files any model file can mount, in the order they are searched.
     outside = [each.configs.resolve() for each in known.values() if each.configs is not None]
     folders = (own_folder(), *dict.fromkeys(outside))
-    bare = Composition(file, folders, settings={}, shown=shown)
-    settings = dict(parsed_override(override, bare) for override in overrides)
+    settings = dict(map(parsed_override, overrides))
     source = Composition(file, folders, settings=settings, shown=shown)
     data = source.data()
 

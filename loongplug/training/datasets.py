@@ -31,8 +31,8 @@ from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
+from loongplug.training.answers import Asked, asked_of, questions_in
 from loongplug.training.delivery import SameRows, store_of_news
-from loongplug.training.questions import Asked, asked_of, questions_in
 from loongplug.training.rank_data import RankData, packing_place, speaks_for_replica
 from loongplug.training.rows import (
     TRAINING,
@@ -45,14 +45,7 @@ from loongplug.training.start_agreement import start_store
 from loongplug.training.step_sizes import step_sizes
 
 # Flags that decide on the stream of samples.
-_NOTED = (
-    "seed",
-    "seq_length",
-    "training_phase",
-    "video_fps",
-    "special_tokens_in_text",
-    "valid_share",
-)
+_NOTED = ("seed", "seq_length", "training_phase", "video_fps", "special_tokens_in_text")
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
@@ -107,7 +100,7 @@ class DatasetProvider:
         self._valid = None if evaluated is None else dataset(evaluated)
         blend = parse_blend(training_files(args), flag=TRAINING)
         settings = {
-            **{name: getattr(args, name) for name in _NOTED},
+            **{name: getattr(args, name) for name in (*_NOTED, "valid_share")},
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
             "multi_turn": args.multi_turn if args.packing else None,
             "train_template_thought": args.training_phase == "sft" and args.train_template_thought,
@@ -118,14 +111,11 @@ class DatasetProvider:
             **vars(PixelLimits.of(vars(args))),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
-        self.questions = (
-            []
-            if self._valid is None or args.eval_generate is None
-            else questions_in(self._valid, limit=args.eval_generate)
-        )
-        self.valid_fingerprint = (
-            fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
-        )
+        self.questions, self.valid_fingerprint = [], {}
+        if self._valid is not None:
+            self.valid_fingerprint = fingerprint(self._valid.sources, processor, **settings)
+            if args.eval_generate is not None:
+                self.questions = questions_in(self._valid, limit=args.eval_generate)
         self._settings = survey_settings(args, model)
         self._same_rows = SameRows(args, store=start_store(args, purpose="rows"))
         for data in filter(None, (train, self._valid)):
@@ -212,10 +202,7 @@ class DatasetProvider:
             yield f"{kept} of the training data are for validation alone: --valid-share {share:g}."
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
-        """Iterators for one chunk of this rank, from the consumed samples on.
-
-        Collective: the default group, when called for the first chunk.
-        """
+        """Iterators for one chunk, from the consumed samples on; the first call is collective."""
         chunk = vp_stage or 0
         if chunk == 0:
             self._start()

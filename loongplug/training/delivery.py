@@ -124,12 +124,11 @@ class ReplicaDelivery:
     """A :data:`Delivery`: the first rank of an encoder's replica loads for it, all get the rows.
 
     It does so at the pass that encodes them, for its media alone: passes are in one order on a
-    replica's ranks. What is sent is little (768 bytes for 16 x 16 pixels of an image, which become
-    values on each rank's device), and decoding everywhere is much. No other rank ever has the rows.
+    replica's ranks. What is sent is little (768 bytes for 16 x 16 pixels of an image).
 
     Which samples have bad media is known to the loading rank alone, once it has loaded them. Where
     they may be left out, those who train on the samples read it in the ``news`` when the
-    microbatch's features are due: who loads its media waits for nothing of theirs.
+    microbatch's features are due.
     """
 
     replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a share names one
@@ -189,10 +188,7 @@ class ReplicaDelivery:
 def loaded_elsewhere(
     news: News, pieces: Sequence[tuple[int, range | None]], planned: PlannedUnit
 ) -> tuple[None, list[Heard]]:
-    """A :data:`Delivery` of what encoders on ranks of their own load and encode, piece by piece.
-
-    ``pieces`` are the loading rank and the samples of each, None for all.
-    """
+    """A :data:`Delivery` of what encoders elsewhere load: pieces' loading ranks and samples."""
     media = planned.media
     return None, [
         partial(news.heard, planned.replica, media.index, loader)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.checkpoint.common_errors import CommonError, of_all_ranks, together
 from loongplug.checkpoint.hf_export import check_hf_export, copy_carried_files, save_hf_folder
 from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
@@ -16,9 +15,10 @@ from loongplug.checkpoint.settings_notes import ARCHITECTURE_FILE, CARRIED_FOLDE
 from loongplug.models.family import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.training.checkpoints import tracked_iteration
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exports:
     """What is made of a model: a Hugging Face folder, one of adapters, a checkpoint of weights.
 
@@ -75,9 +75,7 @@ class Exports:
     def write_or_keep(self, chunks: Sequence[MultimodalModel]) -> None:
         """Write what was asked for; where that fails, see to it that a checkpoint has the model.
 
-        Raises:
-            ValueError, RuntimeError: on all ranks, with what failed, where the model is and the
-                command that exports it from there.
+        The error on all ranks says where the model then is, and the command that exports it.
         """
         try:
             self.write(chunks)
@@ -126,16 +124,10 @@ class Exports:
         )
 
     def _command(self, folder: Path) -> list[str]:
-        args = self.args
-        values = (
-            ("--model-name", args.model_name),
-            ("--config-file", args.config_file),
-            ("--tokenizer-model", args.tokenizer_model),
-            ("--load", str(folder)),
-            ("--save-hf", args.save_hf),
-            ("--save-lora", args.save_lora),
-        )
-        flags = [word for flag, value in values if value for word in (flag, value)]
+        args, flags = self.args, ["--load", str(folder)]
+        for name in ("model_name", "config_file", "tokenizer_model", "save_hf", "save_lora"):
+            if value := getattr(args, name):
+                flags += [f"--{name.replace('_', '-')}", value]
         if args.trusted_packages:
             flags += ["--trusted-packages", *args.trusted_packages]
         return ["loongplug", "convert", *flags, *self.overrides]
@@ -147,8 +139,7 @@ def _checkpoint_of(args: Namespace) -> Path | None:
     if not args.save or not (trained or args.load == args.save):
         return None
     last = args.train_iters if trained else args.iteration
-    tracker = Path(args.save) / TRACKER
-    found = tracker.is_file() and tracker.read_text(encoding="utf-8").strip() == str(last)
+    found = tracked_iteration(args.save) == str(last)
     return Path(args.save) if of_all_ranks(found)[0] else None
 
 

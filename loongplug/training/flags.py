@@ -56,8 +56,7 @@ class _Parser(argparse.ArgumentParser):
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Parse ``argv``; imports ``megatron.training``, so the platform has to be active.
 
-    Raises:
-        ValueError: unknown flags, each with its closest known one, or a value of the wrong kind.
+    ValueError names unknown flags, each with its closest known one, and values of a wrong kind.
     """
     parser = whole_parser()
     args, rest, overrides = take_apart(argv, parser)
@@ -90,11 +89,7 @@ def take_apart(
 
 
 def without_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """``argv`` less the flags of these names in args, with their values; the order stays.
-
-    As :func:`read_command_line`, it imports ``megatron.training``. What stands in no flag's place
-    (overrides, unknown flags) is left where it is.
-    """
+    """``argv`` less the flags of these names in args, with their values; the rest stays."""
     options = whole_parser()._option_string_actions
     kept: list[str] = []
     tokens = list(argv)
@@ -105,24 +100,14 @@ def without_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
         if action is None or action.dest not in names:
             kept.append(token)
             continue
-        most = _most_values(action) if not has_value else 0
-        while tokens and most and not _begins_anew(tokens[0], options, single=most == 1):
+        most = 1 if action.nargs in (None, "?") else action.nargs
+        most = 0 if has_value else most if isinstance(most, int) else len(tokens)
+        for _ in range(most):  # an override may be a single value
+            again = not tokens or tokens[0].partition("=")[0] in options
+            if again or (most > 1 and _OVERRIDE.fullmatch(tokens[0])):
+                break
             del tokens[0]
-            most -= 1
     return kept
-
-
-def _most_values(action: argparse.Action) -> int:
-    if action.nargs is None or action.nargs == "?":
-        return 1
-    return action.nargs if isinstance(action.nargs, int) else 1000
-
-
-def _begins_anew(token: str, options: Mapping[str, object], *, single: bool) -> bool:
-    """Whether ``token`` is not a value of the flag before it; an override may be a single one."""
-    return token.partition("=")[0] in options or (
-        not single and _OVERRIDE.fullmatch(token) is not None
-    )
 
 
 def own_parser() -> argparse.ArgumentParser:

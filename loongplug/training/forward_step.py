@@ -29,18 +29,11 @@ Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
-    """Sum of the losses of the tokens that count.
+    """Sum of the ``losses`` of the tokens that count, their number (int32), and both for the log.
 
     Megatron divides the gradients by the number of such tokens of the whole global batch (all
     microbatches, all data parallel ranks), so the loss is the mean over tokens however the batch
-    is split.
-
-    Args:
-        loss_mask: [b, s] float32, 1 where a token counts.
-        losses: [b, s] float32.
-
-    Returns:
-        the sum, the number of tokens (int32), and the pair of both for the log.
+    is split. Both inputs are [b, s] float32; the mask is 1 where a token counts.
     """
     total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum()
@@ -176,8 +169,7 @@ class StepRows:
     in the first: stages that expect it need not send each other shapes.
     """
 
-    def __init__(self) -> None:
-        self.recorder: Recorder = NOTHING
+    recorder: Recorder = NOTHING
 
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
         """Wrap Megatron's ``get_forward_backward_func``."""

@@ -17,10 +17,9 @@ def freezing_of(args: Namespace, model: Any) -> Freezing:
 
     A module with adapters is frozen but for them, with ``freeze`` or without.
     """
+    modules = model.modules().items()
     frozen, adapted = (
-        tuple(
-            name for name, architecture in model.modules().items() if getattr(architecture, setting)
-        )
+        tuple(name for name, each in modules if getattr(each, setting))
         for setting in ("freeze", "lora")
     )
     return Freezing(
@@ -41,10 +40,7 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
     """Say of each of this rank's parameters whether it trains.
 
     Has to happen before gradient buffers and optimizers are made. Collective: the default group.
-
-    Raises:
-        ValueError: on every rank, for a pattern without effect on any rank, with the closest
-            names, and where no rank has anything left to train.
+    ValueError on every rank for a pattern without effect on any, and where nothing trains.
     """
     names = []
     trains = False

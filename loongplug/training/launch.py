@@ -18,9 +18,6 @@ def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
 
     Without ``ranks``, one for each GPU that the run will use, or one. This process is replaced,
     so that signals and the exit code are torchrun's. ``--help-all`` needs no ranks.
-
-    Raises:
-        ValueError: a flag, a device or a key of the model's YAML that there is not.
     """
     train = ("-m", "loongplug.train", *flags)
     if "--help-all" in flags:

@@ -55,7 +55,7 @@ class Cost:
 class EntryCosts:
     """The costs of an entry's layers, and of what the ``first`` and ``last`` have beside them.
 
-    Of each stage the foremost ``recomputed`` layers are recomputed; None stands for all of them.
+    Of each stage the foremost ``recomputed`` layers are recomputed; None: all of them.
     """
 
     layers: tuple[Cost, ...]

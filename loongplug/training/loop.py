@@ -4,29 +4,26 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from torch import Tensor
 
 from loongplug.checkpoint.common_errors import write_error
 from loongplug.hetero.engine import Engine
+from loongplug.output_files import write_figures
 from loongplug.platform import current_platform
 from loongplug.platform.machine import peak_tflops
+from loongplug.platform.upstream_seams import training_log_table
 from loongplug.training.answers import Answers
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
-from loongplug.training.log import LogTap
-from loongplug.training.progress import (
-    Display,
-    StepReport,
-    TrainingProgress,
-    leave_metrics,
-    summarize,
-)
+from loongplug.training.log import applied
+from loongplug.training.progress import Display, StepReport, TrainingProgress, summarize
 from loongplug.training.provider import ModelProvider
 from loongplug.training.rank_data import first_of_stage, speaks_for_replica
 
@@ -60,26 +57,41 @@ def train(
         if on_report is not None:
             on_report(step)
 
-    tap = LogTap(
-        lambda: TrainingProgress(
-            total=args.train_iters,
-            interval=args.log_interval,
-            device=current_platform().device,
-            counter=forward_step,
-            counts_tokens=engine.decodes and speaks_for_replica(),
-            has_loss=engine.decodes and _speaks_for_loss(),
-            sink=Display(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=noted,
-            met=datasets.bad_samples.counts,
-            news=datasets.bad_samples.remarks.news,
-            memory=current_platform().peak_memory_bytes,
-            peak_tflops=_peak_tflops(),
-        ),
-        on_validation=on_validation,
-        scored=None if answers is None else answers.scored,
-        logged=logged,
-    )
-    with tap.tapped(interval=args.log_interval):
+    progress: TrainingProgress | None = None
+
+    def stepped(iteration: int, losses: dict[str, Tensor], **known: Any) -> None:
+        nonlocal progress
+        if progress is None:  # the parallel state is there to ask
+            platform = current_platform()
+            on_gpu = platform.device.type == "cuda"
+            progress = TrainingProgress(
+                total=args.train_iters,
+                interval=args.log_interval,
+                device=platform.device,
+                counter=forward_step,
+                counts_tokens=engine.decodes and speaks_for_replica(),
+                has_loss=engine.decodes and _speaks_for_loss(),
+                sink=Display(terminal, total=args.train_iters) if args.rank == 0 else None,
+                on_report=noted,
+                met=datasets.bad_samples.counts,
+                news=datasets.bad_samples.remarks.news,
+                memory=platform.peak_memory_bytes,
+                peak_tflops=peak_tflops(torch.cuda.get_device_name()) if on_gpu else None,
+            )
+        progress.step(iteration, losses.get("lm loss"), **known)
+
+    def evaluated(losses: dict[str, Tensor]) -> None:
+        if progress is None:
+            return
+        answered = None if answers is None else answers.scored()
+        progress.evaluated(losses.get("lm loss"), answered=answered)
+        if (match := progress.valid_exact_match) is not None:
+            logged({"exact match validation": match}, progress.iteration)
+        if on_validation is not None and progress.valid_loss is not None:
+            on_validation(progress.iteration, progress.valid_loss)
+
+    table = training_log_table(stepped, on_evaluation=evaluated, interval=args.log_interval)
+    with applied(table):
         try:
             pretrain(
                 pretrain_cfg_container_from_args(args),
@@ -89,10 +101,12 @@ def train(
                 provider,
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
-            unwritten = _leave_metrics(args, tap.progress)
+            unwritten = _leave_metrics(args, progress)
             if unwritten is not None and sys.exception() is not None:
                 print(f"loongplug: {unwritten}", file=sys.stderr, flush=True)
-    return tap.progress.reports if tap.progress is not None else [], unwritten
+            if progress is not None:
+                progress.close()
+    return progress.reports if progress is not None else [], unwritten
 
 
 def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueError | None:
@@ -106,8 +120,14 @@ def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueE
         bad_samples=progress.bad_samples,
         empty_steps=progress.counter.empty_steps,
     )
+    name = args.metrics_name
     try:
-        leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)
+        write_figures(
+            Path(args.metrics_json),
+            figures if name is None else {name: figures},
+            "metrics",
+            beside=name is not None,
+        )
     except OSError as error:
         return write_error(f"--metrics-json {args.metrics_json}", error)
     except ValueError as error:
@@ -115,17 +135,8 @@ def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueE
     return None
 
 
-def _peak_tflops() -> float | None:
-    """The peak rate of this rank's device; None for one that is not known."""
-    device = current_platform().device
-    return None if device.type == "cpu" else peak_tflops(torch.cuda.get_device_name(device))
-
-
 def _speaks_for_loss() -> bool:
-    """Whether this is the one rank of all that tells the loss of a step.
-
-    The losses of the last stage are reduced over the replicas already.
-    """
+    """Whether this one rank tells the loss of a step, which is reduced over replicas already."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and first_of_stage()

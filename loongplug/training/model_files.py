@@ -4,8 +4,8 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from loongplug.training.typed import the_closest_is
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 MODEL = "model"  # the package all model YAML lives in
+# The plugin of megatron-energon's storage client tells of each composition, on two ways, that it is
+# not configured.
+logging.getLogger("multistorageclient.contrib.hydra").disabled = True
+warnings.filterwarnings("ignore", message="provider=msc-universal")
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 
 
@@ -121,23 +125,9 @@ def _quoted(folder: Path) -> str:
     return f"'file://{escaped}'"
 
 
-@contextmanager
-def _hydra(folder: Path) -> Iterator[None]:
-    """Hydra on the files of ``folder``, in quiet.
-
-    The plugin that comes with megatron-energon's storage client tells of each composition, on two
-    ways, that it is not configured. Nothing here asks it for anything.
-    """
-    plugin = logging.getLogger("multistorageclient.contrib.hydra")
-    before = plugin.disabled
-    plugin.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="provider=msc-universal")
-            with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-                yield
-    finally:
-        plugin.disabled = before
+def _hydra(folder: Path) -> AbstractContextManager[None]:
+    """Hydra on the files of ``folder``."""
+    return initialize_config_dir(config_dir=str(folder), version_base="1.3")
 
 
 def _missing_file(file: Path, error: MissingConfigException) -> str:
@@ -148,7 +138,8 @@ def _missing_file(file: Path, error: MissingConfigException) -> str:
     return f"{file} mounts {missing}.yaml, which does not exist{suggestion}{choice}"
 
 
-def parsed_override(override: str, bare: Composition) -> tuple[str, str]:
+def parsed_override(override: str) -> tuple[str, str]:
+    """The key and the text of its value; ValueError for what is no override."""
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         raise ValueError(
@@ -157,10 +148,9 @@ def parsed_override(override: str, bare: Composition) -> tuple[str, str]:
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{MODEL}."):
-        known = _dotted_keys(bare.data())
         raise ValueError(
-            f"override {override}: {key} is not a key of a model{the_closest_is(key, known)} "
-            f"(all keys start with {MODEL}.)"
+            f"override {override}: {key} is not a key of a model: all keys start with {MODEL}., "
+            f"such as {MODEL}.{key}"
         )
     try:
         (parsed,) = OverridesParser.create().parse_overrides([f"++{key}={value}"])
@@ -171,15 +161,6 @@ def parsed_override(override: str, bare: Composition) -> tuple[str, str]:
     if parsed.is_sweep_override():
         raise ValueError(f"override {override} gives several values; write a list as [{value}]")
     return key, value
-
-
-def _dotted_keys(data: Mapping[Any, Any], prefix: str = "") -> list[str]:
-    keys = []
-    for name, value in data.items():
-        keys.append(f"{prefix}{name}")
-        if isinstance(value, Mapping):
-            keys.extend(_dotted_keys(value, f"{prefix}{name}."))
-    return keys
 
 
 def _below(key: str, package: str) -> list[str] | None:

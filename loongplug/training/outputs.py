@@ -13,7 +13,8 @@ from loongplug.observe.trace_file import RANK_TRACE, rank_file
 from loongplug.output_files import check_output, figures, is_stream
 from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.training.checkpoints import refuse_others_checkpoints
-from loongplug.training.rules.folders import READ, value_if_any
+from loongplug.training.rules.folders import READ
+from loongplug.training.rules.rule import value_of
 
 _PROBE_BYTES = 4096  # a full disk may still take a file without content
 
@@ -23,11 +24,8 @@ def outputs_ready(args: Namespace, *, at_end: AtEnd = nothing_at_end) -> Iterato
     """Around a run: each of its outputs could be written to, and is no other run's.
 
     Each rank tries what it will write itself; rank 0 takes the locks of ``--save`` and ``--trace``,
-    and leaves them also ``at_end``.
+    and leaves them also ``at_end``. ValueError has a line for each output that cannot be written.
     Collective: the default group, where there is one already.
-
-    Raises:
-        ValueError: one line for each output that cannot be written to, or what other runs have.
     """
     with ExitStack() as held:
         error: ValueError | None = None
@@ -63,7 +61,7 @@ def unwritable(args: Namespace) -> list[str]:
     ]
     if found := [problem for problem in problems if problem is not None]:
         return found
-    given = [value_if_any(args, flag) or () for flag in READ]
+    given = [value_of(args, flag) or () for flag in READ]
     read = chain(*(value if isinstance(value, list) else [value] for value in given))
     flag = "--metrics-json"
     try:

@@ -5,9 +5,8 @@ takes them as they are.
 """
 
 import copy
-import functools
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args
 from torch import Tensor
 
 from loongplug.hetero.engine import Engine
@@ -23,37 +21,8 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, decoder_layout, rest_in
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import store_of_attempt
+from loongplug.training.rules.rule import decoder_layout_of
 from loongplug.training.step_check import finalized
-
-
-def decoder_layout_of(args: Namespace) -> Layout:
-    """The decoder's layout, of checked arguments, whose ``world_size`` are its ranks."""
-    return Layout(
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        dp=args.data_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size or 0,
-    )
-
-
-def with_own_ranks(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's reading of what a checkpoint has once for all ranks.
-
-    Random numbers of modules that lay on other ranks are not those of this run's ranks: as with
-    another tensor or pipeline parallel size, they are not loaded then.
-    """
-
-    @functools.wraps(read)
-    def reading(*args: Any, **kwargs: Any) -> Any:
-        found = read(*args, **kwargs)
-        saved, own = getattr(found.get("args"), "own_ranks", ()), get_args()
-        if list(saved) != list(own.own_ranks):
-            own.no_load_rng = True
-        return found
-
-    return reading
 
 
 def make_own_groups(args: Namespace, engine: Engine) -> None:
@@ -99,22 +68,20 @@ def arguments_of_decoder(args: Namespace) -> Namespace:
 
 def initialize_decoder(args: Namespace, decoder: Layout) -> None:
     """Megatron's groups of the decoder, with the flags that Megatron's own start goes by."""
+    names = (
+        *("pipeline_model_parallel_comm_backend", "use_sharp", "context_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("distributed_timeout_minutes", "nccl_communicator_config_path"),
+        *("high_priority_stream_groups", "sharp_enabled_group"),
+    )
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
-        use_sharp=args.use_sharp,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        nccl_communicator_config_path=args.nccl_communicator_config_path,
         create_gloo_process_groups=args.use_gloo_process_groups,
-        high_priority_stream_groups=args.high_priority_stream_groups,
-        sharp_enabled_group=args.sharp_enabled_group,
         rank_offset=decoder.first_rank,
         local_world_size=decoder.world_size,
+        **{name: getattr(args, name) for name in names},
     )
 
 

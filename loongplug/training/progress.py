@@ -3,10 +3,9 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -19,9 +18,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from torch.distributed import ReduceOp, all_reduce, get_world_size
 
 from loongplug.data.sample import BAD_KINDS
-from loongplug.output_files import write_figures
 from loongplug.training.forward_step import ForwardStep
 
 
@@ -43,60 +42,42 @@ class StepReport:
     memory_bytes: int = 0  # the most that any rank has held
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens before padding."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    @property
     def fill_rate(self) -> float:
         """The share of the sequences that is not padding."""
         return self.tokens / self.capacity if self.capacity > 0 else 0.0
 
-    @property
-    def step_seconds(self) -> float:
-        """The seconds of one iteration."""
-        return self.seconds / self.iterations
-
-    @property
-    def tflops(self) -> float:
-        """10^12 operations per second and rank that the model asks for."""
-        return self.operations / self.seconds / self.ranks / 1e12 if self.seconds > 0 else 0.0
-
-    @property
-    def mfu(self) -> float | None:
-        """The share of the device's peak that this is."""
-        return None if self.peak_tflops is None else self.tflops / self.peak_tflops
+    def scalars(self) -> dict[str, float]:
+        """Figures that Megatron does not log of a step, by name; no MFU without a known peak."""
+        rate = 1 / self.seconds if self.seconds > 0 else 0.0
+        tflops = self.operations * rate / self.ranks / 1e12
+        return {
+            "fill rate": self.fill_rate,
+            "step seconds": self.seconds / self.iterations,
+            "tokens per second": self.tokens * rate,
+            "TFLOPs per rank": tflops,
+            **({} if self.peak_tflops is None else {"MFU": tflops / self.peak_tflops}),
+            "memory GiB": self.memory_bytes / 2**30,
+        }
 
     def line(self, *, total: int) -> str:
         """A line of all figures for a person, in a run of ``total`` iterations."""
+        known = self.scalars()
         figures = [f"iteration {self.iteration}/{total}", f"loss {_said(self.loss)}"]
         if self.learning_rate is not None:
             figures.append(f"lr {self.learning_rate:.3g}")
         if self.grad_norm is not None:
             figures.append(f"grad norm {self.grad_norm:.3f}")
         figures += [
-            f"{self.step_seconds:.3g} s/step",
-            f"{self.tokens_per_second:,.0f} tokens/s",
-            f"{self.tflops:.3g} TFLOP/s per rank",
+            f"{known['step seconds']:.3g} s/step",
+            f"{known['tokens per second']:,.0f} tokens/s",
+            f"{known['TFLOPs per rank']:.3g} TFLOP/s per rank",
         ]
-        if self.mfu is not None:
-            figures.append(f"MFU {self.mfu:.1%}")
+        if "MFU" in known:
+            figures.append(f"MFU {known['MFU']:.1%}")
         figures.append(f"{100 * (1 - self.fill_rate):.0f} % padding")
         if self.memory_bytes:
-            figures.append(f"{self.memory_bytes / 2**30:.2f} GiB")
+            figures.append(f"{known['memory GiB']:.2f} GiB")
         return " | ".join(figures)
-
-    def scalars(self) -> dict[str, float]:
-        """By name, for loggers: what Megatron does not log of a step."""
-        known = {
-            "fill rate": self.fill_rate,
-            "step seconds": self.step_seconds,
-            "tokens per second": self.tokens_per_second,
-            "TFLOPs per rank": self.tflops,
-            "MFU": self.mfu,
-            "memory GiB": self.memory_bytes / 2**30,
-        }
-        return {name: value for name, value in known.items() if value is not None}
 
 
 def _said(loss: float | None) -> str:
@@ -106,8 +87,7 @@ def _said(loss: float | None) -> str:
 class Display:
     """A line for each report, on a terminal above a bar with the loss and the time that is left.
 
-    What is printed to ``stream`` besides, and errors on a terminal, come above the bar. What goes
-    elsewhere stays there: Megatron's log is in a file, by another stdout.
+    What is printed to ``stream`` besides, and errors on a terminal, come above the bar.
     """
 
     def __init__(self, stream: TextIO, *, total: int) -> None:
@@ -151,22 +131,6 @@ class Display:
         self._bar.stop()
 
 
-@dataclass(frozen=True)
-class TrainingMetrics:
-    """The figures of one training run, written as JSON."""
-
-    loss_first: float | None  # None where no step had a token to train on
-    loss_last: float | None
-    tokens_per_second: float
-    fill_rate: float  # tokens before padding, of all tokens
-    train_seconds: float
-    iterations: int
-    valid_loss: float | None  # of the last evaluation
-    valid_exact_match: float | None  # of its answers; None where none were asked for
-    bad_samples: dict[str, int]  # left out in training, by kind
-    empty_steps: int  # without a token to train on, which changed nothing
-
-
 @dataclass(kw_only=True, eq=False)
 class TrainingProgress:
     """Collects reports on every rank, shows them on rank 0, sums the run up.
@@ -175,10 +139,8 @@ class TrainingProgress:
     rank of it: the latter are summed over the ranks that count tokens.
 
     Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
-    (and in the first and last one) two all-reduces over the default group bring the last stage's
-    loss, all ranks' counts of tokens, operations and bad samples, and the largest of what ranks
-    know of the optimizer and of their memory together. Between reports nothing waits for the
-    device.
+    (and in the first and last one) two all-reduces bring together what ranks know. Between reports
+    nothing waits for the device.
     """
 
     total: int
@@ -213,10 +175,7 @@ class TrainingProgress:
         learning_rate: float | None = None,
         grad_norm: float | None = None,
     ) -> None:
-        """Take note of one iteration; ``loss`` is set on the last stage.
-
-        ``learning_rate`` and ``grad_norm`` are None on ranks that know none.
-        """
+        """Take note of one iteration; ``loss`` is set on the last stage."""
         self.iteration = iteration
         if self.counter.empty_steps > self._empty_steps and self.sink is not None:
             self.sink.say(f"iteration {iteration} | no token to train on: it changes nothing")
@@ -253,23 +212,20 @@ class TrainingProgress:
         if self.sink is not None:
             self.sink.say(f"iteration {self.iteration} | validation loss {said}")
 
-    def _sum(self, *values: float) -> list[float]:
-        """Sums over all ranks; float64 is exact for counts far beyond any run's."""
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(sums)
-        result: list[float] = sums.tolist()
+    def _reduced(self, values: Iterable[float], op: ReduceOp.RedOpType) -> list[float]:
+        """Over all ranks; float64 is exact for counts far beyond any run's."""
+        found = torch.tensor([*values], dtype=torch.float64, device=self.device)
+        all_reduce(found, op)
+        result: list[float] = found.tolist()
         return result
 
+    def _sum(self, *values: float) -> list[float]:
+        return self._reduced(values, ReduceOp.SUM)
+
     def _largest(self, *values: float | None) -> list[float | None]:
-        """The largest that any rank has of each; None where no rank has one."""
-        none = -1.0  # of what is never negative
-        largest = torch.tensor(
-            [none if value is None else value for value in values],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        return [None if value == none else value for value in largest.tolist()]
+        """The largest that any rank has of each; None where no rank has one. None is negative."""
+        found = self._reduced((-1.0 if each is None else each for each in values), ReduceOp.MAX)
+        return [None if value < 0 else value for value in found]
 
     def _report(
         self, iteration: int, *, learning_rate: float | None, grad_norm: float | None
@@ -300,7 +256,7 @@ class TrainingProgress:
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             operations=int(operations),
-            ranks=torch.distributed.get_world_size(),
+            ranks=get_world_size(),
             peak_tflops=self.peak_tflops,
             memory_bytes=int(memory or 0),
         )
@@ -334,36 +290,26 @@ def summarize(
     valid_exact_match: float | None = None,
     bad_samples: Mapping[str, int] | None = None,
     empty_steps: int = 0,
-) -> TrainingMetrics:
-    """The figures of a run with at least one report.
+) -> dict[str, Any]:
+    """The figures of a run with at least one report, as ``--metrics-json`` has them.
 
     The first report holds start-up costs; the rate is that of all others when there are any.
+    Losses are None where no step had a token to train on. A run that asked for no answers has no
+    score of them.
     """
     steady = reports[1:] or reports
     losses = [step.loss for step in reports if step.loss is not None]
-    return TrainingMetrics(
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
-        tokens_per_second=sum(step.tokens for step in steady)
+    matched = {} if valid_exact_match is None else {"valid_exact_match": valid_exact_match}
+    return {
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "tokens_per_second": sum(step.tokens for step in steady)
         / sum(step.seconds for step in steady),
-        fill_rate=sum(step.tokens for step in reports) / sum(step.capacity for step in reports),
-        train_seconds=sum(step.seconds for step in reports),
-        iterations=reports[-1].iteration,
-        valid_loss=valid_loss,
-        valid_exact_match=valid_exact_match,
-        bad_samples=dict(bad_samples or {}),
-        empty_steps=empty_steps,
-    )
-
-
-def leave_metrics(path: Path, metrics: TrainingMetrics, *, name: str | None) -> None:
-    """Write the figures as a JSON object to ``path``; an older run's give way.
-
-    With a ``name`` they go under it, beside what the file has. A run that asked for no answers has
-    no score of them.
-    """
-    found = asdict(metrics)
-    if metrics.valid_exact_match is None:
-        del found["valid_exact_match"]
-    named = found if name is None else {name: found}
-    write_figures(path, named, "metrics", beside=name is not None)
+        "fill_rate": sum(step.tokens for step in reports) / sum(step.capacity for step in reports),
+        "train_seconds": sum(step.seconds for step in reports),
+        "iterations": reports[-1].iteration,
+        "valid_loss": valid_loss,
+        **matched,
+        "bad_samples": dict(bad_samples or {}),
+        "empty_steps": empty_steps,
+    }

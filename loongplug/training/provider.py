@@ -76,11 +76,9 @@ def engine_of(args: Namespace, model: Any) -> Engine:
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
     """The offload of activations that ``--offload-tensors`` asks for."""
-    if not args.offload_tensors:
-        return None
-    return TensorOffload(
-        names=args.offload_tensors, platform=platform, least=args.min_offloaded_tensor_size
-    )
+    least = args.min_offloaded_tensor_size
+    names = args.offload_tensors
+    return TensorOffload(names=names, platform=platform, least=least) if names else None
 
 
 def build_on_meta(
@@ -88,31 +86,23 @@ def build_on_meta(
     family: Family,
     args: Namespace,
     *,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
     states: Mapping[str, ModuleState | None] | None = None,
+    **stage: Any,
 ) -> MultimodalModel:
-    """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
+    """One ``stage`` of ``model`` without its weights' memory, with the ``states`` of encoders.
 
-    ``states`` are those of encoders by their entries' names, where they are not the decoder's. No
-    collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
+    No collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
     """
     config = core_transformer_config_from_args(args, DecoderConfig)
     config.use_cpu_initialization = True  # upstream names a CUDA device otherwise
     config.perform_initialization = False
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    stage = {"pre_process": True, "post_process": True, "vp_stage": None} | stage
     with torch.device("meta"):
-        stage: MultimodalModel = family.load_builder(model)(
-            model,
-            config,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            states=states,
-            backend="local",
+        built: MultimodalModel = family.load_builder(model)(
+            model, config, pg_collection=groups, states=states, backend="local", **stage
         )
-    return stage
+    return built
 
 
 @dataclass(eq=False)
@@ -141,9 +131,7 @@ class ModelProvider:
     ) -> MultimodalModel:
         """One chunk on the platform's device; the last one freezes, and brings the weights of all.
 
-        Weights come from the ``hf_folder``, if there is one; adapters from the ``adapter_folder``,
-        or start by ``seed``.
-
+        Adapters come from the ``adapter_folder``, or start by ``seed``.
         Collective: every rank builds as many chunks as every other. Weights are loaded once all
         are built (tied embeddings make the first and the last chunk of the model wait for each
         other) and before the optimizer copies them into its own shards.
@@ -153,14 +141,13 @@ class ModelProvider:
             args = args if self.engine.decodes else arguments_of_decoder(args)
             config = core_transformer_config_from_args(args, DecoderConfig)
         assert isinstance(config, DecoderConfig)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         chunk: MultimodalModel = self.family.load_builder(self.model)(
             self.model,
             config,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
-            pg_collection=groups,
+            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
             states=self.engine.states,
             backend=self.backend,
         )

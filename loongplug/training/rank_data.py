@@ -1,9 +1,9 @@
 """The data of a rank: the text that its stages consume, the media that it encodes, its place."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -41,7 +41,7 @@ _RECENT_STEPS = 3
 
 # What says where in a stream of packs a checkpoint was: how many were consumed does not, as some
 # samples were held back. It travels in Megatron's arguments, a part of every checkpoint.
-_PACKING_PLACE = "loongplug_packing_place"
+PACKING_PLACE = "loongplug_packing_place"
 
 _NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
 
@@ -107,6 +107,10 @@ class RankData:
             **options,
         )
         notes = training and packed and own is None
+        cp, row_parts = decoder_layout().cp, None  # of all of a row
+        if cp > 1:  # a rank that encodes alone holds none, and tells lengths by the first
+            rank = parallel_state.get_context_parallel_rank() if own is None else 0
+            row_parts = RowParts(cp=cp, rank=rank, balance=args.cp_balance)
         return MicrobatchLoader(
             source,
             processor=dataset.processor,
@@ -121,7 +125,7 @@ class RankData:
             needs=_text_needs(args) if own is None else (_NO_TEXT,),
             pins=pins,
             on_made=partial(note_packing_place, source, args) if notes else None,
-            parts=_row_parts(args, decodes=own is None),
+            parts=row_parts,
         )
 
     def _of_encoder(
@@ -206,16 +210,6 @@ def first_of_stage() -> bool:
     )
 
 
-def _row_parts(args: Namespace, *, decodes: bool) -> RowParts | None:
-    """How the decoder's ranks share each row, and which part this one holds; None for all of it.
-
-    A rank that encodes alone holds none, and tells lengths by the first.
-    """
-    cp = decoder_layout().cp
-    rank = parallel_state.get_context_parallel_rank() if decodes else 0
-    return None if cp == 1 else RowParts(cp=cp, rank=rank, balance=args.cp_balance)
-
-
 def _text_needs(args: Namespace) -> list[TextNeeds]:
     """What each of this rank's virtual chunks consumes of a microbatch's text, by chunk."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -241,48 +235,26 @@ def row_lengths_of(args: Namespace) -> RowLengths | None:
     That is so of packs, which are nearly full, and of rows whose experts gather the tokens of
     several replicas: those gather equally many of each.
     """
-    if args.packing or _replicas_gather_tokens(args):
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    gathers = args.num_experts and args.moe_token_dispatcher_type == "allgather"
+    of_experts = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
+    if args.packing or (gathers and tp * cp % of_experts):
         return None
-    cp = args.context_parallel_size
-    tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return RowLengths(
-        parts=tp if cp == 1 else lcm(2, tp) * cp,
-        by_step=args.pipeline_model_parallel_size > 1,
-    )
-
-
-def _replicas_gather_tokens(args: Namespace) -> bool:
-    if not args.num_experts or args.moe_token_dispatcher_type != "allgather":
-        return False
-    row: int = args.tensor_model_parallel_size * args.context_parallel_size
-    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return row % (etp * args.expert_model_parallel_size) != 0
+    shards = tp if args.sequence_parallel else 1
+    parts = shards if cp == 1 else lcm(2, shards) * cp
+    return RowLengths(parts=parts, by_step=args.pipeline_model_parallel_size > 1)
 
 
 def note_packing_place(source: LocalSource, args: Namespace) -> None:
     """Tell ``args`` where a resumed run would go on; they know it from every microbatch on."""
     place = source.resume_point()
     assert place is not None, "only packs have such a place"
-    setattr(args, _PACKING_PLACE, place.plain())
+    setattr(args, PACKING_PLACE, place.plain())
 
 
 def packing_place(args: Namespace) -> ResumePoint | None:
     """Where the checkpoint that was loaded goes on; None without one, or when it has no packs."""
-    data = getattr(args, _PACKING_PLACE, None)
+    data = getattr(args, PACKING_PLACE, None)
     if data is None or data["packs"] != args.consumed_train_samples:
         return None
     return ResumePoint.of_plain(data)
-
-
-def with_packing_place(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Megatron's reading of what is not a tensor, which keeps the place in the run's arguments."""
-
-    @wraps(original)
-    def load_common_state_dict(checkpoint_dir: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        state = original(checkpoint_dir)
-        setattr(get_args(), _PACKING_PLACE, getattr(state.get("args"), _PACKING_PLACE, None))
-        return state
-
-    return load_common_state_dict

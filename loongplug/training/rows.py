@@ -23,10 +23,7 @@ def training_files(args: Namespace) -> Sequence[str]:
 
 
 def training_rows(args: Namespace, *, valid: bool = False) -> Rows:
-    """The rows that are trained on or, if ``valid``, those that ``--valid-share`` takes of them.
-
-    ValueError for a file that is missing or malformed, or where one of the two has no row.
-    """
+    """The rows that are trained on or, if ``valid``, those that ``--valid-share`` takes of them."""
     how = {"split": "train", "valid_share": args.valid_share, "valid": valid}
     return _opened(args, training_files(args), flag=TRAINING, **how)
 
@@ -53,12 +50,8 @@ def iterations_of_epochs(args: Namespace, model: Any) -> int:
     """How many iterations take every row of the training data ``--epochs`` times.
 
     The last one is filled up with rows of the next epoch. Follows from the data and the flags
-    alone, so that a run that resumes ends where it would have ended. ``model`` is the family's
-    config. No collectives.
-
-    Raises:
-        ValueError: a file is missing or malformed; with packing, a file has no index of lengths,
-            or one that does not fit.
+    alone, so that a run that resumes ends where it would have ended. With packing, files need an
+    index of lengths. No collectives.
     """
     with said_by(args.rank == 0):
         rows = training_rows(args)

@@ -3,13 +3,11 @@
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megatron.training.global_vars import (
-    set_global_variables,
-)
+from megatron.training.global_vars import set_global_variables
 
 from loongplug.checkpoint.common_errors import of_all_ranks, raise_together
 from loongplug.checkpoint.retention import CheckpointRetention
@@ -35,17 +33,9 @@ from loongplug.platform.upstream_seams import (
     setup_table,
     stepped_schedules_table,
 )
+from loongplug.training import checkpoints
 from loongplug.training.answers import Answers
-from loongplug.training.arguments import (
-    ParsedArguments,
-    parse_arguments,
-    validate_optimizer,
-)
-from loongplug.training.checkpoints import (
-    check_checkpoint_folders,
-    has_checkpoint,
-    use_whole_checkpoints,
-)
+from loongplug.training.arguments import ParsedArguments, parse_arguments, validate_optimizer
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.exports import Exports
 from loongplug.training.forward_step import ForwardStep, LossReport, StepRows
@@ -55,12 +45,7 @@ from loongplug.training.loop import train
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.own_ranks import finalized_together, make_own_groups
 from loongplug.training.progress import StepReport
-from loongplug.training.provider import (
-    ModelProvider,
-    backend_of,
-    engine_of,
-    tensor_offload_of,
-)
+from loongplug.training.provider import ModelProvider, backend_of, engine_of, tensor_offload_of
 from loongplug.training.rank_data import row_lengths_of
 from loongplug.training.special_tokens import folder_differences
 from loongplug.training.start_agreement import (
@@ -98,40 +83,30 @@ def run(
 
     ``on_report`` is called with each report, on every rank. A run that is ``verified`` against
     another may be in fp32 where others may not. ``without_save`` is where Megatron's output goes
-    without ``--save``. ``at_end`` takes what is to be done where another rank's
-    failure ends this process.
+    without ``--save``. ``at_end`` takes what is to be done where a failure ends this process.
     """
     parsed = parse_arguments(argv, verified=verified)
     validate_optimizer(parsed.args)
     require_same_start(parsed)  # before anything is written
     with outputs_ready(parsed.args, at_end=at_end):
-        return _run(
-            parsed,
-            on_report=on_report,
-            watch=watch,
-            without_save=without_save,
-        )
+        return _run(parsed, on_report, watch, without_save)
 
 
 def _run(
     parsed: ParsedArguments,
-    *,
     on_report: Callable[[StepReport], None] | None,
     watch: Watch | None,
     without_save: WithoutSave,
 ) -> list[StepReport]:
     """The run, once its arguments are checked and its outputs are its own."""
-    args = parsed.args
-    platform = current_platform()
+    args, platform = parsed.args, current_platform()
     platform.use(
         per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
     )
-    kept = (
-        CheckpointRetention(Path(args.save), keep=args.keep_checkpoints)
-        if args.keep_checkpoints
-        else None
-    )
-    use_whole_checkpoints(
+    kept = None
+    if args.keep_checkpoints:
+        kept = CheckpointRetention(Path(args.save), keep=args.keep_checkpoints)
+    checkpoints.use_whole_checkpoints(
         platform,
         asynchronous=args.async_save,
         lock=Path(args.save) / LOCK_FILE if args.save else None,
@@ -143,15 +118,9 @@ def _run(
     make_own_groups(args, engine)  # with a default group, nothing more is compared
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)
-    exports = Exports(
-        args=args,
-        model=hugging_face,
-        table=table,
-        model_yaml=parsed.model_yaml,
-        overrides=parsed.overrides,
-    )
+    exports = Exports(args, hugging_face, table, parsed.model_yaml, parsed.overrides)
     exports.check()
-    from_folders = not has_checkpoint(args)
+    from_folders = not checkpoints.has_checkpoint(args)
     mapping, freezing = with_adapters(hugging_face.mapping, table), freezing_of(args, parsed.model)
     own = Path(args.load_hf) if args.load_hf else Path(args.load or "") / CARRIED_FOLDER
     _say(folder_differences(own, Path(args.tokenizer_model)), args=args)
@@ -172,11 +141,8 @@ def _run(
         seed=args.seed,
     )
     work = ModelAmounts.of(parsed.model, hugging_face, trains=freezing.trains)
-    forward_step = ForwardStep(
-        platform,
-        work=work.of_samples,
-        on_loss=None if watch is None else watch.loss,
-    )
+    on_loss = None if watch is None else watch.loss
+    forward_step = ForwardStep(platform, work=work.of_samples, on_loss=on_loss)
     step_check = StepCheck(
         args, forward_step, finalize=finalized_together if engine.apart else finalized
     )
@@ -188,6 +154,16 @@ def _run(
             processor=datasets.train.processor,
             device=lambda: platform.device,
         )
+
+    def built(chunks: list[Any], optimizer: Any) -> None:
+        """Give chunks and optimizer to the engine, and to the others behind it."""
+        engine.built(chunks, optimizer)
+        step_check.built(chunks, optimizer)
+        if answers is not None:
+            answers.built(chunks)
+        if watch is not None:
+            watch.built(chunks, optimizer, mapping=mapping)
+
     sizes = step_sizes(args)
     with (
         traced(
@@ -199,13 +175,7 @@ def _run(
         ) as recorder,
         _reported(engine, recorder, step_rows),
         megatron_output(args, without_save=without_save) as terminal,
-        _told_what_was_built(
-            engine,
-            watch,
-            mapping=mapping,
-            step_check=step_check,
-            answers=answers,
-        ),
+        applied(setup_table(built)),
         applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
     ):
         set_global_variables(args)  # with it comes Megatron's handler of signals
@@ -243,16 +213,10 @@ def _agreed_datasets(parsed: ParsedArguments, engine: Engine) -> DatasetProvider
     args = parsed.args
     datasets = DatasetProvider(args, parsed.model, engine=engine)
     # The first rank has the outputs by now: no rank changes a folder that is another run's.
-    require_same_data(
-        args,
-        {
-            "training": datasets.fingerprint,
-            "validation": datasets.valid_fingerprint,
-            "plans": datasets.planned,
-        },
-    )
+    of_rows = {"training": datasets.fingerprint, "validation": datasets.valid_fingerprint}
+    require_same_data(args, {**of_rows, "plans": datasets.planned})
     _say(datasets.told(), args=args)
-    check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
+    checkpoints.check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     require_same_weights(args)
     return datasets
 
@@ -285,27 +249,6 @@ def _say(lines: Iterable[str], *, args: Namespace, file: TextIO | None = None) -
     """Print lines, by the first rank."""
     for line in lines if args.rank == 0 else ():
         print(line, file=file, flush=True)
-
-
-def _told_what_was_built(
-    engine: Engine,
-    watch: Watch | None,
-    *,
-    mapping: Mapping,
-    step_check: StepCheck,
-    answers: Answers | None,
-) -> AbstractContextManager[None]:
-    """``engine``, and the others behind it, get chunks and optimizer before the first step."""
-
-    def built(chunks: list[Any], optimizer: Any) -> None:
-        engine.built(chunks, optimizer)
-        step_check.built(chunks, optimizer)
-        if answers is not None:
-            answers.built(chunks)
-        if watch is not None:
-            watch.built(chunks, optimizer, mapping=mapping)
-
-    return applied(setup_table(built))
 
 
 @contextmanager

@@ -24,11 +24,7 @@ class TokenizerFacts:
 
 
 def read_tokenizer(directory: Path) -> TokenizerFacts:
-    """Read ``tokenizer.json`` of a Hugging Face tokenizer folder, without loading the tokenizer.
-
-    Raises:
-        ValueError: the folder or the file is missing, or is not a tokenizer.
-    """
+    """``tokenizer.json`` of a folder, without the tokenizer; ValueError where it is none."""
     file = directory / FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -7,11 +7,9 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
@@ -32,23 +30,17 @@ WEIGHTS_BYTES = 64 * 2**20  # of all files of weights: so much is read of them, 
 
 
 def require_same_start(parsed: ParsedArguments) -> None:
-    """Return when all ranks were started alike; raise on every rank otherwise.
+    """Return when all ranks were started alike; ValueError on every rank says what differs.
 
     Every rank enters, before it makes groups: ranks meet in their store. Nothing is compared
     where there is no such store or a default group exists, as among ranks that were forked from one
     process.
-
-    Raises:
-        ValueError: the same on every rank: what differs, and on which ranks.
     """
     _compare(parsed.args, lambda store: start_values(parsed))
 
 
 def require_same_data(args: Namespace, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
-    """As :func:`require_same_start`, of data, by what they are for; they take longer to know.
-
-    When it returns, every rank has come here.
-    """
+    """As :func:`require_same_start`, of data, by what they are for; they take longer to know."""
     _compare(args, lambda store: dict(_flat({"data": fingerprints}, separator=" ")))
 
 
@@ -116,39 +108,29 @@ def start_values(parsed: ParsedArguments) -> Values:
     }
     found.update(_flat(parsed.model_yaml, separator="."))  # as overrides have it
     if parsed.args.load:
-        found[f"{TRACKER} in {parsed.args.load}"] = _content(Path(parsed.args.load) / TRACKER)
+        tracker = Path(parsed.args.load) / TRACKER
+        found[f"{TRACKER} in {parsed.args.load}"] = (
+            tracker.read_text(errors="replace").strip() if tracker.is_file() else "not there"
+        )
     for package in _PACKAGES:
         found[f"version of {package}"] = version(package) or "not installed"
     found["version of Python"] = ".".join(platform.python_version_tuple()[:2])
     return found
 
 
-def _flat(
-    value: Mapping[str, Any], prefix: str = "", *, separator: str
-) -> Iterator[tuple[str, str]]:
+def _flat(value: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, str]]:
     """Names of the parts and their values."""
     for key, item in value.items():
-        name = f"{prefix}{key}"
         if isinstance(item, Mapping):
-            yield from _flat(item, name + separator, separator=separator)
+            inner = _flat(item, separator=separator)
+            yield from ((f"{key}{separator}{name}", text) for name, text in inner)
         else:
-            yield name, _text(item)
+            yield key, _text(item)
 
 
 def _text(value: Any) -> str:
-    """The same in every process for the same value; an object of another kind is its type."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list | tuple):
-        return " ".join(map(_text, value)) or "nothing"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
-    if value is None:
+    """The same in every process for the same value; an object with an address is its type."""
+    if value is None or value in ([], ()):
         return "nothing"
-    if isinstance(value, str | int | float | torch.dtype | Path):
-        return str(value)
-    return type(value).__name__
-
-
-def _content(file: Path) -> str:
-    return file.read_text(errors="replace").strip() if file.is_file() else "not there"
+    text = " ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
+    return type(value).__name__ if " at 0x" in text else text

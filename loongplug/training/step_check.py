@@ -105,8 +105,8 @@ class StepCheck:
     def _error(self, what: str, *, losses: Sequence[Tensor], turn: int) -> SharedFaultError:
         """What this rank says, with ``what`` it has found beside its losses.
 
-        Several ranks may meet the same step, of which one is printed: one whose losses are not
-        finite, where there is one, and else one of ``turn`` 0, which knows whose gradients are not.
+        Of ranks that meet the same step one is printed: one whose losses are not finite, or one of
+        ``turn`` 0, which knows whose gradients are not.
         """
         broken = sum(not is_finite(loss) for loss in losses)
         if broken:

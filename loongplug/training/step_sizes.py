@@ -12,11 +12,7 @@ from loongplug.data.sample_order import StepSizes
 
 
 def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
-    """Megatron's own reading of ``--step-batch-size-schedule``, in tokens.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Megatron's own reading of ``--step-batch-size-schedule``, in tokens; ValueError for none."""
     # Not before the platform is active.
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
@@ -39,8 +35,7 @@ def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
 def step_sizes(args: Namespace) -> StepSizes | None:
     """The sizes of training steps that the flags ask for; None where they leave it to Megatron.
 
-    Raises:
-        ValueError: with what is wrong about them.
+    ValueError says what is wrong about them.
     """
     ramp: Sequence[int] | None = args.rampup_batch_size
     if ramp is not None:
@@ -59,10 +54,7 @@ def step_sizes(args: Namespace) -> StepSizes | None:
 def eval_sizes(args: Namespace, *, dp: int) -> tuple[int | None, int | None]:
     """Samples of an evaluation step, and of its microbatches over all ``dp`` replicas.
 
-    None where training's are not given.
-
-    Raises:
-        ValueError: as :func:`step_sizes`.
+    None where training's are not given; ValueError as of :func:`step_sizes`.
     """
     micro: int = args.eval_micro_batch_size or args.micro_batch_size or 0
     each = micro * dp or None

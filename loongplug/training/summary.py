@@ -14,14 +14,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from loongplug.checkpoint.checkpoint_files import TRACKER
 from loongplug.data.blend import parse_blend
 from loongplug.data.sample_order import StepSizes
 from loongplug.hetero.modes import modes_of
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_mapping import Mapping, is_carried
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.checkpoints import has_checkpoint
+from loongplug.training.checkpoints import has_checkpoint, tracked_iteration
 from loongplug.training.config import shown_name
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.rows import TRAINING, training_files
@@ -50,14 +49,14 @@ def start_facts(
     logs: Path | None,
 ) -> Iterator[Fact]:
     """The facts of a run that is about to begin; ``mapping`` has adapters' parameters, too."""
-    args, model = parsed.args, parsed.model
+    args, model, interval = parsed.args, parsed.model, parsed.args.save_interval
     yield from _modules(args, model, mapping=mapping, freezing=freezing)
     yield "layout", _layout(args, model)
     yield "rows", _rows(args, datasets)
     if datasets.evaluation is not None:
         yield "validation", f"{_when(args.eval_interval, args)}: {datasets.evaluation}"
     yield "start", _start(args)
-    saved = [f"checkpoints to {args.save} {_when(args.save_interval, args)}"] if args.save else []
+    saved = [f"checkpoints to {args.save} {_when(interval, args)}"] if args.save else []
     saved += [f"{what} to {folder} at the end" for what, folder in _exports(args)]
     yield "saves", "; ".join(saved) or f"nothing: {_FLAGS}"
     places = {
@@ -74,7 +73,7 @@ def start_facts(
 def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
     """The facts of a run that has written all; one that ``ended_early`` has exported nothing."""
     saved = [] if ended_early else _exports(args)
-    if args.save and (last := _tracked(args.save)):
+    if args.save and (last := tracked_iteration(args.save)):
         saved.insert(0, (f"iteration {last}", args.save))
     for what, folder in saved:
         yield "saved", f"{what} in {folder}"
@@ -116,11 +115,7 @@ def _modules(
 
 
 def _count(number: int) -> str:
-    """A number of parameters in a few digits.
-
-    >>> _count(834_304), _count(8_190_735_360)
-    ('834 k', '8.19 B')
-    """
+    """A number of parameters in a few digits, such as 834 k or 8.19 B."""
     units = ((10**9, " B"), (10**6, " M"), (10**3, " k"), (1, ""))
     return next((f"{number / n:.3g}{unit}" for n, unit in units if number >= n), "0")
 
@@ -142,8 +137,8 @@ def _layout(args: Namespace, model: Any) -> str:
 
 def _encoder_layout(args: Namespace, model: Any, name: str) -> str:
     """An encoder's mode, and what it has otherwise than the decoder."""
-    encoder = model.encoder(name)
-    words, tp = [modes_of(args, model)[name].name], encoder_tp(args, encoder)
+    encoder, words = model.encoder(name), [modes_of(args, model)[name].name]
+    tp = encoder_tp(args, encoder)
     words += [] if encoder.rank_offset is None else [f"from rank {encoder.rank_offset} on"]
     words += [f"TP {tp}"] if tp != args.tensor_model_parallel_size else []
     sizes = {"PP": encoder.pipeline_model_parallel_size, "DP": encoder.data_parallel_size}
@@ -174,19 +169,13 @@ def _rows(args: Namespace, datasets: DatasetProvider) -> str:
 def _start(args: Namespace) -> str:
     """Where the weights come from."""
     if has_checkpoint(args):
-        step = args.ckpt_step or _tracked(args.load)
+        step = args.ckpt_step or tracked_iteration(args.load)
         if step == "release":
             return f"weights of {args.load}"
         how = "weights of" if args.finetune else "resumed from"
         return f"{how} iteration {step} of {args.load}"
     adapters = f", adapters of {args.load_lora}" if args.load_lora else ""
     return f"weights of {args.load_hf}{adapters}" if args.load_hf else "random weights"
-
-
-def _tracked(folder: str) -> str | None:
-    """The iteration of the latest checkpoint there."""
-    tracker = Path(folder) / TRACKER
-    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
 
 
 def _when(interval: int | None, args: Namespace) -> str:

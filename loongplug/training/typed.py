@@ -106,7 +106,8 @@ class Filler:
                 close = the_closest_is(str(name), fields)
                 self._note(f"{key}.{name}", f"is not a key of {config_class.__name__}{close}")
         for name, field in fields.items():
-            if name not in value and _is_required(field):
+            missing = dataclasses.MISSING
+            if name not in value and field.default is field.default_factory is missing:
                 self._note(f"{key}.{name}", "is missing", at=key)
         filled = {
             name: self.fill(hints[name], value[name], key=f"{key}.{name}")
@@ -157,10 +158,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return value
-
-
-def _is_required(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _said(value: object) -> str:

@@ -2,77 +2,15 @@
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from pathlib import Path
 from typing import NoReturn
 
 from loongplug.training.typed import closest
 
-# Flags of ms-swift, LLaMA-Factory, transformers and TRL in our words; {} is the value given.
-_OURS = {
-    # The model, and which of it trains.
-    "model model-name-or-path": "--load-hf {}, a downloaded folder",
-    "torch-dtype dtype": "--bf16, which takes no value; without it, fp32",
-    "attn-impl attn-implementation flash-attn": "leave it out: loongplug doctor says what computes",
-    "train-type tuner-type finetuning-type use-peft": "model.foundation.lora.rank=8 for LoRA;"
-    " without it, all parameters train",
-    "lora-rank lora-r": "model.foundation.lora.rank={}",
-    "lora-alpha": "model.foundation.lora.alpha={}",
-    "lora-dropout": "model.foundation.lora.dropout={}",
-    "lora-target lora-target-modules target-modules": "model.foundation.lora.target_modules="
-    "[linear_qkv]; without it, every linear",
-    "adapters adapter-name-or-path": "--load-lora {}",
-    "freeze-vit freeze-vision-tower": "model.image_encoder.freeze={}",
-    "freeze-aligner freeze-multi-modal-projector": "model.image_projector.freeze={}",
-    "freeze-llm freeze-language-model": "model.foundation.freeze={}",
-    "vit-lr": "model.image_encoder.lr_mult=X, a multiple of --lr",
-    "aligner-lr": "model.image_projector.lr_mult=X, a multiple of --lr",
-    # Data.
-    "dataset train-file dataset-name": "--train-data-path {}",
-    "val-dataset eval-dataset": "--valid-data-path {}",
-    "split-dataset-ratio val-size": "--valid-share {}",
-    "template": "leave it out: the chat template is that of the model's folder",
-    "max-length max-seq-length model-max-length cutoff-len": "--seq-length {}",
-    "neat-packing": "--packing",
-    "image-max-pixels": "--max-pixels {}",
-    "media-dir": "--media-root {}",
-    "dataloader-num-workers": "--num-workers {}",
-    "preprocessing-num-workers dataset-num-proc": "leave it out: rows are read as they are needed",
-    "dataset-dir": "leave it out: --train-data-path has whole paths",
-    "stage": "--training-phase sft, or pretrain for loss on all text",
-    "assistant-only-loss": "--training-phase sft where true, or pretrain for loss on all text",
-    # The schedule.
-    "learning-rate": "--lr {}",
-    "num-train-epochs": "--epochs {}",
-    "max-steps": "--train-iters {}",
-    "lr-scheduler-type": "--lr-decay-style {}",
-    "warmup-ratio": "--lr-warmup-fraction {}",
-    "warmup-steps": "--lr-warmup-iters {}",
-    "max-grad-norm": "--clip-grad {}",
-    "optim": "--optimizer adam, which is AdamW",
-    # The machine.
-    "gradient-checkpointing": "--recompute-granularity full --recompute-method uniform"
-    " --recompute-num-layers 1",
-    "per-device-eval-batch-size": "leave it out: validation takes --micro-batch-size",
-    "ddp-timeout": "--distributed-timeout-minutes N",
-    "deepspeed fsdp": "--use-distributed-optimizer, as ZeRO 1",
-    "sequence-parallel-size": "--context-parallel-size {}",
-    "nproc-per-node": "--ranks {}, in front of all others",
-    # What a run leaves.
-    "output-dir": "--save {} for checkpoints, --save-hf DIR for a Hugging Face folder",
-    "resume-from-checkpoint": "--load {}",
-    "save-steps": "--save-interval {}",
-    "save-total-limit": "--keep-checkpoints {}",
-    "eval-steps": "--eval-interval {}",
-    "logging-steps": "--log-interval {}",
-    "report-to": "--tensorboard-dir DIR, or --wandb-project NAME",
-    "run-name": "--wandb-exp-name {}",
-    "predict-with-generate": "--eval-generate N",
-    "eval-strategy": "--eval-interval N",
-    "save-strategy": "--save-interval N",
-    "do-train": "leave it out: a run trains, and evaluates by --valid-data-path",
-    "overwrite-output-dir": "leave it out: a run goes on by --load, and else writes anew",
-}
-OURS = MappingProxyType({name: said for names, said in _OURS.items() for name in names.split()})
+_LINES = Path(__file__).with_name("other_trainers.txt").read_text(encoding="utf-8").splitlines()
+_SAID = (line.partition(": ") for line in _LINES if line and not line.startswith("#"))
+# In our words, by the name of another trainer's flag.
+OURS = {name: said for names, _, said in _SAID for name in names.split()}
 PER_DEVICE, ACCUMULATION = "per-device-train-batch-size", "gradient-accumulation-steps"
 
 

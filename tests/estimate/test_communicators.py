@@ -14,7 +14,7 @@ from loongplug.estimate.run_of_flags import parsed_for
 from loongplug.hetero import bubbles, encoder_place
 from loongplug.hetero.placement import Pair, count
 from loongplug.parallel import exchange_groups
-from loongplug.training.rules.communicators import communicators_of
+from loongplug.training.rules.streaming import communicators_of
 
 pytestmark = pytest.mark.quick
 

@@ -371,9 +371,7 @@ def test_script_s_run_is_accepted_where_apex_is(
         lambda name: there[name] or None if name in there else find(name),
     )
     apply_defaults(args, given=line.flags, backend="nccl")
-    refused = [rule.name for rule, _ in violations(args, parsed.model)]
-    needs_engine = script.ep > 1 and not engine  # on one node: docs/models.md
-    assert refused == (["precision-aware-optimizer"] if needs_engine else [])
+    assert violations(args, parsed.model) == []
     assert args.gradient_accumulation_fusion is (script is not OVERLAP)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import command_line
-from rule_cases.own_ranks import APART, STAGES
+from rule_cases.hetero import APART, STAGES
 from test_rules import changed
 
 from loongplug.checkpoint.settings_notes import (

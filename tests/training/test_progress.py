@@ -1,20 +1,13 @@
 """What is shown and summed up while training runs."""
 
 import io
-import json
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from loongplug.training.progress import (
-    Display,
-    StepReport,
-    TrainingProgress,
-    leave_metrics,
-    summarize,
-)
+from loongplug.training.progress import Display, StepReport, TrainingProgress, summarize
 
 pytestmark = pytest.mark.quick
 
@@ -79,36 +72,11 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
 def test_the_rate_leaves_out_the_first_report():
     reports = [report(1, loss=4.0, capacity=200, seconds=100.0), report(5, loss=2.0), report(9)]
     metrics = summarize(reports, valid_loss=0.5)
-    assert metrics.tokens_per_second == 50.0
-    assert metrics.fill_rate == 0.3
-    assert (metrics.loss_first, metrics.loss_last) == (4.0, 1.0)
-    assert (metrics.train_seconds, metrics.iterations) == (104.0, 9)
-    assert metrics.valid_loss == 0.5
-
-
-def test_a_new_run_s_metrics_replace_an_older_run_s(tmp_path):
-    path = tmp_path / "new" / "metrics.json"
-    leave_metrics(path, summarize([report(1)], valid_loss=None), name=None)
-    content = json.loads(path.read_text())
-    evaluated = {"exact_match": 0.5, "eval_samples": 4, "eval_seconds": 0.1}
-    path.write_text(json.dumps({**content, **evaluated}))  # of the older run's model
-    leave_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None), name=None)
-    content = json.loads(path.read_text())
-    assert "exact_match" not in content
-    assert content["loss_first"] == 3.0
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
-
-
-def test_a_second_run_s_metrics_stand_beside_the_first_one_s(tmp_path):
-    path = tmp_path / "metrics.json"
-    leave_metrics(path, summarize([report(1)], valid_loss=None), name=None)
-    leave_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None), name="second")
-    leave_metrics(path, summarize([report(1, loss=2.0)], valid_loss=None), name="second")
-    content = json.loads(path.read_text())
-    second = content.pop("second")
-    assert second["loss_first"] == 2.0
-    assert set(second) == set(content)
-    assert content["loss_first"] != 2.0
+    assert metrics["tokens_per_second"] == 50.0
+    assert metrics["fill_rate"] == 0.3
+    assert (metrics["loss_first"], metrics["loss_last"]) == (4.0, 1.0)
+    assert (metrics["train_seconds"], metrics["iterations"]) == (104.0, 9)
+    assert metrics["valid_loss"] == 0.5
 
 
 @dataclass
@@ -174,7 +142,7 @@ def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
         assert [step.iteration for step in reports] == [1, 2, 4, 5]
         assert [step.loss for step in reports] == [None, 2.0, 4.0, 5.0]
         metrics = summarize(reports, valid_loss=None)
-        assert (metrics.loss_first, metrics.loss_last) == (2.0, 5.0)
+        assert (metrics["loss_first"], metrics["loss_last"]) == (2.0, 5.0)
         assert [step.tokens for step in reports] == [30, 30, 60, 30]
         assert [step.capacity for step in reports] == [60, 60, 120, 60]
         assert [step.operations for step in reports] == [3, 3, 6, 3]
@@ -209,4 +177,5 @@ def test_bad_samples_are_summed_over_replicas_and_told_at_the_end():
     for counts, said in run_ranks(met, 3):
         assert counts == {"length": 6, "pixels": 3}
         assert said.splitlines()[-1] == "bad samples left out: 9 (length 6, pixels 3)"
-    assert summarize([report(1)], valid_loss=None, bad_samples={"row": 1}).bad_samples == {"row": 1}
+    metrics = summarize([report(1)], valid_loss=None, bad_samples={"row": 1})
+    assert metrics["bad_samples"] == {"row": 1}

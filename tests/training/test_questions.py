@@ -10,7 +10,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor_folder import load_processor
 from loongplug.data.sample_order import StepSizes
 from loongplug.data.source import LocalSource
-from loongplug.training.questions import AskedRows, asking, end_tokens, questions_in
+from loongplug.training.answers import AskedRows, asking, end_tokens, questions_in
 
 pytestmark = pytest.mark.quick
 

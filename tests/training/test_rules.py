@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
+from rule_cases.hetero import APART
 from rule_cases.kinds import LAYOUT, Case
-from rule_cases.own_ranks import APART
 
 from loongplug.hetero.modes import modes_of
 from loongplug.models.architecture import TextArchitecture
@@ -23,7 +23,7 @@ from loongplug.models.registry import family_of
 from loongplug.models.text_decoders import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
-from loongplug.training.rules import RULES, own_ranks, violated_rules
+from loongplug.training.rules import RULES, hetero, violated_rules
 from loongplug.training.rules.folders import own_folder
 from loongplug.training.rules.megatron import UNSUPPORTED
 from loongplug.training.rules.rule import ranks_apart, rules_of
@@ -371,8 +371,8 @@ def test_all_violations_are_reported_in_the_table_s_order(prepared: Run) -> None
     args.train_data_path, args.lr, args.ckpt_format = None, None, "torch"
     found = [names(violated_rules(args, model, training=training)) for training in (True, False)]
     assert found == [
-        ["required-flags", "data-given", "checkpoint-format"],
-        ["required-flags", "checkpoint-format"],  # a conversion
+        ["required-flags", "data-given", "values"],
+        ["required-flags", "values"],  # a conversion
     ]
 
 
@@ -409,7 +409,7 @@ def test_an_encoder_of_transformers_stays_whole(
     sizes[f"{kind}_model_parallel_size"] = size
     for name, value in {"rank_offset": 8, **sizes}.items():
         object.__setattr__(encoder, name, value)
-    monkeypatch.setattr(own_ranks, "encoders_of", lambda model: [("model.image_encoder", encoder)])
-    found = own_ranks.own_ranks_whole(prepared[0], prepared[1])
+    monkeypatch.setattr(hetero, "encoders_of", lambda model: [("model.image_encoder", encoder)])
+    found = hetero.own_ranks_whole(prepared[0], prepared[1])
     expected = f"model.image_encoder.{kind}_model_parallel_size 2" if refused else None
     assert found == expected

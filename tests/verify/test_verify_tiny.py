@@ -68,9 +68,7 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
     args.enable_encoder_hetero_dp = args.enable_full_hetero_dp = False
     for check in (
         *(layout_rules.tensor_parallel_sizes, hetero.encoder_sizes),
-        *(model_rules.positive_sizes, model_rules.query_groups),
-        *(model_rules.encoder_shape, model_rules.deepstack, model_rules.windows),
-        model_rules.mrope,
+        *(model_rules.positive_sizes, model_rules.encoder_shape, model_rules.decoder_shape),
     ):
         assert check(args, model) is None, check.__name__
     if args.num_experts:

@@ -8,38 +8,24 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules import (
-    communicators,
-    context,
-    data,
-    decoder_memory,
     experts,
     folders,
     hetero,
     hyperparameters,
     layout,
-    lora,
     megatron,
     model,
-    own_ranks,
     streaming,
 )
 from loongplug.training.rules.rule import Rule, rules_of
 
+# By the first line of their file, the rules of a subject.
 SUBJECTS: dict[str, tuple[Rule, ...]] = {
-    "Lengths, rates and batch sizes": rules_of(hyperparameters),
-    "Weights, tokenizer and folders": rules_of(folders),
-    "Data": rules_of(data),
-    "Layout": rules_of(layout),
-    "Context parallelism": rules_of(context),
-    "The encoder's own layout": rules_of(hetero),
-    "Encoders in the pipeline's bubbles": rules_of(streaming),
-    "Encoders on ranks of their own": rules_of(own_ranks),
-    "Communicators": rules_of(communicators),
-    "Model": rules_of(model),
-    "Experts": rules_of(experts),
-    "The decoder's activations": rules_of(decoder_memory),
-    "LoRA and learning rates": rules_of(lora),
-    "Parts of Megatron": rules_of(megatron),
+    (each.__doc__ or "").partition(".\n")[0].rstrip("."): rules_of(each)
+    for each in (
+        *(hyperparameters, folders, layout, hetero, streaming),
+        *(model, experts, megatron),
+    )
 }
 RULES: tuple[Rule, ...] = tuple(rule for rules in SUBJECTS.values() for rule in rules)
 
@@ -51,7 +37,7 @@ def violations(
 
     Of numbers that are none, nothing else is said: others divide by them.
     """
-    numbers = next(each for each in RULES if each.name == "least-numbers")
+    (numbers,) = (each for each in RULES if each.name == "numbers")
     return [
         (rule, problem)
         for rule in ([numbers] if numbers(args, model) else RULES)

@@ -1,22 +1,20 @@
-"""Experts, and the overlap of their exchange with another microbatch's computation.
-
-All checks except the first say nothing of a dense model. Megatron refuses more beside the overlap.
-"""
+"""Experts, the overlap of their exchange, and what the decoder's layers keep or compute twice."""
 
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.rules.rule import (
     FUSED_ACCUMULATION,
     LOCAL_LAYERS,
     Choice,
     Problems,
+    among,
     any_of,
     excludes,
     flag,
     needs,
-    one_of,
     rule,
 )
 
@@ -68,12 +66,6 @@ balancing_by_sample = excludes(
     cure="use aux_loss or global_aux_loss, or drop the flag",
 )
 
-dispatcher = one_of(
-    "--moe-token-dispatcher-type",
-    ("alltoall", "allgather"),
-    reason="the others need kernels that are not tested here",
-    cure="drop the flag",
-)
 grouped_gemm = excludes(
     flag("--moe-grouped-gemm"),
     LOCAL_LAYERS,
@@ -110,4 +102,60 @@ delayed_wgrad = excludes(
     f"{FUSED_ACCUMULATION.in_docs}",
     reason="the fused kernel belongs to a backward that computes the weights' gradients too",
     cure="add --no-gradient-accumulation-fusion",
+)
+
+
+_OFFLOADING = "--fine-grained-activation-offloading"
+_NODES = among("--recompute-modules", RECOMPUTED)
+# Whose outputs are let go of; Megatron asks TransformerEngine for the state of fp8 there.
+_DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"))
+
+
+@rule(
+    refuses=f"`{_OFFLOADING}` without names or with both kinds of them, and `--offload-tensors` "
+    "without it",
+    reason="`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
+    "asks for TransformerEngine; together they would move the same tensors twice",
+    cure=f"give {_OFFLOADING} --offload-tensors and names",
+)
+def decoder_offload(args: Namespace, model: Any) -> Problems:
+    ours, megatrons = bool(args.offload_tensors), bool(args.offload_modules)
+    if not args.fine_grained_activation_offloading:
+        if ours:
+            yield f"--offload-tensors without {_OFFLOADING}"
+    elif ours and megatrons:
+        yield f"{_OFFLOADING} with --offload-tensors and --offload-modules"
+    elif not ours and not megatrons:
+        yield f"{_OFFLOADING} with no names"
+
+
+@rule(
+    refuses=f"`--recompute-modules` {_NODES.in_docs} without "
+    "`--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
+    reason="these are parts of the overlap's schedule",
+    cure="add both, or use --recompute-granularity full",
+)
+def decoder_recompute_nodes(args: Namespace, model: Any) -> Problems:
+    needed = ("--overlap-moe-expert-parallel-comm", "--recompute-granularity selective")
+    lacks = [each for each in needed if not flag(each).said(args)]
+    if lacks and (given := _NODES.said(args)):
+        yield f"{given} without {' and '.join(lacks)}"
+
+
+decoder_recompute_nodes_alone = excludes(
+    any_of(among("--recompute-modules", ("layernorm",)), flag("--offload-modules"), joined=" and "),
+    _NODES,
+    refuses=f"`--recompute-modules layernorm` or `--offload-modules` with {_NODES.in_docs}",
+    reason="Megatron begins these in one node of a layer and ends them in another, and a node "
+    "that is computed twice does its own part only",
+    cure="drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
+    "--offload-tensors",
+)
+decoder_recompute_discarded = excludes(
+    _DISCARDED,
+    LOCAL_LAYERS,
+    refuses=f"`--recompute-modules` {_DISCARDED.in_docs} without TransformerEngine",
+    reason="Megatron recomputes these by functions of it",
+    cure="recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
+    "(--recompute-granularity full)",
 )

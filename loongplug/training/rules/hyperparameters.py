@@ -55,23 +55,18 @@ run_length = excludes(
 )
 
 
-@rule(reason="they count things, or would be none", cure="give a number that is as large")
-def least_numbers(args: Namespace, model: Any) -> Problems:
-    """a parallel size, batch size, length or interval below 1, or a rate, decay, warm-up or
-    threshold below 0
+@rule(reason="no run has such numbers", cure="give a finite one that is as large")
+def numbers(args: Namespace, model: Any) -> Problems:
+    """a parallel size, batch size, length or interval below 1; a rate, decay, warm-up or threshold
+    below 0; a flag whose number is NaN or infinite
     """
+    for name, value in sorted(vars(args).items()):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{flag_of(name)} is {value:g}"
     for flags, least in ((_COUNTS, 1), (_NOT_NEGATIVE, 0)):
         for flag in flags:
             if (value := value_of(args, flag)) is not None and value < least:
                 yield f"{flag} is {value:g}, below {least}"
-
-
-@rule(reason="weights would be so after the first step", cure="give a finite number")
-def finite_numbers(args: Namespace, model: Any) -> Problems:
-    """a flag whose number is NaN or infinite"""
-    for name, value in sorted(vars(args).items()):
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{flag_of(name)} is {value:g}"
 
 
 @rule(

@@ -4,49 +4,19 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import (
-    Choice,
-    Problems,
-    flag,
-    flag_of,
-    needs,
-    one_of,
-    rule,
-)
+from loongplug.training.rules.rule import Problems, flag_of, rule, value_of
 
 _UNSET: tuple[object, ...] = (None, False, [])
 UNSUPPORTED = (
-    "mock_data",
-    "test_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "phase_transition_iterations",
-    "full_validation",
-    "multiple_validation_sets",
-    "yaml_cfg",
-    "spec",
-    "use_checkpoint_args",
-    "use_mp_args_from_checkpoint_args",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "tensor_parallel_num_weight_shards",
-    "freeze_all_layers",
-    "perform_rl_step",
-    "sft",
-    "fim_data",
-    "skip_train",
-    "train_samples",
-    "inprocess_restart",
-    "lazy_mpu_init",
-    "enable_msc",
-    "overlap_param_gather_with_optimizer_step",
-    "load_main_params_from_ckpt",
-    "use_tp_pp_dp_mapping",
-    "ddp_average_in_collective",
-    "moe_pad_expert_input_to_capacity",
-    "hybrid_context_parallel",
-    "hierarchical_context_parallel_sizes",
-    "fp16",
+    *("mock_data", "test_data_path", "data_args_path", "per_split_data_args_path"),
+    *("phase_transition_iterations", "full_validation", "multiple_validation_sets", "yaml_cfg"),
+    *("spec", "use_checkpoint_args", "use_mp_args_from_checkpoint_args", "use_megatron_fsdp"),
+    *("use_torch_fsdp2", "tensor_parallel_num_weight_shards", "freeze_all_layers"),
+    *("perform_rl_step", "sft", "fim_data", "skip_train", "train_samples", "inprocess_restart"),
+    *("lazy_mpu_init", "enable_msc", "overlap_param_gather_with_optimizer_step"),
+    *("load_main_params_from_ckpt", "use_tp_pp_dp_mapping", "ddp_average_in_collective"),
+    *("moe_pad_expert_input_to_capacity", "hybrid_context_parallel"),
+    *("hierarchical_context_parallel_sizes", "fp16"),
 )
 
 
@@ -65,47 +35,29 @@ def unsupported(args: Namespace, model: Any) -> Problems:
         yield "--rerun-mode validate_results"
 
 
-def _package(title: str, module: str) -> Choice:
-    """That a Python package is installed."""
-    return Choice(
-        said=lambda args: title * (importlib.util.find_spec(module) is not None), in_docs=title
-    )
+# Flags of which LoongPlug takes some values.
+_VALUES = {
+    "--optimizer": ("adam", "sgd"),
+    "--ckpt-format": ("torch_dist",),
+    "--transformer-impl": ("local", "transformer_engine"),
+    "--moe-token-dispatcher-type": ("alltoall", "allgather"),
+}
 
 
-_TRANSFORMER_ENGINE = _package("TransformerEngine", "transformer_engine")
-
-implementation = one_of(
-    "--transformer-impl",
-    ("local", "transformer_engine"),
-    reason="inference has no backward",
-    cure="drop the flag: TransformerEngine is used where it is there",
-)
-optimizer = one_of(
-    "--optimizer",
-    ("adam", "sgd"),
-    reason="the others gather parameters in a way that modules with layouts of their own have not",
-    cure="drop the flag for adam",
-)
-precision_aware_optimizer = needs(
-    Choice(
-        said=lambda args: (
-            flag("--use-precision-aware-optimizer").said(args)
-            if args.device == "cuda" and not args.optimizer_cpu_offload
-            else ""
-        ),
-        in_docs="`--use-precision-aware-optimizer` on CUDA",
+@rule(
+    refuses=", ".join(
+        f"`{name}` other than {' and '.join(f'`{value}`' for value in values)}"
+        for name, values in _VALUES.items()
     ),
-    _TRANSFORMER_ENGINE,
-    reason="Megatron takes that optimizer from it, and would say so only when the model is there",
-    cure="install TransformerEngine, or drop the flag, where its memory is there "
-    "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)",
-)
-checkpoint_format = one_of(
-    "--ckpt-format",
-    ("torch_dist",),
-    reason="only torch_dist checkpoints load into another layout",
+    reason="other optimizers gather parameters in a way that modules with their own layouts have "
+    "not, only torch_dist checkpoints load into another layout, and other layers and dispatchers "
+    "are not tested here",
     cure="drop the flag",
 )
+def values(args: Namespace, model: Any) -> Problems:
+    for name, known in _VALUES.items():
+        if (given := value_of(args, name)) not in (None, *known):
+            yield f"{name} {given}"
 
 
 @rule(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from loongplug.parallel.layout import Layout
+
 Problems = Iterable[str]
 Check = Callable[[Namespace, Any], Problems]
 
@@ -14,12 +16,11 @@ Check = Callable[[Namespace, Any], Problems]
 class Rule:
     """One refusal: when (in words and as a check), why, and what to do instead.
 
-    ``name`` is that of the variable in its file, and stays the same from version to version; errors
-    end with it. ``check`` gets Megatron's arguments, with the model's architecture and LoongPlug's
-    defaults in place, and the model's config. It says what is wrong with the given values, and
-    nothing where its inputs are missing: another rule asks for them. It must not communicate:
-    every rank evaluates every rule alike. Rules of ``training_only`` do not concern a conversion,
-    those with ``verified`` false no run that is held against another one in fp32.
+    ``name`` is that of the variable in its file; errors end with it. ``check`` gets Megatron's
+    arguments, with the model's architecture and LoongPlug's defaults in place, and the model's
+    config. It says nothing where its inputs are missing, and must not communicate. Rules of
+    ``training_only`` do not concern a conversion, those with ``verified`` false no run that is held
+    against another one in fp32.
     """
 
     refuses: str
@@ -36,24 +37,13 @@ class Rule:
 
 
 def rule(
-    *,
-    reason: str,
-    cure: str,
-    refuses: str | None = None,
-    training_only: bool = False,
-    verified: bool = True,
+    *, reason: str, cure: str, refuses: str | None = None, **options: Any
 ) -> Callable[[Check], Rule]:
     """Make a check a rule, of which the check's docstring says what it refuses."""
 
     def made(check: Check) -> Rule:
-        return Rule(
-            refuses=refuses or " ".join((check.__doc__ or "").split()),
-            check=check,
-            reason=reason,
-            cure=cure,
-            training_only=training_only,
-            verified=verified,
-        )
+        refused = refuses or " ".join((check.__doc__ or "").split())
+        return Rule(refuses=refused, check=check, reason=reason, cure=cure, **options)
 
     return made
 
@@ -66,9 +56,7 @@ class Choice:
     in_docs: str
 
 
-def excludes(
-    one: Choice, other: Choice, *, reason: str, cure: str, refuses: str | None = None
-) -> Rule:
+def excludes(one: Choice, other: Choice, *, refuses: str | None = None, **texts: Any) -> Rule:
     """The rule that two choices do not go together."""
 
     def check(args: Namespace, model: Any) -> Problems:
@@ -76,13 +64,10 @@ def excludes(
         if first and second:
             yield f"{first} with {second}"
 
-    refuses = refuses or f"{one.in_docs} with {other.in_docs}"
-    return Rule(refuses=refuses, check=check, reason=reason, cure=cure)
+    return rule(refuses=refuses or f"{one.in_docs} with {other.in_docs}", **texts)(check)
 
 
-def needs(
-    one: Choice, other: Choice, *, reason: str, cure: str, training_only: bool = False
-) -> Rule:
+def needs(one: Choice, other: Choice, **options: Any) -> Rule:
     """The rule that one choice needs another."""
 
     def check(args: Namespace, model: Any) -> Problems:
@@ -90,25 +75,7 @@ def needs(
         if first and not other.said(args):
             yield f"{first} without {other.in_docs.replace('`', '')}"
 
-    return Rule(
-        refuses=f"{one.in_docs} without {other.in_docs}",
-        check=check,
-        reason=reason,
-        cure=cure,
-        training_only=training_only,
-    )
-
-
-def one_of(name: str, values: Sequence[str], *, reason: str, cure: str) -> Rule:
-    """The rule that a flag has one of ``values``, or is not given."""
-
-    def check(args: Namespace, model: Any) -> Problems:
-        given = value_of(args, name)
-        if given is not None and given not in values:
-            yield f"{name} {given}"
-
-    expected = " and ".join(f"`{value}`" for value in values)
-    return Rule(refuses=f"`{name}` other than {expected}", check=check, reason=reason, cure=cure)
+    return rule(refuses=f"{one.in_docs} without {other.in_docs}", **options)(check)
 
 
 def indivisible(sizes: Mapping[str, int], *, by: str, ranks: int) -> Problems:
@@ -181,8 +148,8 @@ LOCAL_LAYERS = Choice(
 
 
 def value_of(args: Namespace, flag: str) -> Any:
-    """What was given for a flag, or is its default."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+    """What was given for a flag, or is its default; None where these arguments do not have it."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
 def flag_of(name: str) -> str:
@@ -234,6 +201,18 @@ def ranks_apart(model: Any) -> int:
         * each.pipeline_model_parallel_size
         for _, each in encoders_of(model)
         if each.rank_offset is not None
+    )
+
+
+def decoder_layout_of(args: Namespace) -> Layout:
+    """The decoder's layout, whose ranks are ``world_size``; ValueError where it cannot be."""
+    return Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=data_parallel_size(args),
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or 0,
     )
 
 

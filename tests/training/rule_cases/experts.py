@@ -2,6 +2,15 @@
 
 from rule_cases.kinds import Cases
 
+ON = {"fine_grained_activation_offloading": True}
+NAMED = {**ON, "offload_tensors": ["qkv"], "gradient_accumulation_fusion": False}
+NODES = {"recompute_modules": ["a2a_overlap_attn"], "recompute_granularity": "selective"}
+OVERLAP = {
+    "overlap_moe_expert_parallel_comm": True,
+    "bf16": True,
+    "expert_model_parallel_size": 2,
+    "world_size": 2,
+}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PACKING = {"packing": True, "micro_batch_size": 1}
 _BY_SAMPLE = {"moe_router_load_balancing_type": ["seq_aux_loss"]}
@@ -16,6 +25,20 @@ SELECTIVE = {"recompute_granularity": "selective"}
 
 CASES: Cases = {
     "grouped-gemm": ([{"moe_grouped_gemm": True}], []),
+    "decoder-offload": (
+        [
+            ON,
+            {"offload_tensors": ["qkv"], "gradient_accumulation_fusion": False},
+            {**NAMED, "offload_modules": ["core_attn"]},
+        ],
+        [NAMED, {**ON, "offload_modules": ["core_attn"]}, {"offload_modules": ["core_attn"]}],
+    ),
+    "decoder-recompute-discarded": (
+        [{"recompute_modules": ["core_attn", "layernorm"]}, {"recompute_modules": ["moe_act"]}],
+        [
+            {"recompute_modules": ["core_attn", "mlp"]},
+        ],
+    ),
 }
 
 WITH_EXPERTS: Cases = {
@@ -38,10 +61,6 @@ WITH_EXPERTS: Cases = {
         [{**PACKING, "moe_router_load_balancing_type": ["aux_loss"]}, _BY_SAMPLE],
     ),
     "expert-sequence-parallel": ([{**SP, "sequence_parallel": False}], [SP]),
-    "dispatcher": (
-        [{"moe_token_dispatcher_type": "flex"}],
-        [{"moe_token_dispatcher_type": "allgather"}],
-    ),
     "moe-overlap-precision": ([{**EP2, "bf16": False}], []),
     "moe-overlap-details": (
         [{"ep_overlap_early_attn_memory_release": True}],
@@ -50,5 +69,13 @@ WITH_EXPERTS: Cases = {
     "delayed-wgrad": (
         [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True}],
         [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": False}],
+    ),
+    "decoder-recompute-nodes": (
+        [NODES, {**OVERLAP, "recompute_modules": ["a2a_overlap_mlp", "core_attn"]}],
+        [{**OVERLAP, **NODES}],
+    ),
+    "decoder-recompute-nodes-alone": (
+        [{**OVERLAP, **NODES, **ON, "offload_modules": ["core_attn"]}],
+        [{**OVERLAP, **ON, "offload_modules": ["core_attn"]}],
     ),
 }

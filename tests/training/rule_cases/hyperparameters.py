@@ -9,15 +9,23 @@ _SCHEDULE = {"global_batch_size": None, "step_batch_size_schedule": "0:4 1280:8"
 _FEWER = {"decrease_batch_size_if_needed": True}
 
 CASES: Cases = {
-    "least-numbers": (
+    "numbers": (
         [
             {"seq_length": 0},
             {"train_iters": None, "epochs": 0},
             {"tensor_model_parallel_size": -1},
             {"pipeline_model_parallel_size": 0, "context_parallel_size": 0},
             {"clip_grad": -1.0},
+            {"lr": math.inf},
+            {"video_fps": math.nan},
         ],
-        [{"seq_length": 1}, {"ckpt_step": 1}, {"weight_decay": 0.0}, {"lr": 0.0}],
+        [
+            {"loss_scale": 2.0},
+            {"seq_length": 1},
+            {"ckpt_step": 1},
+            {"weight_decay": 0.0},
+            {"lr": 0.0},
+        ],
     ),
     "required-flags": (
         [
@@ -27,7 +35,6 @@ CASES: Cases = {
         [{"global_batch_size": None}, {"train_iters": None, "epochs": 2}],
     ),
     "run-length": ([{"epochs": 2}], [{"train_iters": None, "epochs": 2}]),
-    "finite-numbers": ([{"lr": math.inf}, {"video_fps": math.nan}], [{"loss_scale": 2.0}]),
     "warm-up": (
         [
             {"train_iters": 10, "lr_warmup_iters": 10},

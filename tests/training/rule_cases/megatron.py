@@ -3,9 +3,13 @@
 from rule_cases.kinds import Cases
 
 CASES: Cases = {
-    "implementation": (
-        [{"transformer_impl": "inference_optimized"}],
-        [{"transformer_impl": "transformer_engine"}],
+    "values": (
+        [
+            {"transformer_impl": "inference_optimized"},
+            {"optimizer": "muon"},
+            {"ckpt_format": "torch"},
+        ],
+        [{"transformer_impl": "transformer_engine"}, {"optimizer": "sgd"}],
     ),
     "unsupported": (
         [
@@ -17,12 +21,6 @@ CASES: Cases = {
         ],
         [{"rerun_mode": "report_stats"}],
     ),
-    "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
-    "precision-aware-optimizer": (
-        [{"device": "cuda", "distributed_backend": "nccl", "use_precision_aware_optimizer": True}],
-        [{"use_precision_aware_optimizer": True}],  # the estimate of such a run
-    ),
-    "checkpoint-format": ([{"ckpt_format": "torch"}], []),
     "asynchronous-save": (
         [
             {"async_save": True, "async_strategy": "nvrx"},

@@ -3,6 +3,8 @@
 from rule_cases.experts import EP2
 from rule_cases.kinds import LAYOUT, PP, Case, Cases, model
 
+DEEP = {"world_size": 13, "global_batch_size": 26, "num_layers": 13}
+DEEP = {**DEEP, "pipeline_model_parallel_size": 13, "target_device": "cuda"}
 FULL = {"enable_full_hetero_dp": True}
 STREAMED = {**FULL, "full_hetero_dp_schedule": "streamed"}
 SEPARATED = {**FULL, "full_hetero_dp_schedule": "separated"}
@@ -35,8 +37,19 @@ CASES: Cases = {
         [{**STREAMED, **FLUSH}, {**STREAMED, **VIRTUAL}],
         [{**AUTO, **FLUSH}, {**AUTO, **VIRTUAL}, {**STREAMED, **VIRTUAL, "overlap_p2p_comm": True}],
     ),
+    "communicators": (
+        [{**STREAMED, **DEEP}],
+        [
+            *({**each, **DEEP} for each in (SEPARATED, AUTO)),
+            {**STREAMED, **DEEP, "target_device": "cpu"},
+        ],
+    ),
 }
-WITH_EXPERTS: Cases = {"streamed-overlap": ([{**STREAMED, **EP2}], [{**AUTO, **EP2}])}
+
+WITH_EXPERTS: Cases = {
+    "streamed-overlap": ([{**STREAMED, **EP2}], [{**AUTO, **EP2}]),
+}
+
 OMNI: Cases = {
     "streamed-encoders": (
         [
