@@ -58,10 +58,7 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
         known = [each.name for each in mapping.entries() if not is_carried(each.name)]
         problems += [
             idle_pattern(pattern, flag=flag, names=known, matches=pattern not in unmatched)
-            for flag, patterns in (
-                (FREEZE_FLAG, freezing.freeze),
-                (TRAIN_FLAG, freezing.train),
-            )
+            for flag, patterns in ((FREEZE_FLAG, freezing.freeze), (TRAIN_FLAG, freezing.train))
             for pattern in dict.fromkeys(patterns)
             if pattern in idle
         ]

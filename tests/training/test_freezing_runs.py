@@ -68,18 +68,6 @@ def test_the_next_phase_takes_the_weights_alone(flags, encoder_frozen):
     assert found < 0.95 * before[0][0]
 
 
-def test_more_may_be_frozen_than_before(flags, encoder_frozen):
-    """The rest goes on with its own state, not with new moments."""
-    folder, before = encoder_frozen
-    flags = [*flags, "--load", folder, SHARDED, *TP, ENCODER, PROJECTOR]
-    found = train(flags, ranks=2)
-    again = train(flags, "--no-load-optim", ranks=2)
-    assert found[0][0] == pytest.approx(before[2][0], rel=2e-5)
-    assert found[0][1] < before[2][1]
-    assert same(again[:1], found[:1])
-    assert again[1][0] != pytest.approx(found[1][0], rel=1e-4)
-
-
 def test_a_pattern_without_effect_is_the_same_error_on_every_rank(flags):
     """One that matches on the other stage alone is none."""
     with pytest.raises(RankError) as raised:

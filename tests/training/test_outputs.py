@@ -52,13 +52,6 @@ def test_a_file_and_a_parent_that_is_a_file(tmp_path, name):
     assert problem.startswith(f"{flag(name)} {place / 'more'} cannot be written ([Errno 20]")
 
 
-@pytest.mark.parametrize("name", [*FILLED, "metrics_json"])
-def test_a_name_that_no_file_system_takes(tmp_path, name):
-    (problem,) = unwritable(args(**{name: str(tmp_path / ("x" * 300))}))
-    assert problem.startswith(f"{flag(name)} {tmp_path}/xxx")
-    assert "cannot be written ([Errno 36]" in problem
-
-
 def test_metrics(tmp_path):
     (problem,) = unwritable(args(metrics_json=str(tmp_path)))
     assert problem.startswith(f"--metrics-json {tmp_path} is a folder")

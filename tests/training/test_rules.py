@@ -25,7 +25,6 @@ from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, hetero, violated_rules
 from loongplug.training.rules.folders import own_folder
-from loongplug.training.rules.megatron import UNSUPPORTED
 from loongplug.training.rules.rule import ranks_apart, rules_of
 
 pytestmark = pytest.mark.quick
@@ -331,21 +330,13 @@ def test_why_nothing_is_streamed_is_said_once(
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     with_bad_case = {rule for _, rule, bad, _ in rule_cases.CASES if bad}
-    with_bad_case |= {"longest-row", "own-ranks-whole", "streamed-queues"}
+    with_bad_case |= {"longest-row", "streamed-queues"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 
 def test_every_file_of_rules_is_in_the_table() -> None:
     files = {module.name for module in pkgutil.iter_modules(rules.__path__)} - {"rule"}
     assert {rules_of(getattr(rules, name)) for name in files} == set(rules.SUBJECTS.values())
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_flags_are_named_as_megatron_names_them(prepared: Run, name: str) -> None:
-    args = copy.copy(prepared[0])
-    setattr(args, name, 1)
-    (line,) = violated_rules(args, prepared[1])
-    assert line.startswith(f"--{name.replace('_', '-')}: ")
 
 
 def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> None:
@@ -410,6 +401,6 @@ def test_an_encoder_of_transformers_stays_whole(
     for name, value in {"rank_offset": 8, **sizes}.items():
         object.__setattr__(encoder, name, value)
     monkeypatch.setattr(hetero, "encoders_of", lambda model: [("model.image_encoder", encoder)])
-    found = hetero.own_ranks_whole(prepared[0], prepared[1])
-    expected = f"model.image_encoder.{kind}_model_parallel_size 2" if refused else None
-    assert found == expected
+    found = hetero.own_ranks_sizes(prepared[0], prepared[1])
+    said = f"model.image_encoder.{kind}_model_parallel_size 2 with a rank_offset"
+    assert found == (said if refused else None)

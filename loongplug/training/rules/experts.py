@@ -111,22 +111,18 @@ _NODES = among("--recompute-modules", RECOMPUTED)
 _DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"))
 
 
-@rule(
-    refuses=f"`{_OFFLOADING}` without names or with both kinds of them, and `--offload-tensors` "
-    "without it",
-    reason="`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
-    "asks for TransformerEngine; together they would move the same tensors twice",
-    cure=f"give {_OFFLOADING} --offload-tensors and names",
+decoder_offload = needs(
+    flag("--offload-tensors"),
+    flag(_OFFLOADING),
+    reason="that flag is what asks for it",
+    cure=f"add {_OFFLOADING}, or drop the names",
 )
-def decoder_offload(args: Namespace, model: Any) -> Problems:
-    ours, megatrons = bool(args.offload_tensors), bool(args.offload_modules)
-    if not args.fine_grained_activation_offloading:
-        if ours:
-            yield f"--offload-tensors without {_OFFLOADING}"
-    elif ours and megatrons:
-        yield f"{_OFFLOADING} with --offload-tensors and --offload-modules"
-    elif not ours and not megatrons:
-        yield f"{_OFFLOADING} with no names"
+decoder_offload_twice = excludes(
+    flag("--offload-tensors"),
+    flag("--offload-modules"),
+    reason="the one is LoongPlug's way and the other Megatron's, and both would move some tensors",
+    cure="give the first alone",
+)
 
 
 @rule(

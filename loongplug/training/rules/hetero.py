@@ -179,22 +179,25 @@ def _lying_apart(model: Any) -> Iterator[tuple[str, Any]]:
 
 @rule(
     reason="beside the decoder it has as many replicas as the decoder's ranks make, each on one "
-    "stage",
-    cure="give a rank_offset, or leave them away",
+    "stage, and transformers computes a whole encoder on each rank",
+    cure="give a rank_offset with a data_parallel_size, or leave them away",
 )
 def own_ranks_sizes(args: Namespace, model: Any) -> Problems:
-    """an encoder's `data_parallel_size` or `pipeline_model_parallel_size` other than 1, or
-    `stage_layers`, without a `rank_offset`
+    """an encoder's `data_parallel_size`, `pipeline_model_parallel_size` or `stage_layers` without a
+    `rank_offset`; a tensor or pipeline parallel size above 1 with one, where transformers computes
     """
     for key, encoder in encoders_of(model):
-        sizes = {
-            "data_parallel_size": encoder.data_parallel_size,
-            "pipeline_model_parallel_size": encoder.pipeline_model_parallel_size,
-            "stage_layers": None if encoder.stage_layers is None else [*encoder.stage_layers],
-        }
+        apart, tp = encoder.rank_offset is not None, encoder.tensor_model_parallel_size
+        pp, layers = encoder.pipeline_model_parallel_size, encoder.stage_layers
+        stages = {"pipeline_model_parallel_size": pp}
+        sizes = {"data_parallel_size": encoder.data_parallel_size, **stages}
+        sizes["stage_layers"] = None if layers is None else [*layers]
+        if apart:
+            whole = isinstance(encoder, HuggingFaceEncoderConfig)
+            sizes = {"tensor_model_parallel_size": tp, **stages} if whole else {}
         for name, size in sizes.items():
-            if encoder.rank_offset is None and size not in (1, None):
-                yield f"{key}.{name} {size} without a rank_offset"
+            if size not in (1, None):
+                yield f"{key}.{name} {size} {'with' if apart else 'without'} a rank_offset"
 
 
 @rule(
@@ -266,18 +269,3 @@ def own_ranks_modes(args: Namespace, model: Any) -> Problems:
     given += filter(None, [_SPREADING.said(args)])
     if apart and given:
         yield f"{', '.join(given)} with a rank_offset"
-
-
-@rule(
-    reason="transformers computes the whole encoder on each rank",
-    cure="leave these away, and give a data_parallel_size",
-)
-def own_ranks_whole(args: Namespace, model: Any) -> Problems:
-    """a `rank_offset` and a `tensor_model_parallel_size` or `pipeline_model_parallel_size` above 1
-    of an encoder that transformers computes
-    """
-    for key, encoder in _lying_apart(model):
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            size = getattr(encoder, name) or 1
-            if isinstance(encoder, HuggingFaceEncoderConfig) and size > 1:
-                yield f"{key}.{name} {size}"

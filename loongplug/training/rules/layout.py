@@ -25,14 +25,11 @@ from loongplug.training.step_sizes import eval_sizes
 def world_size(args: Namespace, model: Any) -> Problems:
     """the number of ranks is not a multiple of tp x pp x cp"""
     layout = model_parallel_size(args)
-    if layout < 1 or args.world_size % layout == 0:
+    if layout < 1 or args.world_size % layout == 0 or hetero.own_ranks_world(args, model):
         return
-    if hetero.own_ranks_world(args, model) is None:
-        yield (
-            f"{args.world_size} ranks do not divide by "
-            f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size} x "
-            f"cp {args.context_parallel_size} = {layout}"
-        )
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    sizes = f"tp {tp} x pp {pp} x cp {args.context_parallel_size} = {layout}"
+    yield f"{args.world_size} ranks do not divide by {sizes}"
 
 
 @rule(
@@ -121,13 +118,14 @@ def row_parts(args: Namespace, model: Any) -> Problems:
 
 
 @rule(
-    reason="a part of a row has these ways to come by keys and values, and a2a gives each rank "
-    "whole key/value heads",
-    cure="drop --cp-comm-type, which means all_gather",
+    reason="a part of a row has these ways to come by keys and values, a2a gives each rank whole "
+    "key/value heads, and lpt goes by the samples of a pack and gives p2p's steps unequal work",
+    cure="drop --cp-comm-type, which means all_gather, or --cp-balance",
 )
 def context_parallel_communication(args: Namespace, model: Any) -> Problems:
     """`--cp-comm-type` other than one of `all_gather`, `a2a` and `p2p`, or `a2a` where the context
-    parallel ranks do not divide the key/value heads of a tensor parallel rank
+    parallel ranks do not divide the key/value heads of a tensor parallel rank; `--cp-balance lpt`
+    without `--packing`, or with `p2p`
     """
     cp, tp, given = args.context_parallel_size, args.tensor_model_parallel_size, args.cp_comm_type
     if cp < 2:
@@ -136,20 +134,9 @@ def context_parallel_communication(args: Namespace, model: Any) -> Problems:
         yield f"--cp-comm-type {' '.join(given)}"
     elif given == ["a2a"] and tp > 0 and (heads := args.num_query_groups // tp) % cp:
         yield f"--cp-comm-type a2a with cp {cp} and {heads} key/value heads on a rank"
-
-
-@rule(
-    reason="it goes by the samples of a pack, rows of one sample give zigzag's ranks equal work, "
-    "and p2p takes steps in which each pair of ranks should have equal work",
-    cure="drop --cp-balance",
-)
-def context_parallel_balance(args: Namespace, model: Any) -> Problems:
-    """`--cp-balance lpt` without `--packing`, or with `--cp-comm-type p2p`"""
-    if args.context_parallel_size < 2 or args.cp_balance != "lpt":
-        return
-    if not args.packing:
+    elif args.cp_balance == "lpt" and not args.packing:
         yield "--cp-balance lpt without --packing"
-    elif args.cp_comm_type == ["p2p"]:
+    elif args.cp_balance == "lpt" and given == ["p2p"]:
         yield "--cp-balance lpt with --cp-comm-type p2p"
 
 

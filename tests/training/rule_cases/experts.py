@@ -26,13 +26,10 @@ SELECTIVE = {"recompute_granularity": "selective"}
 CASES: Cases = {
     "grouped-gemm": ([{"moe_grouped_gemm": True}], []),
     "decoder-offload": (
-        [
-            ON,
-            {"offload_tensors": ["qkv"], "gradient_accumulation_fusion": False},
-            {**NAMED, "offload_modules": ["core_attn"]},
-        ],
-        [NAMED, {**ON, "offload_modules": ["core_attn"]}, {"offload_modules": ["core_attn"]}],
+        [{"offload_tensors": ["qkv"], "gradient_accumulation_fusion": False}],
+        [NAMED, {**ON, "offload_modules": ["core_attn"]}],
     ),
+    "decoder-offload-twice": ([{**NAMED, "offload_modules": ["core_attn"]}], []),
     "decoder-recompute-discarded": (
         [{"recompute_modules": ["core_attn", "layernorm"]}, {"recompute_modules": ["moe_act"]}],
         [

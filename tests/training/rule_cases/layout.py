@@ -68,19 +68,13 @@ CASES: Cases = {
             {**_CP, "cp_comm_type": ["a2a+p2p"]},
             {**_CP, "cp_comm_type": ["p2p", "a2a"]},
             {**_CP_TP, "cp_comm_type": ["a2a"]},
+            {**_CP, "cp_balance": "lpt"},
+            {**_PACKED, "cp_balance": "lpt", "cp_comm_type": ["p2p"]},
         ],
         [
             {**_CP, "cp_comm_type": ["a2a"]},
             {**_CP_TP, "cp_comm_type": ["p2p"]},
             {**TP, "cp_comm_type": ["a2a+p2p"]},
-        ],
-    ),
-    "context-parallel-balance": (
-        [
-            {**_CP, "cp_balance": "lpt"},
-            {**_PACKED, "cp_balance": "lpt", "cp_comm_type": ["p2p"]},
-        ],
-        [
             {**_PACKED, "cp_balance": "lpt"},
             {**LAYOUT, "cp_balance": "lpt"},
         ],
