@@ -1,8 +1,7 @@
 """``loongplug verify``: plan, run twice, compare, report."""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from loongplug.consoles import threadless_bars
 from loongplug.output_files import write_figures
 from loongplug.verify.forked_runs import RecordRank, device_of, plan_runs, preload, record
 from loongplug.verify.plan import Request
+from loongplug.verify.ranks import new_folder
 
 AGREES, DIFFERS = 0, 1
 
@@ -24,7 +24,12 @@ def verify(
     record_layout: RecordRank | None = None,
 ) -> int:
     """The command; ``record_layout`` stands in for ``record_run`` on the layout's ranks."""
-    with _folder(keep) as folder, threadless_bars() as progress:
+    kept = None if keep is None else nullcontext(new_folder(keep))
+    with (
+        kept or tempfile.TemporaryDirectory(prefix="loongplug-verify-") as name,
+        threadless_bars() as progress,
+    ):
+        folder = Path(name)
         task = progress.add_task("planning", total=1)
         progress.refresh()
         preload(device_of(request.flags, folder=folder))
@@ -32,18 +37,18 @@ def verify(
         progress.advance(task)
 
         recordings = []
-        for name, flags, ranks, record_rank in (
+        for run, flags, ranks, record_rank in (
             ("layout", plan.layout, plan.ranks, record_layout),  # the one that may fail
             ("reference", plan.reference, 1, None),
         ):
-            task = progress.add_task(f"{name}, {ranks} rank(s)", total=request.steps)
+            task = progress.add_task(f"{run}, {ranks} rank(s)", total=request.steps)
             progress.refresh()
             recordings.append(
                 record(
                     flags,
                     ranks=ranks,
                     device=plan.device,
-                    folder=folder / name,
+                    folder=folder / run,
                     on_step=partial(_advance, progress, task),
                     record_rank=record_rank,
                 )
@@ -64,15 +69,3 @@ def verify(
 def _advance(progress: Progress, task: TaskID) -> None:
     progress.advance(task)
     progress.refresh()
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="loongplug-verify-") as name:
-            yield Path(name)
-        return
-    if keep.exists() and any(keep.iterdir()):
-        raise ValueError(f"--keep {keep} is not empty; give a new folder")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep

@@ -104,7 +104,9 @@ class StepRecorder:
         """Note one microbatch; they come in order. Collective: the context parallel group."""
         if not self._speaks:
             return
-        loss, tokens = (_summed(each, self._row_group) for each in report[:2])
+        sums = torch.stack([each.detach().double() for each in report[:2]])
+        dist.all_reduce(sums, group=self._row_group)
+        loss, tokens = sums.tolist()
         text = (microbatch.labels, microbatch.loss_mask)
         labels, loss_mask = (self._whole_rows(each, microbatch.own) for each in text)
         if self._row_group.rank() > 0:
@@ -229,14 +231,6 @@ def module_of(bundle: Bundle) -> str:
     if ".layers." in name:
         part = "layers" if bundle.row.experts is None else "experts"
     return f"text_decoder {part}"
-
-
-def _summed(value: Tensor, group: dist.ProcessGroup) -> float:
-    """Over the ranks that share a row. Collective: their ``group``."""
-    total = value.detach().clone()
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    return total.item()
 
 
 def _samples(labels: Tensor, loss_mask: Tensor) -> int:
