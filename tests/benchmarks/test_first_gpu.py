@@ -17,7 +17,6 @@ from gpu_steps.kernel_trace import trace_of
 from gpu_steps.measured import _flops_per_token
 from gpu_steps.models import amounts_of, hf_config_of
 from gpu_steps.processes import last_lines, run_in_group
-from gpu_steps.report import Report, StepRecord
 from gpu_steps.rows import Row, Rows
 from gpu_steps.sizes import FULL, TINY, ModelRun
 from gpu_steps.step_trained import OFFLOAD, SEPARATE
@@ -142,26 +141,6 @@ def test_bad_input_is_one_sentence(
         assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
     assert [step.number for step in chosen_steps("5,0")] == [0, 5]
-
-
-@pytest.mark.quick
-def test_steps_of_an_earlier_run_stay_until_they_are_run_again(tmp_path: Path) -> None:
-    def record(number: int, title: str) -> StepRecord:
-        rows = [Row(case="a", figures={"ms": 1.5}), Row(case="b", reason="no kernel")]
-        return StepRecord(
-            number=number, title=title, outcome="done", seconds=1.0, limit_seconds=2.0, rows=rows
-        )
-
-    first = Report(tmp_path, setting={"device": "cpu"})
-    for number in (0, 3, 4):
-        first.add(record(number, "first"))
-    again = Report(tmp_path, setting={"device": "cpu"})
-    again.add(record(3, "again"))
-    content = json.loads((tmp_path / "first_gpu.json").read_text())
-    found = [(step["number"], step["title"]) for step in content["steps"]]
-    assert found == [(0, "first"), (3, "again"), (4, "first")]
-    assert again.steps[0].rows == record(0, "first").rows
-    assert Report(tmp_path, setting={"device": "cuda"}).steps == []
 
 
 @pytest.mark.parametrize("run", [FULL.frozen, FULL.trained, FULL.experts, TINY.experts])

@@ -5,36 +5,23 @@ import errno
 import io
 import os
 import signal
-from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from draws import Draw, exchanges_features
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from parity.built_in import around
 
-from loongplug.checkpoint.atomic_saves import AtomicSaves
-from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.media_loader import UnitLoader
-from loongplug.hetero.exchange import AllToAll
-from loongplug.hetero.executor import Executor
-from loongplug.hetero.wire import Wire
-from loongplug.models.decoder import TextDecoder
-from loongplug.models.multimodal import MultimodalModel
-from loongplug.training.provider import ModelProvider
-
-PLACES: dict[str, tuple[Any, str]] = {
-    "build": (ModelProvider, "__call__"),
-    "data": (MicrobatchLoader, "__next__"),
-    "unit": (UnitLoader, "__call__"),
-    "encoder": (MultimodalModel, "_encoded"),  # on any stage of an encoder
-    "decoder": (TextDecoder, "forward"),
-    "backward": (schedules, "backward_step"),
-    "optimizer": (ChainedOptimizer, "step"),
-    "save": (AtomicSaves, "_begin"),
-    "saved": (AtomicSaves, "_finish"),
+PLACES = {
+    "build": "loongplug.training.provider:ModelProvider.__call__",
+    "data": "loongplug.data.loader:MicrobatchLoader.__next__",
+    "unit": "loongplug.data.media_loader:UnitLoader.__call__",
+    "encoder": "loongplug.models.multimodal:MultimodalModel._encoded",  # on any stage of an encoder
+    "decoder": "loongplug.models.decoder:TextDecoder.forward",
+    "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
+    "optimizer": "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+    "save": "loongplug.checkpoint.atomic_saves:AtomicSaves._begin",
+    "saved": "loongplug.checkpoint.atomic_saves:AtomicSaves._finish",
 }
 MESSAGE = "this rank is unwell"
 NO_SPACE = os.strerror(errno.ENOSPC)
@@ -56,8 +43,7 @@ class BuiltIn:
         if draw.fault.kind in FULL_DISKS:
             self._fill_the_disk()
             return
-        owner, name = PLACES.get(draw.fault.place) or exchange_of(draw)
-        before(owner, name, self._come_by)
+        around(PLACES.get(draw.fault.place) or exchange_of(draw), self._come_by)
 
     def begin(self, step: int) -> None:
         """``step`` begins; the save of the one before it has begun, too."""
@@ -73,15 +59,14 @@ class BuiltIn:
                 return True
         return False
 
-    def _come_by(self) -> None:
-        if not self._counts():
-            return
-        if self._fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self._fault.kind == "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            raise RuntimeError(MESSAGE)
+    def _come_by(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._counts():
+            if self._fault.kind == "exception":
+                raise RuntimeError(MESSAGE)
+            os.kill(
+                os.getpid(), {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM}[self._fault.kind]
+            )
+        return original(*args, **kwargs)
 
     def _fill_the_disk(self) -> None:
         """From the chosen moment on no file of the save folder can be opened (written, flushed)."""
@@ -135,24 +120,12 @@ class _Full(io.FileIO):
         return super().write(half)
 
 
-def exchange_of(draw: Draw) -> tuple[Any, str]:
+def exchange_of(draw: Draw) -> str:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
     if draw.cell.own:
-        return Wire, "_span"
+        return "loongplug.hetero.wire:Wire._span"
     if draw.cell.schedule == "auto":  # by one of two ways, as the step's plan has it
-        return Executor, "do"
+        return "loongplug.hetero.executor:Executor.do"
     if exchanges_features(draw.cell):
-        return AllToAll, "_move"
-    return P2PCommunicator, "_communicate"
-
-
-def before(owner: Any, name: str, act: Callable[[], None]) -> None:
-    """Have ``act`` called before each call of ``owner``'s function ``name``."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, called)
+        return "loongplug.hetero.exchange:AllToAll._move"
+    return "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate"

@@ -27,6 +27,8 @@ from parity.cells import TWO, Cell
 from prepared import Prepared
 from refused import REFUSED
 
+from loongplug.checkpoint.checkpoint_files import is_complete
+
 
 @dataclass
 class World:
@@ -76,8 +78,8 @@ class World:
         require_latest(draw, ending, latest)
         if agent and FAILED in ending.ways:
             # Ended between its first save and the tracker: the run names the checkpoint itself.
-            found = (int(each.name.removeprefix("iter_")) for each in save.glob("iter_*"))
-            latest = latest or max(found, default=0)
+            whole = [int(each.name[5:]) for each in save.glob("iter_*") if is_complete(each)]
+            latest = latest or max(whole, default=0)
             resumed = self.attempt(place / "second", draw.cell, flags, agent=agent)
         elif 0 < latest < STEPS:
             flags = self.flags(draw, draw.resume, "--load", str(save))

@@ -139,7 +139,7 @@ def lose_the_gradient_of_sounds(
 @fault("a unit's sounds arrive with their last row first", spec="placement.md P3, join")
 @at(
     "loongplug.hetero.executor:Executor.taken",
-    where=lambda self, _: self._entry.name == "audio_encoder",
+    where=lambda self, _: self.entry.name == "audio_encoder",
 )
 def turn_the_rows_of_sounds(original: Any, self: Any, unit: int) -> Tensor:
     found: Tensor = original(self, unit)

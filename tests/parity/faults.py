@@ -58,19 +58,10 @@ def known(folder: Path) -> dict[tuple[str, str], Found]:
     return {(each.test, each.fault): each for each in results}
 
 
-def run(
-    cells: Sequence[tuple[str, str]],
-    tests: Iterable[str],
-    *,
-    folder: Path,
-    only_missed: bool = False,
-) -> None:
-    """Run these tests in one process, each under the faults of ``cells``, or without any.
-
-    ``only_missed``: no fault that a test before has found.
-    """
+def run(cells: Sequence[tuple[str, str]], tests: Iterable[str], *, folder: Path) -> None:
+    """Run these tests in one process, each under the faults of ``cells``, or without any."""
     path = os.pathsep.join((str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")))
-    plan = {"cells": cells, "folder": str(folder.resolve()), "only_missed": only_missed}
+    plan = {"cells": cells, "folder": str(folder.resolve())}
     # Whole functions: what the plugin adds to names is not known here.
     functions = dict.fromkeys(test.partition("[")[0] if cells else test for test in tests)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "parity.put_in", "--no-header"]
@@ -147,17 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     tests = dict.fromkeys(options.test, "") if options.test else read_cover()
     if new := [test for test in tests if (test, "") not in known(options.folder)]:
         run([], new, folder=options.folder)
-    for only_missed in (True, False):  # what matters most comes first
-        results = known(options.folder)
-        cells = [
-            (test, fault)
-            for test in tests
-            for fault in options.fault or FAULTS
-            if (test, fault) not in results and fault in results[test, ""].reached
-        ]
-        if cells:
-            named = [test for test, _ in cells]
-            run(cells, named, folder=options.folder, only_missed=only_missed)
+    results = known(options.folder)
+    cells = [
+        (test, fault)
+        for test in tests
+        for fault in options.fault or FAULTS
+        if (test, fault) not in results and fault in results[test, ""].reached
+    ]
+    if cells:
+        run(cells, [test for test, _ in cells], folder=options.folder)
     results = known(options.folder)
     file = options.folder / "page.md"
     file.write_text("\n".join([*page(results, tests), ""]), encoding="utf-8")

@@ -7,19 +7,19 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from free_passes import free_passes
-from rich.console import Console
 
 import loongplug
-from loongplug.consoles import threadless_bars
 from loongplug.verify.forked_runs import preload, record
 from loongplug.verify.plan import LEARNING_RATE
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
@@ -48,7 +48,8 @@ class Matrix:
         if not self._results.is_file():
             return {}
         lines = map(json.loads, self._results.read_text(encoding="utf-8").splitlines())
-        found = [_as_result(line) for line in lines if line.pop("code") == self._code]
+        mine = [line for line in lines if line.pop("code") == self._code]
+        found = [Result(**{**line, "cell": Cell(**line["cell"])}) for line in mine]
         return {result.cell.name: result for result in found}
 
     def prepare(self, cell: Cell) -> None:
@@ -151,10 +152,6 @@ class Matrix:
             (place / "made").rename(folder)
 
 
-def _as_result(line: Mapping[str, Any]) -> Result:
-    return Result(**{**line, "cell": Cell(**line["cell"])})
-
-
 def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = False) -> Path:
     """With ``freely``, a step that streams has many passes; see :func:`free_passes`."""
     return record(
@@ -180,77 +177,37 @@ def _in_child(function: Callable[[], None]) -> None:
         run_ranks(lambda rank, tell: function(), 1, folder=Path(name))
 
 
-def code_files() -> list[Path]:
-    """What results depend on: the product, its configs, and the cells."""
-    from loongplug.training.model_files import own_folder
+def code_digest() -> str:
+    """A name for what results depend on: the product, its configs, and the cells."""
+    from loongplug.paths import configs_dir
 
     folders = (Path(loongplug.__file__).resolve().parent, Path(__file__).resolve().parent)
     code = [file for folder in folders for file in folder.rglob("*.py")]
-    return sorted([*code, *own_folder().rglob("*.yaml")])
-
-
-def code_digest() -> str:
-    """A name for that code."""
     digest = hashlib.sha256()
-    for file in code_files():
+    for file in sorted([*code, *configs_dir().rglob("*.yaml")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def run_cells(
-    cells: Sequence[Cell], *, folder: Path, console: Console, jobs: int = 1
-) -> list[Result]:
+def run_cells(cells: Sequence[Cell], *, folder: Path, jobs: int = 1) -> list[Result]:
     """Results of all cells, run now or before; ``jobs`` of them at one time.
 
     Raises:
-        ValueError, RankError: what cells share could not be made, or a job ended.
+        ValueError, RankError: what cells share could not be made.
     """
     matrix = Matrix(folder)
     known = matrix.known()
     new = [cell for cell in cells if cell.name not in known]
-    with threadless_bars(console, estimates=True, transient=False) as bars:
-        first = {cell.reference: cell for cell in new}
-        task = bars.add_task("single ranks", total=len(first))
-        for cell in first.values():
-            bars.refresh()
-            matrix.prepare(cell)
-            bars.advance(task)
-        task = bars.add_task("cells", total=len(cells), completed=len(cells) - len(new))
-        bars.refresh()
-
-        def on_cell(line: str) -> None:
-            result = known[line] = matrix.known()[line]
-            if not console.is_terminal or not result.agrees:
-                console.print(
-                    f"{line}: {result.outcome}", highlight=False, markup=False, soft_wrap=True
-                )
-            bars.advance(task)
-            bars.refresh()
-
-        if new:
-            _run_jobs(matrix, new, jobs=jobs, folder=folder / "jobs", on_cell=on_cell)
-    return [known[cell.name] for cell in cells]
-
-
-def _run_jobs(
-    matrix: Matrix, cells: Sequence[Cell], *, jobs: int, folder: Path, on_cell: OnEvent
-) -> None:
-    """Each job is a process that takes the next cell when it has run one."""
-    taken = multiprocessing.get_context("fork").Value("i", 0)
+    for cell in {each.reference: each for each in new}.values():
+        matrix.prepare(cell)
     # Those of many ranks first: what is left at the end is short.
-    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell))
-
-    def work(job: int, tell: OnEvent) -> None:
-        while True:
-            with taken.get_lock():
-                number = taken.value
-                taken.value += 1
-            if number >= len(ordered):
-                return
-            matrix.run(ordered[number])
-            tell(ordered[number].name)
-
-    run_ranks(work, min(jobs, len(cells)), folder=folder, on_event=on_cell)
+    new.sort(key=lambda cell: (-cell.ranks, cell))
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        for number, result in enumerate(pool.map(matrix.run, new), start=1):
+            known[result.cell.name] = result
+            told = f"{number} of {len(new)}: {result.cell.name}: {result.outcome}"
+            print(told, file=sys.stderr, flush=True)
+    return [known[cell.name] for cell in cells]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -273,8 +230,7 @@ def _run_part(name: str, options: argparse.Namespace) -> bool:
     """Run the part's cells, or a sample of them, and write its page; whether all agree."""
     whole = cells_of(name)
     cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
-    console = Console(stderr=True)
-    results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
+    results = run_cells(cells, folder=options.folder, jobs=options.jobs)
     text = page(name, results, about=PARTS[name].about, whole=len(whole), code=code_digest())
     file = options.folder / "pages" / f"{name}.md"
     file.parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ import pytest
 
 from loongplug.verify import ranks
 from parity import built_in
-from parity.faults import PLAN, Found, found_by, known
+from parity.faults import PLAN, Found
 from parity.mutations import FAULTS
 
 PARAMETER = "built_in_fault"
@@ -77,17 +77,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         items[:] = sorted(
             (each for each in items if _cell(each) in order), key=lambda each: order[_cell(each)]
         )
-
-
-@pytest.hookimpl(tryfirst=True)  # before fixtures are made
-def pytest_runtest_setup(item: Any) -> None:
-    """Leave out faults that a test has found, where only others are asked for."""
-    plan, (_, fault) = _plan(), _cell(item)
-    if plan["only_missed"]:
-        tests = {test for test, _ in plan["cells"]}
-        found = found_by(known(Path(plan["folder"])), tests)
-        if fault in set().union(*found.values()):
-            pytest.skip("found by another test")
 
 
 @pytest.hookimpl(wrapper=True)
