@@ -179,12 +179,12 @@ def _in_child(function: Callable[[], None]) -> None:
 
 def code_digest() -> str:
     """A name for what results depend on: the product, its configs, and the cells."""
-    from loongplug.paths import configs_dir
+    from loongplug.training.model_files import own_folder
 
     folders = (Path(loongplug.__file__).resolve().parent, Path(__file__).resolve().parent)
     code = [file for folder in folders for file in folder.rglob("*.py")]
     digest = hashlib.sha256()
-    for file in sorted([*code, *configs_dir().rglob("*.yaml")]):
+    for file in sorted([*code, *own_folder().rglob("*.yaml")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
