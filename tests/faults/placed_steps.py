@@ -6,7 +6,7 @@ are small whole numbers, of which fp32 makes exact sums.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import SimpleNamespace
@@ -31,9 +31,8 @@ from loongplug.hetero import engine
 from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import APART
-from loongplug.hetero.operations import Cargo, StepPlan
+from loongplug.hetero.operations import Cargo
 from loongplug.hetero.placement import ApartPiece, one_apart
-from loongplug.hetero.policies import apart
 from loongplug.hetero.recorded_schedule import Pipeline
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -41,18 +40,15 @@ from loongplug.parallel.layout import Layout
 SECONDS = 30.0  # after which a wait is taken for one without end
 
 
-def play(
-    rank: int, *, draws: Sequence[DrawnPlacement], seconds: float = SECONDS, less: int = 0
-) -> int:
+def play(rank: int, *, draws: Sequence[DrawnPlacement]) -> int:
     """All draws, one behind the other; how many rows this rank's decoder has taken.
 
-    ``less``: so many fewer forwards of encoders before their first backward. Raises
-    AssertionError, with how to run the draw again.
+    Raises AssertionError, with how to run the draw again.
     """
-    groups, taken = Groups(seconds), 0
+    groups, taken = Groups(SECONDS), 0
     for draw in draws:
         try:
-            steps = _Steps(draw, groups, less=less)
+            steps = _Steps(draw, groups)
             if rank < draw.ranks:
                 taken += steps.decode() if steps.engine.decodes else steps.encode()
         except Exception as error:
@@ -104,37 +100,15 @@ class _Found:
         return next((each for each in made if each is not None), None)
 
 
-class _Encoder(EncoderEngine):
-    """An encoder's engine, whose plans have so many forwards ``less`` ahead than are needed."""
-
-    less = 0
-
-    def plan(self, *, training: bool, **of_step: Any) -> StepPlan:
-        step = self.place.step(
-            dist.get_rank(), training=training, decoder=self.decoder, last_stage=False, **of_step
-        )
-        if self.less and (count := len(step.forwards)):
-            few = [max(n + 1, min(step.forwards[n] - self.less, count)) for n in range(count)]
-            step = replace(step, forwards=tuple(few))
-        return apart(step)
-
-    @property
-    def stage(self) -> int:
-        return self._stage_of(dist.get_rank())
-
-    @property
-    def made(self) -> tuple[ApartPiece, ...]:
-        """The pieces that this rank makes, or has a stage of."""
-        return self.place.made_by(dist.get_rank(), training=True)
-
-
 class _Steps:
     """The steps of one draw on one rank. Collective over all ranks."""
 
-    def __init__(self, draw: DrawnPlacement, groups: Groups, *, less: int) -> None:
+    def __init__(self, draw: DrawnPlacement, groups: Groups) -> None:
         self.draw, self.rank = draw, dist.get_rank()
         self.decoder = Layout(tp=draw.tp, pp=draw.pp, dp=draw.dp)
+        # What engines ask of a run's decoder.
         engine.decoder_layout = lambda: self.decoder  # type: ignore[assignment]
+        engine.parallel_state = SimpleNamespace(is_pipeline_last_stage=lambda **_: False)
         group = draw.group if draw.vpp > 1 else draw.pp
         first_stage = Pipeline(stages=draw.pp, stage=0, chunks=draw.vpp, group=group)
         stages = self.decoder.groups("pp") if draw.pp > 1 else []
@@ -143,7 +117,7 @@ class _Steps:
         offsets = accumulate(
             (each.ranks for each in draw.encoders), initial=self.decoder.world_size
         )
-        self.encoders: dict[str, _Encoder] = {}
+        self.encoders: dict[str, EncoderEngine] = {}
         for number, (each, offset) in enumerate(zip(draw.encoders, offsets, strict=False)):
             found: Any = _Found(
                 entry=Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder"),
@@ -153,8 +127,7 @@ class _Steps:
                 micro_batch=draw.micro_batch,
                 groups=groups,
             )
-            encoder = _Encoder(found=found, taps=0, decoder=first_stage)
-            encoder.less = less
+            encoder = EncoderEngine(found=found, taps=0, decoder=first_stage)
             encoder.hear(each.trains)
             self.encoders[found.entry.name] = encoder
         self.engine = Engine(self.encoders)
@@ -186,17 +159,17 @@ class _Steps:
 
     def encode(self) -> int:
         """The steps of one of an encoder's ranks."""
-        own = self.encoders[self.engine.own or ""]
-        trains = own.found.drawn.trains
-        chunk = self._chunk(first=own.stage == 0, trains=trains[own.stage])
+        own: Any = self.encoders[self.engine.own or ""]
+        trains, stage = own.found.drawn.trains, own.place.layout.coordinates(self.rank).pp
+        chunk = self._chunk(first=stage == 0, trains=trains[stage])
         schedule = self.engine.schedules(_nothing)()
         for step, training in enumerate(self.draw.steps):
             self.step = step
             chunk.came = 0
             data = [
-                self._piece(own, piece, number)
+                self._piece(own.found.entry.name, piece, number, given=stage == 0)
                 for number in range(self.draw.microbatches)
-                for piece in own.made
+                for piece in own.place.made_by(self.rank, training=True)
             ]
             schedule(
                 forward_step_func=None,  # it decodes nothing
@@ -205,14 +178,14 @@ class _Steps:
                 num_microbatches=self.draw.microbatches,
                 forward_only=not training,
             )
-            goes_back = training and any(trains[: own.stage + 1])
+            goes_back = training and any(trains[: stage + 1])
             expected = max(1, len(data)) if goes_back else 0
             assert chunk.came == expected, f"{chunk.came} gradients of {expected} units"
         return 0
 
-    def _piece(self, own: _Encoder, piece: ApartPiece, number: int) -> Microbatch:
+    def _piece(self, name: str, piece: ApartPiece, number: int, *, given: bool) -> Microbatch:
         """What an encoder's rank has of a piece: places, and on the first stage rows."""
-        replica, name = piece.decoder, own.found.entry.name
+        replica = piece.decoder
         lie = places(self.draw, name, replica, number)
         rows = torch.cat(
             [
@@ -227,7 +200,7 @@ class _Steps:
         unit = Unit(
             places=tuple(lie[sample] for sample in piece.samples),
             grids=(grid,),
-            media=None if own.stage else media,
+            media=media if given else None,
         )
         return _microbatch({name: unit}, number)
 

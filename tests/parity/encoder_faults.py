@@ -29,8 +29,7 @@ def let_the_bias_of_keys_move(rank: int) -> None:
 @fault("silence is heard as what a convolution makes of it", spec="placement.md P1, pitfalls")
 @at(f"{SOUNDS}:AudioTransformer._embed")
 def hear_the_convolution_of_silence(original: Any, self: Any, unit: Any, plan: Any) -> Tensor:
-    embedded: Tensor = original(self, unit, replace(plan, silent=torch.zeros_like(plan.silent)))
-    return embedded
+    return original(self, unit, replace(plan, silent=torch.zeros_like(plan.silent)))
 
 
 @fault("a sound ends in zeros, not in frames of silence", spec="placement.md P1, pitfalls")
@@ -39,8 +38,7 @@ def end_sounds_in_zeros(original: Any, self: Any, unit: Any, plan: Any) -> Tenso
     behind, rows = self.architecture.sizes.behind, unit.rows.clone()
     for end in unit.grids[:, 2].cumsum(0).tolist():
         rows[end - behind : end] = 0.0
-    embedded: Tensor = original(self, replace(unit, loaded=rows), plan)
-    return embedded
+    return original(self, replace(unit, loaded=rows), plan)
 
 
 @fault("the projector gets the layer before the feature layer", spec="placement.md P1, layer -2")

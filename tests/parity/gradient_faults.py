@@ -24,8 +24,7 @@ def _several(size: str) -> Callable[..., bool]:
     def where(*_: Any, **__: Any) -> bool:
         from megatron.core import parallel_state
 
-        several: bool = getattr(parallel_state, f"get_{size}_parallel_world_size")() > 1
-        return several
+        return getattr(parallel_state, f"get_{size}_parallel_world_size")() > 1
 
     return where
 
@@ -56,8 +55,7 @@ def _replicas(placement: Any, name: str) -> tuple[tuple[int, ...], ...]:
     where=lambda self, name: len(_replicas(self, name)) > 1,
 )
 def divide_by_the_replicas(original: Any, self: Any, name: str) -> float:
-    factor: float = original(self, name) / len(_replicas(self, name))
-    return factor
+    return original(self, name) / len(_replicas(self, name))
 
 
 @fault("replicas that have all encoded every unit are summed", spec="placement.md P2, TP copies")

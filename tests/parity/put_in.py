@@ -26,8 +26,7 @@ _HERE: list[Callable[[int], None]] = []  # what the ranks of the test under way 
 
 
 def _plan() -> dict[str, Any]:
-    plan: dict[str, Any] = json.loads(os.environ[PLAN])
-    return plan
+    return json.loads(os.environ[PLAN])
 
 
 def pytest_configure(config: pytest.Config) -> None:

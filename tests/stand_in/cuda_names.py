@@ -179,8 +179,7 @@ def cuda_table(extension: ModuleType) -> ReplacementTable:
     def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from loongplug.models.layers.norm import _HostRMSNorm
 
-        result: torch.Tensor = _HostRMSNorm.apply(x, weight, eps)
-        return result
+        return _HostRMSNorm.apply(x, weight, eps)
 
     def index(device: Any) -> int:
         found = device_of(device)

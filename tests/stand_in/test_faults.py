@@ -142,8 +142,7 @@ def test_a_fault_ends_the_run(matrix: Matrix, name: str) -> None:
 def places_of_visual_tokens_are_looked_for_on_the_device(rank: int) -> None:
     def look(original: Any, target: Tensor, rows: Tensor, **options: Any) -> Tensor:
         (rows[:, 0] > 0).nonzero()
-        placed: Tensor = original(target, rows, **options)
-        return placed
+        return original(target, rows, **options)
 
     for module in ("features", "decoder"):
         around(f"loongplug.models.{module}:place", look)
