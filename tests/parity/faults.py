@@ -139,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if new := [test for test in tests if (test, "") not in known(options.folder)]:
         run([], new, folder=options.folder)
     results = known(options.folder)
+    if broken := [test for test in tests if results[test, ""].how != PASSES]:
+        print(f"These do not pass without a fault: {', '.join(broken)}")
+        return 1
     cells = [
         (test, fault)
         for test in tests
