@@ -11,8 +11,7 @@ def filled(page: str, name: str, content: str) -> str:
         ValueError: the marks are not there once each.
     """
     before, _, behind = _parted(page, name)
-    begin, end = _marks(name)
-    return f"{before}{begin}{content}{end}{behind}"
+    return f"{before}{content}{behind}"
 
 
 def content(page: str, name: str) -> str:
@@ -32,14 +31,11 @@ def write(arguments: Sequence[str], parts: Mapping[str, str]) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def _marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
-
-
 def _parted(page: str, name: str) -> tuple[str, str, str]:
-    begin, end = _marks(name)
+    """What stands before the content, with its mark, the content, and what stands behind."""
+    begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"the file needs one line {begin.strip()} and one line {end.strip()}")
     before, _, rest = page.partition(begin)
     inside, _, behind = rest.partition(end)
-    return before, inside, behind
+    return before + begin, inside, end + behind

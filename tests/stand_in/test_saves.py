@@ -1,4 +1,4 @@
-"""Checkpoints, adapters, packs, evaluation and exports on the stand-in: the CPU's files."""
+"""Checkpoints, packs, evaluation and exports on the stand-in: the CPU's files."""
 
 from pathlib import Path
 
@@ -11,10 +11,6 @@ from safetensors.torch import load_file
 from stand_in.runs import train, trained, trained_on_the_cpu
 
 CELL = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2, optimizer="distributed")
-ADAPTERS = (
-    *("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=2"),
-    *("+model.image_encoder.freeze=true", "+model.image_projector.freeze=true"),
-)
 
 
 def weights(export: Path) -> dict[str, torch.Tensor]:
@@ -56,12 +52,3 @@ def test_a_run_that_goes_on_from_the_other_devices_checkpoint(
             ranks=CELL.ranks,
         )
     same(tmp_path / "device-on", tmp_path / "cpu-on")
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_adapters(matrix: Matrix, tmp_path: Path) -> None:
-    base = [*matrix.base(CELL), *CELL.flags(), *ADAPTERS]
-    for name, function in (("cpu", trained_on_the_cpu), ("device", trained)):
-        train(function, [*base, "--save-lora", str(tmp_path / name)], ranks=CELL.ranks)
-    same(tmp_path / "device", tmp_path / "cpu")
