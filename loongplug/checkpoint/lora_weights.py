@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,11 @@ class AdapterReader:
     def __init__(self, folder: Path, table: AdapterTable) -> None:
         self._folder = folder
         self._table = table
-        self._last: tuple[str, Tensor] | None = None
         sources = [(b, source) for b in table.mapping.bundles() for source in b.sources]
         self._names = {source.name: table.file_names(b, source) for b, source in sources}
         self._file = open_adapters(folder)
+        # A tensor, once for all the experts that it has: they come one after the other.
+        self.whole = lru_cache(maxsize=1)(self._read)
         expected = {
             name: table.file_shape(source)
             for _, source in sources
@@ -137,26 +139,23 @@ class AdapterReader:
         bundle = Bundle(entry.row, entry.number, entry.layer)
 
         def read(index: int, where: Where) -> Tensor:
-            return self._whole(bundle.sources[index])[where]
+            return self.whole(bundle.sources[index])[where]
 
         local = read_local(entry, read, rank=own.piece.part, tp=own.piece.parts)
         own.parameter.data.copy_(local)
 
-    def _whole(self, source: Source) -> Tensor:
-        """A tensor, once for all the experts that it has; they come one after the other."""
-        if self._last is None or self._last[0] != source.name:
-            first, *copies = self._names[source.name]
-            tensor: Tensor = self._file.get_tensor(first)
-            check_finite(first, tensor, file=self._folder / ADAPTER_WEIGHTS_FILE)
-            for copy in copies:
-                if not tensor.equal(self._file.get_tensor(copy)):
-                    raise ValueError(
-                        f"{copy} in {self._folder} differs from {first}, but here the two "
-                        "projections are one linear, whose adapter has one A; train such adapters "
-                        "with peft, or merge them into the model there."
-                    )
-            self._last = (source.name, self._table.from_file(source, tensor))
-        return self._last[1]
+    def _read(self, source: Source) -> Tensor:
+        first, *copies = self._names[source.name]
+        tensor: Tensor = self._file.get_tensor(first)
+        check_finite(first, tensor, file=self._folder / ADAPTER_WEIGHTS_FILE)
+        for copy in copies:
+            if not tensor.equal(self._file.get_tensor(copy)):
+                raise ValueError(
+                    f"{copy} in {self._folder} differs from {first}, but here the two projections "
+                    "are one linear, whose adapter has one A; train such adapters with peft, or "
+                    "merge them into the model there."
+                )
+        return self._table.from_file(source, tensor)
 
 
 def start_adapters(model_chunks: Sequence[nn.Module], table: AdapterTable, *, seed: int) -> None:

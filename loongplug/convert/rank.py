@@ -11,15 +11,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress, TaskID
 from torch import nn
 
 from loongplug.checkpoint.checkpoint_files import TRACKER, check_latest
@@ -138,16 +130,7 @@ def _byte_progress(terminal: TextIO, *, shown: bool) -> Iterator[Callable[[str],
     A bar on a terminal; one line for each part elsewhere.
     """
     console = Console(file=terminal)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-    )
-
+    progress = Progress(console=console, disable=not (shown and console.is_terminal))
     parts: dict[str, TaskID] = {}
 
     def on_bytes(part: str, done: int, total: int) -> None:

@@ -184,7 +184,7 @@ def test_adapters_that_are_not_finite_are_refused(folders, table, tmp_path):
     reader = AdapterReader(changed_folder(folders[1], tmp_path, tensors=values, config={}), table)
     sources = [source for bundle in table.mapping.bundles() for source in bundle.sources]
     with pytest.raises(ValueError, match=rf"^{b} in .*/adapter_model.safetensors has values that"):
-        [reader._whole(source) for source in sources]
+        [reader.whole(source) for source in sources]
 
 
 def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
@@ -198,7 +198,7 @@ def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
         asked_for(tmp_path / str(number), *LORA)
         reader = AdapterReader(tmp_path / str(number), table)
         read = {
-            name: table.to_file(source, reader._whole(source))
+            name: table.to_file(source, reader.whole(source))
             for bundle in table.mapping.bundles()
             for source in bundle.sources
             for name in table.file_names(bundle, source)
