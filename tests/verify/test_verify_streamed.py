@@ -65,7 +65,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         planned = step.streamed.pieces
         together = [{planned[n].microbatch for n in each.pieces} for each in work]
         found = [[len(each) for each in step.pieces], within, [*map(len, together)]]
-        found.append(self._entry.name)
+        found.append(self.entry.name)
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
 
