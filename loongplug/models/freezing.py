@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 from loongplug.models.hf_mapping import is_adapter, is_carried
@@ -85,7 +85,15 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
     'decoder.layers.*.linear_qkv.weight'
     """
     kinds = list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
-    return get_close_matches(pattern, kinds, cutoff=0)
+    words = re.findall(r"\w+", pattern)
+
+    def likeness(kind: str) -> float:
+        return sum(
+            max(SequenceMatcher(None, word, part).ratio() for part in kind.split("."))
+            for word in words
+        )
+
+    return sorted(kinds, key=likeness, reverse=True)[:3]
 
 
 def idle_pattern(pattern: str, *, flag: str, names: Sequence[str], matches: bool) -> str:
