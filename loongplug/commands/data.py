@@ -136,7 +136,7 @@ def data_inspect(
     literal_markers: LiteralMarkers = False,
     multi_turn: MultiTurnRule = "last",
     samples: Annotated[
-        int, typer.Option(help="How many to show, spread evenly over the file.")
+        int, typer.Option(min=0, help="How many to show, spread evenly over the file.")
     ] = 3,
     plots: Annotated[
         Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")

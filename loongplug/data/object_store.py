@@ -215,6 +215,8 @@ def _asking(file: RemoteFile) -> Iterator[Any]:
     bucket, _, key = file.url.removeprefix(SCHEME).partition("/")
     if not _BUCKET.fullmatch(bucket) or not key or ".." in key.split("/"):
         raise OSError(f"it is not {SCHEME}BUCKET/KEY")
+    if len(key.encode()) > 1024:  # S3's own bound: stores answer as if they were ill
+        raise OSError("its name is longer than 1,024 bytes: Base64 begins with data:")
     if file.folder is not None and not file.url.startswith(f"{file.folder}/"):
         raise OSError(f"it is {file}, and --confine-media takes only what lies in {file.folder}")
     store = _store(os.getpid())

@@ -5,6 +5,7 @@ Of one JSON array, brackets and strings alone are read, so that a bad row is one
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,6 +90,7 @@ class JsonlIndex:
         self._media_root = media_root_of(self._shown, access)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
+        _require_text(self.path)
         self._version = version(self.path)
         self._array = is_array(self.path)
         self._index = line_index(self.path, array=self._array)
@@ -135,6 +137,18 @@ class JsonlIndex:
         if not newline:
             self.access.require_size(end - start, where=self.where(index))
         return line
+
+
+def _require_text(path: Path) -> None:
+    """ValueError for a file of another kind, once and not for each of its lines."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    try:
+        text = getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:  # as in files of other kinds whose first bytes are letters
+        raise ValueError(f"{path} is no text in UTF-8: convert it to JSONL first.")
 
 
 def line_index(path: Path, *, array: bool = False) -> NDArray[np.int64]:

@@ -204,17 +204,19 @@ def test_images_of_a_sample_are_asked_for_at_one_time(s3, write_rows, row, proce
 
 def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(s3, write_rows, row, processor):
     urls = ("s3://bucket/gone.png", "s3://no-bucket/a.png", "s3://!/a.png", "s3://bucket")
-    urls += ("s3://bucket/../../a.png", s3.put("a.png", picture(32, 32)))
+    long = f"s3://bucket/{'a' * 1025}"
+    urls += ("s3://bucket/../../a.png", long, s3.put("a.png", picture(32, 32)))
     data = dataset(write_rows(*(row("Read", "1", images=(u,)) for u in urls)), processor=processor)
     for index, reason in enumerate(
         ("no image file at s3://bucket/gone.png", "no image file at s3://no-bucket/a.png")
         + ("it is not s3://BUCKET/KEY",) * 3
+        + ("its name is longer than 1,024 bytes",)
     ):
         with pytest.raises(BadSampleError, match=reason) as caught:
             data[index]
         assert caught.value.sample.kind == "media"
         assert "\n" not in str(caught.value)
-    batch, load = media_batch([5], [data[5]]), UnitLoader(data)
+    batch, load = media_batch([6], [data[6]]), UnitLoader(data)
     s3.stop()
     with pytest.raises(StoreError):  # and not a sample whose pixels are bad
         load(batch)

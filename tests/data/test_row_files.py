@@ -54,6 +54,15 @@ def test_empty_file_is_refused(tmp_path, content):
         JsonlIndex(path)
 
 
+@pytest.mark.parametrize(
+    "head", [b"PAR1\x15\x04\0\0", b"\x1f\x8b\x08", "{}".encode("utf-16"), b"PK\x03\x04\0"]
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, head):
+    (tmp_path / "rows.jsonl").write_bytes(head)
+    with pytest.raises(ValueError, match=r"rows.jsonl is no text in UTF-8"):
+        JsonlIndex(tmp_path / "rows.jsonl")
+
+
 def test_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"No data file at .*nothing\.jsonl"):
         JsonlIndex(tmp_path / "nothing.jsonl")
