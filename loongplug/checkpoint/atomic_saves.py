@@ -26,6 +26,7 @@ import torch.distributed as dist
 from loongplug.checkpoint.common_errors import together
 from loongplug.output_files import flush
 from loongplug.parallel.failure import full_disk
+from loongplug.platform.replacements import as_wrapper
 
 SAVING = ".saving_"  # before the name of a checkpoint that is not whole
 _REPLACED = ".replaced_"
@@ -215,30 +216,25 @@ def _let_go(error: BaseException) -> None:
         each = each.__context__
 
 
-def told_to_all(original: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def told_to_all(
+    original: Any, storage_writer: Any, global_metadata: Any, dist_wrapper: Any
+) -> None:
     """``save_state_dict_async_finalize`` that raises the same ValueError on every rank.
 
     Collective as that is: the group of ``dist_wrapper``.
     """
     from torch.distributed.checkpoint import CheckpointException
 
-    @functools.wraps(original)
-    def save_state_dict_async_finalize(
-        storage_writer: Any, global_metadata: Any, dist_wrapper: Any
-    ) -> None:
-        told: list[str | None] = [None]
-        try:
-            original(storage_writer, global_metadata, dist_wrapper)
-            return
-        except CheckpointException as error:  # on every rank; one knows why
-            if error.failures:
-                told = ["The checkpoint cannot be written. " + _words(error.failures)]
-        dist.broadcast_object_list(
-            told, src=dist_wrapper.coordinator_rank, group=dist_wrapper.group
-        )
-        raise ValueError(told[0])
-
-    return save_state_dict_async_finalize
+    told: list[str | None] = [None]
+    try:
+        original(storage_writer, global_metadata, dist_wrapper)
+        return
+    except CheckpointException as error:  # on every rank; one knows why
+        if error.failures:
+            told = ["The checkpoint cannot be written. " + _words(error.failures)]
+    dist.broadcast_object_list(told, src=dist_wrapper.coordinator_rank, group=dist_wrapper.group)
+    raise ValueError(told[0])
 
 
 def _words(failures: Mapping[int, Any]) -> str:

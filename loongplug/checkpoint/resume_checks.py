@@ -11,7 +11,6 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from loongplug.checkpoint.checkpoint_files import description, told_of_damage
 from loongplug.checkpoint.common_errors import of_all_ranks, together
 from loongplug.checkpoint.settings_notes import refuse_differences
 from loongplug.parallel.parameter_groups import SavedRates
+from loongplug.platform.replacements import as_wrapper
 from loongplug.platform.safe_reading import DamagedFileError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,7 +56,10 @@ _SAY_WHICH = (
 )
 
 
-def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def checked_load(
+    original: Any, sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
     """Megatron's load of one checkpoint, after the check.
 
     ``--dist-ckpt-strictness`` with another value than its default leaves the check out: then the
@@ -65,19 +68,12 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
     Collective: the default group. Raises ValueError, on every rank, with the first differences;
     on the ranks that read it, with a file that turns out to be damaged.
     """
-
-    @wraps(load)
-    def load_checked(
-        sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        strict = kwargs.get("strict", "assume_ok_unexpected")
-        if getattr(strict, "value", strict) == "assume_ok_unexpected":
-            check_same_tensors(sharded_state_dict, Path(checkpoint_dir))
-            check_trained_tensors(sharded_state_dict, Path(checkpoint_dir))
-        with told_of_damage(Path(checkpoint_dir)):
-            return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    return load_checked
+    strict = kwargs.get("strict", "assume_ok_unexpected")
+    if getattr(strict, "value", strict) == "assume_ok_unexpected":
+        check_same_tensors(sharded_state_dict, Path(checkpoint_dir))
+        check_trained_tensors(sharded_state_dict, Path(checkpoint_dir))
+    with told_of_damage(Path(checkpoint_dir)):
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def check_same_tensors(sharded_state_dict: Mapping[str, Any], folder: Path) -> None:
@@ -143,23 +139,20 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
     return {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def checked_common_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@as_wrapper
+def checked_common_state(original: Any, checkpoint_dir: Any) -> Any:
     """Megatron's reading of what is not a tensor, which comes first in a load, with the check.
 
     No collectives; all ranks read the same, and so raise the same ValueError.
     """
 
-    @wraps(original)
-    def load_common_state_dict(checkpoint_dir: Any) -> Any:
-        from megatron.training.global_vars import get_args
+    from megatron.training.global_vars import get_args
 
-        checkpoint = Path(checkpoint_dir)
-        with told_of_damage(checkpoint):
-            state = _read(original, checkpoint)
-        check_optimizer(state.get("args"), get_args(), folder=checkpoint)
-        return state
-
-    return load_common_state_dict
+    checkpoint = Path(checkpoint_dir)
+    with told_of_damage(checkpoint):
+        state = _read(original, checkpoint)
+    check_optimizer(state.get("args"), get_args(), folder=checkpoint)
+    return state
 
 
 def _read(original: Callable[[Any], Any], checkpoint: Path) -> dict[str, Any]:
@@ -202,31 +195,27 @@ def _in_part(args: Namespace) -> bool:
     return bool(getattr(args, "freeze_parameters", ()) or getattr(args, "train_parameters", ()))
 
 
-def checked_rates(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+@as_wrapper
+def checked_rates(original: Any, self: Any, state_dict: Any) -> None:
     """Megatron's loading of the scheduler, with the check, after that of the optimizer.
 
     Modules' own learning rates go by the same flags. All ranks load the same state.
     """
-
-    @wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        longer: dict[str, Any] = {}
-        modules = getattr(self.optimizer, "saved_rates", ())
-        if self.use_checkpoint_opt_param_scheduler:
-            check_known(modules)
-            if modules:
-                self.optimizer.use_saved_rates()
-        elif not self.override_opt_param_scheduler:
-            now = {name: getattr(self, name) for name in _MEANS}
-            longer = lengthened(state_dict, now)
-            check_rates({**state_dict, **longer}, now, modules)
-        original(self, {**state_dict, **longer})
-        # Upstream has set the groups' weight decay before it took the checkpoint's.
-        self.step(increment=0)
-        if "lr_decay_steps" in longer and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(f"loongplug: {_new_course(self, state_dict)}", file=sys.stderr, flush=True)
-
-    return load_state_dict
+    longer: dict[str, Any] = {}
+    modules = getattr(self.optimizer, "saved_rates", ())
+    if self.use_checkpoint_opt_param_scheduler:
+        check_known(modules)
+        if modules:
+            self.optimizer.use_saved_rates()
+    elif not self.override_opt_param_scheduler:
+        now = {name: getattr(self, name) for name in _MEANS}
+        longer = lengthened(state_dict, now)
+        check_rates({**state_dict, **longer}, now, modules)
+    original(self, {**state_dict, **longer})
+    # Upstream has set the groups' weight decay before it took the checkpoint's.
+    self.step(increment=0)
+    if "lr_decay_steps" in longer and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(f"loongplug: {_new_course(self, state_dict)}", file=sys.stderr, flush=True)
 
 
 def lengthened(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ torch itself decides by it (fused optimizers, pinned memory, autocast).
 Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax every operation.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from loongplug.platform.gloo import (
     exchanged_reduce_scatter,
 )
 from loongplug.platform.multi_tensor import fused_adam
-from loongplug.platform.replacements import Replacement
+from loongplug.platform.replacements import Replacement, as_wrapper
 
 
 class HostStream:
@@ -116,17 +115,13 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _device_type_name(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type()`` that answers torch.cuda.FloatTensor for a float tensor on the host."""
-
-    @functools.wraps(original)
-    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        if isinstance(answer, str):
-            return re.sub(r"^torch\.(?=\w+Tensor$)", "torch.cuda.", answer)
-        return answer
-
-    return tensor_type
+    answer = original(self, *args, **kwargs)
+    if isinstance(answer, str):
+        return re.sub(r"^torch\.(?=\w+Tensor$)", "torch.cuda.", answer)
+    return answer
 
 
 def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:

@@ -1,34 +1,34 @@
 """What is not finite: whether a tensor is, and whose gradients were before replicas summed them."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from loongplug.platform.replacements import as_wrapper
 
-def norms_before_sums(original: Callable[[Any, bool, bool], None]) -> Callable[..., None]:
+
+@as_wrapper
+def norms_before_sums(
+    original: Any, self: Any, check_for_nan_or_inf: bool, check_for_large: bool
+) -> None:
     """Wrap Megatron's check of a bucket group: norms are kept for :func:`take_broken`.
 
     Upstream's has the host wait for the device in the middle of the backward, twice for each
     bucket. Where Megatron is asked to run steps again (``--rerun-mode``), the check is upstream's.
     """
 
-    @functools.wraps(original)
-    def check_grads(self: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-        rerun = get_rerun_state_machine()
-        if check_for_nan_or_inf and rerun.get_mode() == RerunMode.DISABLED:
-            check_for_nan_or_inf = False
-            gradients = [parameter.main_grad for parameter in _parameters(self)]
-            norms = torch._foreach_norm(gradients, dtype=torch.float32)
-            self.norms_before_sum = torch.stack(norms)  # [parameters]
-        if check_for_nan_or_inf or check_for_large:
-            original(self, check_for_nan_or_inf, check_for_large)
-
-    return check_grads
+    rerun = get_rerun_state_machine()
+    if check_for_nan_or_inf and rerun.get_mode() == RerunMode.DISABLED:
+        check_for_nan_or_inf = False
+        gradients = [parameter.main_grad for parameter in _parameters(self)]
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        self.norms_before_sum = torch.stack(norms)  # [parameters]
+    if check_for_nan_or_inf or check_for_large:
+        original(self, check_for_nan_or_inf, check_for_large)
 
 
 def take_broken(groups: Iterable[Any]) -> list[nn.Parameter]:

@@ -6,7 +6,6 @@ exchange nobody waits twice. The pieces are added up in the order of the ranks, 
 alike. Every rank knows all sizes, so all take the same way.
 """
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from loongplug.platform.loopback import OWN_ADDRESS
+from loongplug.platform.replacements import as_wrapper
 
 # Bytes that a rank sends to all others. Above, the ring's fewer bytes are worth its steps.
 _SMALL = 256 * 1024
@@ -70,86 +70,83 @@ class GlooOnOneDevice:
         return distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 
 
-def exchanged_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def exchanged_all_gather(
+    original: Any,
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """``torch.distributed.all_gather``, also for a list of tensors that differ in size."""
-
-    @functools.wraps(original)
-    def all_gather(
-        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        sizes = [each.numel() for each in tensor_list]
-        uneven = len(set(sizes)) > 1
-        if not _ours(group, async_op) or not (uneven or _small(tensor, group)):
-            return original(tensor_list, tensor, group, async_op)
-        pieces = _to_all(tensor, group, sizes=sizes).split(sizes)
-        for target, piece in zip(tensor_list, pieces, strict=True):
-            target.copy_(piece.view_as(target))
-        return None
-
-    return all_gather
+    sizes = [each.numel() for each in tensor_list]
+    uneven = len(set(sizes)) > 1
+    if not _ours(group, async_op) or not (uneven or _small(tensor, group)):
+        return original(tensor_list, tensor, group, async_op)
+    pieces = _to_all(tensor, group, sizes=sizes).split(sizes)
+    for target, piece in zip(tensor_list, pieces, strict=True):
+        target.copy_(piece.view_as(target))
+    return None
 
 
-def exchanged_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def exchanged_gather_into_tensor(
+    original: Any,
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """``torch.distributed.all_gather_into_tensor`` in one exchange."""
-
-    @functools.wraps(original)
-    def all_gather_into_tensor(
-        output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if not _ours(group, async_op) or not _small(input_tensor, group):
-            return original(output_tensor, input_tensor, group, async_op)
-        output_tensor.copy_(_to_all(input_tensor, group).view_as(output_tensor))
-        return None
-
-    return all_gather_into_tensor
+    if not _ours(group, async_op) or not _small(input_tensor, group):
+        return original(output_tensor, input_tensor, group, async_op)
+    output_tensor.copy_(_to_all(input_tensor, group).view_as(output_tensor))
+    return None
 
 
-def exchanged_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def exchanged_reduce_scatter(
+    original: Any,
+    output: Tensor,
+    input: Tensor | Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """``torch.distributed.reduce_scatter``, also for tensors that differ in size, or ``_tensor``.
 
     The latter is given one tensor with the ranks' pieces one behind the other.
     """
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: Tensor,
-        input: Tensor | Sequence[Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _ours(group, async_op) or op not in _REDUCTIONS:
-            return original(output, input, op, group, async_op)
-        ranks, own = dist.get_world_size(group), output.numel()
-        if isinstance(input, Tensor):
-            sent, sizes = input.flatten(), [own] * ranks
-        else:
-            sent, sizes = torch.cat([x.flatten() for x in input]), [x.numel() for x in input]
-        received = output.new_empty(ranks, own)
-        _exchange(received.view(-1), sent, [own] * ranks, sizes, group=group)
-        output.copy_(_REDUCTIONS[op](received).view_as(output))
-        return None
-
-    return reduce_scatter
+    if not _ours(group, async_op) or op not in _REDUCTIONS:
+        return original(output, input, op, group, async_op)
+    ranks, own = dist.get_world_size(group), output.numel()
+    if isinstance(input, Tensor):
+        sent, sizes = input.flatten(), [own] * ranks
+    else:
+        sent, sizes = torch.cat([x.flatten() for x in input]), [x.numel() for x in input]
+    received = output.new_empty(ranks, own)
+    _exchange(received.view(-1), sent, [own] * ranks, sizes, group=group)
+    output.copy_(_REDUCTIONS[op](received).view_as(output))
+    return None
 
 
-def exchanged_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def exchanged_all_reduce(
+    original: Any,
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """``torch.distributed.all_reduce`` in one exchange, or in none where a rank is alone."""
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        ranks = dist.get_world_size(group)
-        if ranks == 1 and not async_op and op in _REDUCTIONS:
-            return None  # gloo would have a thread of its own look at it
-        if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, group):
-            return original(tensor, op, group, async_op)
-        pieces = _to_all(tensor, group).view(ranks, tensor.numel())
-        tensor.copy_(_REDUCTIONS[op](pieces).view_as(tensor))
-        return None
-
-    return all_reduce
+    ranks = dist.get_world_size(group)
+    if ranks == 1 and not async_op and op in _REDUCTIONS:
+        return None  # gloo would have a thread of its own look at it
+    if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, group):
+        return original(tensor, op, group, async_op)
+    pieces = _to_all(tensor, group).view(ranks, tensor.numel())
+    tensor.copy_(_REDUCTIONS[op](pieces).view_as(tensor))
+    return None
 
 
 def _ours(group: Any, async_op: bool) -> bool:

@@ -3,16 +3,15 @@
 Norms and scales of gradients, in the place of Megatron's loops, and Adam's steps on GPUs.
 """
 
-import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loongplug.platform.replacements import Replacement
+from loongplug.platform.replacements import Replacement, as_wrapper
 
 # Of Adam's settings: what the fused kernel takes, what it has not, and what scales gradients.
 _KERNEL_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize")
@@ -20,88 +19,76 @@ _UNSERVED = ("amsgrad", "capturable", "differentiable")
 _SCALING = ("grad_scale", "found_inf")
 
 
-def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+@as_wrapper
+def norm_of_all(
+    original: Any,
+    chunk_size: int,
+    noop_flag: Any,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    per_tensor: bool,
+    *args: Any,
+) -> tuple[Tensor, None]:
     """Wrap Megatron's norm of lists of tensors, for which the host waits once for each tensor.
 
     The norm is [1] float32, on the tensors' device, and the host waits for nothing.
     """
-
-    @functools.wraps(original)
-    def local_multi_tensor_l2_norm(
-        chunk_size: int,
-        noop_flag: Any,
-        tensor_lists: Sequence[Sequence[Tensor]],
-        per_tensor: bool,
-        *args: Any,
-    ) -> tuple[Tensor, None]:
-        tensors = [tensor for tensors in tensor_lists for tensor in tensors]
-        if len({tensor.device for tensor in tensors}) != 1:  # of none, or of several
-            upstream_s: tuple[Tensor, None] = original(
-                chunk_size, noop_flag, tensor_lists, per_tensor, *args
-            )
-            return upstream_s
-        norms = torch._foreach_norm(tensors, dtype=torch.float32)
-        return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
-
-    return local_multi_tensor_l2_norm
+    tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+    if len({tensor.device for tensor in tensors}) != 1:  # of none, or of several
+        return original(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
+    norms = torch._foreach_norm(tensors, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
-def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def scale_of_all(
+    original: Any,
+    chunk_size: int,
+    noop_flag: Any,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    scale: float,
+) -> None:
     """Wrap Megatron's product of tensors and a number; of tensors in place, in one go."""
-
-    @functools.wraps(original)
-    def local_multi_tensor_scale(
-        chunk_size: int,
-        noop_flag: Any,
-        tensor_lists: Sequence[Sequence[Tensor]],
-        scale: float,
-    ) -> None:
-        sources, targets = tensor_lists
-        in_place = len(sources) == len(targets) and all(map(operator.is_, sources, targets))
-        if targets and in_place:  # torch takes no empty lists, as of a rank of padding only
-            torch._foreach_mul_(list(targets), scale)
-        else:
-            original(chunk_size, noop_flag, tensor_lists, scale)
-
-    return local_multi_tensor_scale
+    sources, targets = tensor_lists
+    in_place = len(sources) == len(targets) and all(map(operator.is_, sources, targets))
+    if targets and in_place:  # torch takes no empty lists, as of a rank of padding only
+        torch._foreach_mul_(list(targets), scale)
+    else:
+        original(chunk_size, noop_flag, tensor_lists, scale)
 
 
-def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def fused_adam(
+    original: Any,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    *scaling: Any,
+    **settings: Any,
+) -> None:
     """Wrap the steps of torch's Adam that go over lists: by the fused kernel where that serves.
 
     It rounds otherwise, and holds no roots of second moments. Steps stay counted on the host, where
     checkpoints have them. On a CPU, a tensor's last values, too few for a vector, may differ in
     their last bit from those of the same tensor cut elsewhere.
     """
-
-    @functools.wraps(original)
-    def adam(
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-        *scaling: Any,
-        **settings: Any,
-    ) -> None:
-        lists = (params, grads, exp_avgs, exp_avg_sqs)
-        scaled = any(each is not None for each in (*scaling, *map(settings.get, _SCALING)))
-        plain = not scaled and not any(map(settings.get, _UNSERVED))
-        alike = all(
-            each.dtype == torch.float32 and each.is_contiguous()
-            for tensors in lists
-            for each in tensors
-        )
-        numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
-        on_host = all(step.device.type == "cpu" for step in state_steps)
-        # A rank whose shard has none of a group's parameters steps with empty lists.
-        if params and plain and alike and numbers and on_host:
-            _fused_step(*lists, state_steps, **settings)
-        else:
-            original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)
-
-    return adam
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    scaled = any(each is not None for each in (*scaling, *map(settings.get, _SCALING)))
+    plain = not scaled and not any(map(settings.get, _UNSERVED))
+    alike = all(
+        each.dtype == torch.float32 and each.is_contiguous()
+        for tensors in lists
+        for each in tensors
+    )
+    numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
+    on_host = all(step.device.type == "cpu" for step in state_steps)
+    # A rank whose shard has none of a group's parameters steps with empty lists.
+    if params and plain and alike and numbers and on_host:
+        _fused_step(*lists, state_steps, **settings)
+    else:
+        original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)
 
 
 def _fused_step(

@@ -6,6 +6,7 @@ they were made before or while the table was active; what was bound in another w
 argument, an element of a tuple) keeps what it got.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -102,6 +103,20 @@ class ReplacementTable:
             for key, value in list(vars(module).items()):
                 if id(value) in exchange:
                     setattr(module, key, exchange[id(value)])
+
+
+def as_wrapper(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A row's ``wrapper``, by which ``function(original, ...)`` stands for ``original(...)``."""
+
+    @functools.wraps(function)
+    def wrapper(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return wrapper
 
 
 def resolve(row: Replacement) -> tuple[Any, str, Any]:

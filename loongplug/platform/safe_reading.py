@@ -2,17 +2,17 @@
 
 import dataclasses
 import enum
-import functools
 import io
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Self
 
 import torch
 from torch.futures import Future
+
+from loongplug.platform.replacements import as_wrapper
 
 # What torch and Megatron put into a checkpoint's .metadata, by module.
 _PLAIN = {
@@ -86,41 +86,33 @@ def load_metadata(file: BinaryIO) -> Any:
 METADATA_PICKLE = SimpleNamespace(load=load_metadata, dump=pickle.dump)
 
 
-def weights_only(original: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def weights_only(original: Any, self: Any, read_item: Any, value: io.BytesIO) -> None:
     """``DefaultLoadPlanner.load_bytes`` that unpickles weights and registered classes only."""
-
-    @functools.wraps(original)
-    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # refuses what the original would run
-        value.seek(0)
-        original(self, read_item, value)
-
-    return load_bytes
+    torch.load(value, weights_only=True)  # refuses what the original would run
+    value.seek(0)
+    original(self, read_item, value)
 
 
-def naming_files(original: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def naming_files(original: Any, self: Any, plan: Any, planner: Any) -> Any:
     """``FileSystemReader.read_data`` that names the file which cannot be read.
 
     No collectives. Raises DamagedFileError in the place of what the original raises.
     """
-
-    @functools.wraps(original)
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(_file_of(self, item), []).append(item)
-        done: Any = Future()
-        done.set_result(None)
-        for name, items in by_file.items():  # as the original does, and reads each once
-            try:
-                done = original(self, dataclasses.replace(plan, items=items), planner)
-            except (MemoryError, torch.OutOfMemoryError):  # not the file's
-                raise
-            except Exception as error:  # damaged bytes raise nearly anything
-                raise DamagedFileError.unreadable(Path(self.path) / name, error) from error
-        return done
-
-    return read_data
+    by_file: dict[str, list[Any]] = {}
+    for item in plan.items:
+        by_file.setdefault(_file_of(self, item), []).append(item)
+    done: Any = Future()
+    done.set_result(None)
+    for name, items in by_file.items():  # as the original does, and reads each once
+        try:
+            done = original(self, dataclasses.replace(plan, items=items), planner)
+        except (MemoryError, torch.OutOfMemoryError):  # not the file's
+            raise
+        except Exception as error:  # damaged bytes raise nearly anything
+            raise DamagedFileError.unreadable(Path(self.path) / name, error) from error
+    return done
 
 
 def _file_of(reader: Any, item: Any) -> str:

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from loongplug.platform.active import Platform
 from loongplug.platform.finite_values import norms_before_sums
 from loongplug.platform.multi_tensor import OF_GRADIENTS
-from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.replacements import Replacement, ReplacementTable, as_wrapper
 from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
 
 
@@ -32,22 +32,16 @@ def store_of_attempt() -> Store | None:
     return PrefixStore(f"loongplug/attempt/{attempt}", store)
 
 
-def _in_own_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _initialize_distributed(
-        embedding_ranks: Any, position_ranks: Any, store: Any, **options: Any
-    ) -> Any:
-        return original(embedding_ranks, position_ranks, store or store_of_attempt(), **options)
-
-    return _initialize_distributed
+@as_wrapper
+def _in_own_store(
+    original: Any, embedding_ranks: Any, position_ranks: Any, store: Any, **options: Any
+) -> Any:
+    return original(embedding_ranks, position_ranks, store or store_of_attempt(), **options)
 
 
-def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(allow_no_cuda: bool = False, *args: Any, **kwargs: Any) -> Any:
-        return original(True, *args, **kwargs)
-
-    return initialize_megatron
+@as_wrapper
+def _without_cuda(original: Any, allow_no_cuda: bool = False, *args: Any, **kwargs: Any) -> Any:
+    return original(True, *args, **kwargs)
 
 
 def _split_sizes(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -61,85 +55,70 @@ def _uses_torch_adam(optimizer: Any) -> bool:
     return not distrib_optimizer.HAVE_APEX_OR_TE and optimizer.config.optimizer == "adam"
 
 
-def _with_adam_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        adam = self.optimizer
-        if not _uses_torch_adam(self) or adam is None:
-            return original(self)
-        for group in adam.param_groups:
-            for param in group["params"]:
-                if not adam.state[param]:
-                    adam.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
-        if not adam.state:
-            # A rank whose shard holds padding only: what it says of the step is not saved.
-            adam.state["no parameters"] = {"step": torch.tensor(0.0)}
+@as_wrapper
+def _with_adam_state(original: Any, self: Any) -> Any:
+    adam = self.optimizer
+    if not _uses_torch_adam(self) or adam is None:
         return original(self)
-
-    return state_dict
-
-
-def _with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if _uses_torch_adam(self) and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state["step"] = state["step"].clone()
-
-    return load_state_dict
-
-
-def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        if _uses_torch_adam(self):
-            tensors = {**tensors, "step": None}  # what is not a tensor is passed over
-        with torch.no_grad():
-            original(self, model_param, tensors)
-
-    return set_states
+    for group in adam.param_groups:
+        for param in group["params"]:
+            if not adam.state[param]:
+                adam.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+    if not adam.state:
+        # A rank whose shard holds padding only: what it says of the step is not saved.
+        adam.state["no parameters"] = {"step": torch.tensor(0.0)}
+    return original(self)
 
 
-def _with_no_main_params(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        if not any(self.float16_groups):
-            state_dict = {"fp32_from_fp16_params": [], **state_dict}
-        original(self, state_dict)
-
-    return load_state_dict
+@as_wrapper
+def _with_own_steps(original: Any, self: Any, state_dict: Any) -> None:
+    original(self, state_dict)
+    if _uses_torch_adam(self) and self.optimizer is not None:
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
-def _with_trained_bias(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def linear_with_frozen_weight(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if bias is None or not bias.requires_grad:
-            return original(input, weight, bias, *args, **kwargs)
-        return original(input, weight, None, *args, **kwargs) + bias
-
-    return linear_with_frozen_weight
+@as_wrapper
+def _keeping_step(
+    original: Any, self: Any, model_param: torch.Tensor, tensors: dict[str, Any]
+) -> None:
+    if _uses_torch_adam(self):
+        tensors = {**tensors, "step": None}  # what is not a tensor is passed over
+    with torch.no_grad():
+        original(self, model_param, tensors)
 
 
-def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def metadata(args: Any, dp_cp_group: Any = None) -> dict[str, Any]:
-        made = original(args, dp_cp_group=dp_cp_group)
-        if args.freeze_parameters or args.train_parameters:
-            made["singleton_local_shards"] = True
-        return made
+@as_wrapper
+def _with_no_main_params(original: Any, self: Any, state_dict: Any) -> None:
+    if not any(self.float16_groups):
+        state_dict = {"fp32_from_fp16_params": [], **state_dict}
+    original(self, state_dict)
 
-    return metadata
+
+@as_wrapper
+def _with_trained_bias(
+    original: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if bias is None or not bias.requires_grad:
+        return original(input, weight, bias, *args, **kwargs)
+    return original(input, weight, None, *args, **kwargs) + bias
+
+
+@as_wrapper
+def _tensor_by_tensor(original: Any, args: Any, dp_cp_group: Any = None) -> dict[str, Any]:
+    made = original(args, dp_cp_group=dp_cp_group)
+    if args.freeze_parameters or args.train_parameters:
+        made["singleton_local_shards"] = True
+    return made
 
 
 def _read_once(

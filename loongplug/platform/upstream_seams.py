@@ -1,12 +1,11 @@
 """Where our own code takes a place in Megatron's training, each with its reason and parameters."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.replacements import Replacement, ReplacementTable, as_wrapper
 
 PARAMETER_GROUP = "module"  # the key of an optimizer's groups that says whose parameters they have
 
@@ -74,18 +73,15 @@ def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTab
     Nothing is replaced where there is no ``order``.
     """
 
-    def reordered(original: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
-        @functools.wraps(original)
-        def get_ranks(self: Any, token: str) -> list[list[int]]:
-            groups = original(self, token)
-            # Ascending: so they are in the groups that torch makes of them.
-            return [sorted(order[rank - first_rank] for rank in group) for group in groups]
-
-        return get_ranks
+    @as_wrapper
+    def get_ranks(original: Any, self: Any, token: str) -> list[list[int]]:
+        groups = original(self, token)
+        # Ascending: so they are in the groups that torch makes of them.
+        return [sorted(order[rank - first_rank] for rank in group) for group in groups]
 
     row = Replacement(
         target="megatron.core.parallel_state.RankGenerator.get_ranks",
-        wrapper=reordered,
+        wrapper=get_ranks,
         parameters="(self, token)",
         reason="knows orders of the axes only: none has a tensor parallel group on several stages",
     )
@@ -109,82 +105,77 @@ class _TrainingLog:
         self._rate: float | None = None  # of the last step
         self._evaluated: int | None = None  # the iteration of the last evaluation
 
-    def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(
+        self,
+        original: Any,
+        forward_step: Any,
+        data: Any,
+        model: Any,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-        @functools.wraps(original)
-        def train_step(
-            forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            self._rate = (
-                None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
-            )
-            return original(forward_step, data, model, optimizer, *args, **kwargs)
+        self._rate = (
+            None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
+        )
+        return original(forward_step, data, model, optimizer, *args, **kwargs)
 
-        return train_step
+    def log(
+        self,
+        original: Any,
+        loss_dict: Losses,
+        total_loss_dict: dict[str, Any],
+        learning_rate: float | None,
+        iteration: int,
+        loss_scale: float,
+        report_memory_flag: bool,
+        skipped_iter: int,
+        grad_norm: float | None,
+        *args: Any,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if skipped_iter:  # Megatron then waits for the loss as well
+            loss_dict = {name: loss for name, loss in loss_dict.items() if not loss.isnan()}
+        result = original(
+            loss_dict,
+            total_loss_dict,
+            self._rate,
+            iteration,
+            loss_scale,
+            report_memory_flag,
+            skipped_iter,
+            grad_norm,
+            *args,
+            is_first_iteration=is_first_iteration and iteration % self._interval != 0,
+            **kwargs,
+        )
+        self._on_iteration(iteration, loss_dict, learning_rate=self._rate, grad_norm=grad_norm)
+        return result
 
-    def log(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def training_log(
-            loss_dict: Losses,
-            total_loss_dict: dict[str, Any],
-            learning_rate: float | None,
-            iteration: int,
-            loss_scale: float,
-            report_memory_flag: bool,
-            skipped_iter: int,
-            grad_norm: float | None,
-            *args: Any,
-            is_first_iteration: bool = False,
-            **kwargs: Any,
-        ) -> Any:
-            if skipped_iter:  # Megatron then waits for the loss as well
-                loss_dict = {name: loss for name, loss in loss_dict.items() if not loss.isnan()}
-            result = original(
-                loss_dict,
-                total_loss_dict,
-                self._rate,
-                iteration,
-                loss_scale,
-                report_memory_flag,
-                skipped_iter,
-                grad_norm,
-                *args,
-                is_first_iteration=is_first_iteration and iteration % self._interval != 0,
-                **kwargs,
-            )
-            self._on_iteration(iteration, loss_dict, learning_rate=self._rate, grad_norm=grad_norm)
-            return result
+    def evaluation(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        losses, other, timed_out = original(*args, **kwargs)
+        if not timed_out:
+            self._on_evaluation(losses)
+        return losses, other, timed_out
 
-        return training_log
-
-    def evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            losses, other, timed_out = original(*args, **kwargs)
-            if not timed_out:
-                self._on_evaluation(losses)
-            return losses, other, timed_out
-
-        return evaluate
-
-    def evaluation_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate_and_print_results(
-            prefix: str,
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            iteration: int,
-            *args: Any,
-            **kwargs: Any,
-        ) -> None:
-            if prefix.endswith("on validation set") and iteration == self._evaluated:
-                return
-            self._evaluated = iteration
-            original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
-
-        return evaluate_and_print_results
+    def evaluation_once(
+        self,
+        original: Any,
+        prefix: str,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        iteration: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if prefix.endswith("on validation set") and iteration == self._evaluated:
+            return
+        self._evaluated = iteration
+        original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
 
 def training_log_table(
@@ -211,7 +202,7 @@ def training_log_table(
         (
             Replacement(
                 target="megatron.training.training.train_step",
-                wrapper=log.step,
+                wrapper=as_wrapper(log.step),
                 parameters="(forward_step_func, data_iterator, model, optimizer, "
                 "opt_param_scheduler, config, forward_backward_func, iteration, pg_collection, "
                 "p2p_communicator)",
@@ -219,7 +210,7 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.training_log",
-                wrapper=log.log,
+                wrapper=as_wrapper(log.log),
                 parameters="(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
                 "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, "
                 "max_attention_logit, pg_collection, is_first_iteration, "
@@ -230,14 +221,14 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.evaluate",
-                wrapper=log.evaluation,
+                wrapper=as_wrapper(log.evaluation),
                 parameters="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
                 "config, verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
                 reason="the only place that knows the validation loss; it has no hook",
             ),
             Replacement(
                 target="megatron.training.training.evaluate_and_print_results",
-                wrapper=log.evaluation_once,
+                wrapper=as_wrapper(log.evaluation_once),
                 parameters="(prefix, forward_step_func, data_iterator, model, iteration, "
                 "process_non_loss_data_func, config, verbose, write_to_tensorboard, "
                 "non_loss_data_func, pg_collection, p2p_communicator)",
@@ -254,18 +245,15 @@ def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
     The chunks are as training has them: wrapped for data parallelism, their weights loaded.
     """
 
-    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            model, optimizer, scheduler = original(*args, **kwargs)
-            on_setup(model, optimizer)
-            return model, optimizer, scheduler
-
-        return setup_model_and_optimizer
+    @as_wrapper
+    def setup_model_and_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        on_setup(model, optimizer)
+        return model, optimizer, scheduler
 
     row = Replacement(
         target="megatron.training.training.setup_model_and_optimizer",
-        wrapper=tapped,
+        wrapper=setup_model_and_optimizer,
         parameters="(model_type, model_provider_func, checkpointing_context, *, "
         "cfg_container, pg_collection)",
         reason="the only place that has the optimizer before training; it has no hook",

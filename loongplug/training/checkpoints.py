@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from loongplug.checkpoint.settings_notes import (
 )
 from loongplug.output_files import write_whole
 from loongplug.platform import Platform
+from loongplug.platform.replacements import as_wrapper
 from loongplug.platform.upstream_saving import (
     asynchronous_save_on_cpu_table,
     synchronous_save_table,
@@ -64,23 +65,19 @@ def use_whole_checkpoints(
     )
 
 
-def noted_of_run(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@as_wrapper
+def noted_of_run(original: Any, checkpoint_dir: Any) -> Any:
     """Megatron's reading of what a checkpoint has once for all ranks, heard by the run's arguments.
 
     These keep the place in the stream of packs. Random numbers of modules that lay on other ranks
     are not loaded, as with another tensor or pipeline parallel size.
     """
-
-    @wraps(read)
-    def load_common_state_dict(checkpoint_dir: Any) -> Any:
-        found, own = read(checkpoint_dir), get_args()
-        saved = found.get("args")
-        setattr(own, PACKING_PLACE, getattr(saved, PACKING_PLACE, None))
-        if list(getattr(saved, "own_ranks", ())) != list(own.own_ranks):
-            own.no_load_rng = True
-        return found
-
-    return load_common_state_dict
+    found, own = original(checkpoint_dir), get_args()
+    saved = found.get("args")
+    setattr(own, PACKING_PLACE, getattr(saved, PACKING_PLACE, None))
+    if list(getattr(saved, "own_ranks", ())) != list(own.own_ranks):
+        own.no_load_rng = True
+    return found
 
 
 def has_checkpoint(args: Namespace) -> bool:

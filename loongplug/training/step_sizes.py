@@ -4,11 +4,11 @@ over steps of different sizes.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 from loongplug.data.sample_order import StepSizes
+from loongplug.platform.replacements import as_wrapper
 
 
 def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
@@ -90,19 +90,16 @@ def rates_of(sizes: StepSizes) -> Callable[[Callable[[Any], Any]], Callable[[Any
     Warm-up, decay and weight decay then end with the iterations that their flags name.
     """
 
-    def wrapper(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @wraps(original)
-        def get_optimizer_param_scheduler(optimizer: Any) -> Any:
-            from megatron.training.global_vars import get_args
+    @as_wrapper
+    def get_optimizer_param_scheduler(original: Any, optimizer: Any) -> Any:
+        from megatron.training.global_vars import get_args
 
-            scheduler = original(optimizer)
-            _count_samples(scheduler, get_args(), sizes)
-            scheduler.step(0)
-            return scheduler
+        scheduler = original(optimizer)
+        _count_samples(scheduler, get_args(), sizes)
+        scheduler.step(0)
+        return scheduler
 
-        return get_optimizer_param_scheduler
-
-    return wrapper
+    return get_optimizer_param_scheduler
 
 
 def _count_samples(scheduler: Any, args: Namespace, sizes: StepSizes) -> None:
