@@ -56,14 +56,17 @@ def _acquire(path: Path) -> int:
             if not _is_the_file(held, path):  # the run that had it has just removed it
                 os.close(held)
                 continue
-            _check_holder(held, path, locked=locked)
-            mine = _this_process()
+            # Not by path: the kernel's lock ends when any opening of the file is closed here.
+            _check_holder(_holder(held), path, locked=locked)
+            mine = (json.dumps(_this_process()) + "\n").encode()
             os.ftruncate(held, 0)
-            os.pwrite(held, (json.dumps(mine) + "\n").encode(), 0)
+            os.pwrite(held, mine, 0)
             os.fsync(held)
             if not locked:
                 time.sleep(_SETTLED_SECONDS)
-                _check_holder(held, path, locked=False)
+                found = path.read_bytes() if path.exists() else b""
+                if found != mine:
+                    raise _refusal(path, _parsed(found))
         except BaseException:
             with suppress(OSError):
                 os.close(held)
@@ -85,15 +88,14 @@ def _kernel_lock(held: int, path: Path) -> bool:
     return True
 
 
-def _check_holder(held: int, path: Path, *, locked: bool) -> None:
+def _check_holder(holder: dict[str, str], path: Path, *, locked: bool) -> None:
     """Refuse a lock whose holder may live, although the kernel does not say so."""
-    holder, mine = _holder(held), _this_process()
+    mine = _this_process()
     if not holder or (mine["job"] and holder["job"] == mine["job"]):
         return
-    here = holder["host"] == mine["host"]
-    alive = holder["process"] != mine["process"] and Path(f"/proc/{holder['process']}").exists()
-    if not (here and (locked or not alive)):
-        raise _refusal(path, holder, remove=f", or, if that run is no more, remove {path}")
+    gone = locked or holder["born"] != _born(holder["process"])
+    if not (holder["host"] == mine["host"] and gone):
+        raise _refusal(path, holder)
 
 
 def _is_the_file(held: int, path: Path) -> bool:
@@ -103,10 +105,12 @@ def _is_the_file(held: int, path: Path) -> bool:
         return False
 
 
-def _refusal(path: Path, holder: dict[str, str], *, remove: str = "") -> ValueError:
-    who = "another process"
+def _refusal(path: Path, holder: dict[str, str]) -> ValueError:
+    who, remove = "another process", ""
     if holder:
         who = f"process {holder['process']} on {holder['host']} since {holder['since']}"
+        if holder["host"] != socket.gethostname():
+            remove = f", or, if that run is no more, remove {path}"
     return ValueError(
         f"{path.parent} is in use by another run ({who}), whose files this one would mix with its "
         f"own: wait until it has ended, give another folder{remove}."
@@ -118,19 +122,29 @@ def _this_process() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
         "process": str(os.getpid()),
+        "born": _born(str(os.getpid())),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         # torchrun's name of the job, the same after a restart; its word for none is "none".
         "job": "" if job == "none" else job,
     }
 
 
-def _holder(held: int) -> dict[str, str]:
-    """The holder that the lock's text names; empty where it names none, or is not (yet) whole.
-
-    Not read by path: the kernel's lock ends when any opening of the file is closed here.
-    """
+def _born(process: str) -> str:
+    """When a process of this host began, which tells it from a later one of its number; or ""."""
     try:
-        found = json.loads(os.pread(held, _LONGEST, 0))
-        return {name: str(found[name]) for name in ("host", "process", "since", "job")}
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _holder(held: int) -> dict[str, str]:
+    return _parsed(os.pread(held, _LONGEST, 0))
+
+
+def _parsed(text: bytes) -> dict[str, str]:
+    """The holder that a lock's text names; empty where it names none, or is not (yet) whole."""
+    try:
+        found = json.loads(text)
+        return {name: str(found[name]) for name in ("host", "process", "born", "since", "job")}
     except (ValueError, TypeError, KeyError):
         return {}

@@ -106,6 +106,7 @@ def left(folder: Path, **changes: object) -> None:
     found = {
         "host": socket.gethostname(),
         "process": 2**22 + 1,
+        "born": "1",
         "since": "2026-01-01 00:00:00 +0000",
         "job": "",
     }
@@ -138,20 +139,50 @@ def test_a_lock_without_a_name_counts_for_nothing(tmp_path, text):
     take(tmp_path)
 
 
-def test_where_the_kernel_knows_no_locks_the_text_decides(tmp_path, monkeypatch):
+def test_a_kernels_lock_of_another_host_is_told_with_how_to_remove_it(tmp_path, monkeypatch):
+    def taken(*args: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fcntl, "lockf", taken)
+    left(tmp_path, host="elsewhere")
+    with pytest.raises(ValueError, match=rf"on elsewhere .* remove {tmp_path / LOCK_FILE}"):
+        take(tmp_path)
+
+
+@pytest.fixture
+def no_kernel_locks(monkeypatch):
     def unsupported(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     monkeypatch.setattr(module, "_SETTLED_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("no_kernel_locks")
+def test_where_the_kernel_knows_no_locks_the_text_decides(tmp_path):
     left(tmp_path)
     take(tmp_path)
-    left(tmp_path, process=os.getppid())
-    with pytest.raises(ValueError, match=r"in use by another run .* remove"):
+    left(tmp_path, process=os.getppid())  # its number, of a process that began later
+    take(tmp_path)
+    left(tmp_path, process=os.getppid(), born=module._born(str(os.getppid())))
+    with pytest.raises(ValueError, match="in use by another run") as raised:
         take(tmp_path)
+    assert "remove" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("no_kernel_locks")
+@pytest.mark.parametrize(
+    ("meanwhile", "told"),
+    [
+        (lambda folder: left(folder, host="elsewhere"), "elsewhere"),  # overwritten
+        (lambda folder: (folder / LOCK_FILE).write_text(""), "another process"),  # emptied
+        (lambda folder: (folder / LOCK_FILE).unlink(), "another process"),  # removed
+    ],
+)
+def test_a_run_whose_text_is_gone_is_refused(tmp_path, monkeypatch, meanwhile, told):
     left(tmp_path)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: left(tmp_path, host="elsewhere"))
-    with pytest.raises(ValueError, match="elsewhere"):
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: meanwhile(tmp_path))
+    with pytest.raises(ValueError, match=rf"in use by another run .*{told}"):
         take(tmp_path)
 
 
