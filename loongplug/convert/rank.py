@@ -255,8 +255,7 @@ def _give_adapter_dtype(
     """Adapters of a folder's dtype in the place of the chunks' own, unless it mixes several."""
     file = open_adapters(folder)
     found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-    dtype = found.pop()
-    if dtype is not None and not found:
+    if len(found) == 1 and (dtype := found.pop()) is not None:
         for own in held_parameters(model_chunks, table.mapping):
             own.parameter.data = own.parameter.data.to(dtype)
 

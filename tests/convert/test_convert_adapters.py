@@ -13,6 +13,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loongplug.checkpoint.lora_weights import AdapterReader
+from loongplug.convert.rank import _give_adapter_dtype
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.models.lora.peft_config import read_peft_config
 from loongplug.training.config import compose_asked_for, compose_model
@@ -175,6 +176,14 @@ def test_what_is_not_plain_is_refused(folders, tmp_path, config, said):
 def test_other_tensors_are_refused(folders, table, tmp_path, tensors, said):
     folder = changed_folder(folders[1], tmp_path, tensors=tensors, config={})
     with pytest.raises(ValueError, match=said):
+        AdapterReader(folder, table)
+
+
+def test_of_a_file_without_tensors_the_first_that_is_missing_is_told(folders, table, tmp_path):
+    nothing = dict.fromkeys(load_file(folders[1] / "adapter_model.safetensors"))
+    folder = changed_folder(folders[1], tmp_path, tensors=nothing, config={})
+    _give_adapter_dtype([], table, folder)  # which leaves all dtypes as they are
+    with pytest.raises(ValueError, match="missing base_model"):
         AdapterReader(folder, table)
 
 
