@@ -82,6 +82,9 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
     """The family with its parts, by the names of its modules in their order."""
     config_class = family.config_class
     modules = [module for entry in config_class.entries() for module in entry.modules]
+    twice = [name for name in modules if modules.count(name) > 1]
+    if twice:
+        raise ValueError(f"the model family {family.name} has two modules {twice[0]!r}: rename one")
     types = typing.get_type_hints(config_class)
     joined: dict[str, tuple[Part, ...]] = {}
     for module in modules:

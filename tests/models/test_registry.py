@@ -120,6 +120,16 @@ def test_a_part_of_another_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         families(changed(monkeypatch, module, parts=parts))
 
 
+def test_two_modules_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = outside_package(tmp_path, monkeypatch, name="twice")
+    families([module])
+    eyes, decoder = sys.modules[module].Config.entries()
+    second = dataclasses.replace(eyes, name="eyes")
+    monkeypatch.setattr(sys.modules[module].Config, "entries", lambda: (eyes, second, decoder))
+    with pytest.raises(ValueError, match=r"twice has two modules 'image_projector': rename one"):
+        families([module])
+
+
 def test_name_that_is_taken_and_package_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
