@@ -191,6 +191,8 @@ def create_parallel_state(
         )
     if name in PARALLEL_STATES:
         raise ValueError(f"there is a parallel state {name!r} already: choose another name.")
+    like = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
+    plain = tensor_parallel_random.CudaRNGStatesTracker
     kept = PARALLEL_STATES.snapshot_of(current)
     kept.save()
     in_order = rank_order_table(layout.order, first_rank=layout.first_rank)
@@ -216,7 +218,13 @@ def create_parallel_state(
             own = seed + 1_000_003 * (zlib.crc32(name.encode()) % 1000)
             own += _BETWEEN_STAGES * stage
             torch.manual_seed(own)
-            tensor_parallel_random.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
+            tensor_parallel_random.model_parallel_cuda_manual_seed(
+                own,  # for a tracker of the decoder's kind
+                te_rng_tracker=like is not None and not isinstance(like, plain),
+                inference_rng_tracker=getattr(like, "is_inference_rng_tracker", False),
+                use_cudagraphable_rng=getattr(like, "use_cudagraphable_rng", False),
+                force_reset_rng=True,
+            )
             snapshot = Snapshot()
     finally:
         in_order.undo()

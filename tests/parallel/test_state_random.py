@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ranks import run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
@@ -94,3 +95,20 @@ def _streams(rank: int) -> None:
 
 def test_random_numbers_go_on_where_a_state_left_them() -> None:
     run_ranks(_streams, 2)
+
+
+def _trackers(rank: int) -> None:
+    with adopted():
+        tensor_parallel_random.model_parallel_cuda_manual_seed(
+            5, inference_rng_tracker=True, force_reset_rng=True
+        )
+        kind = type(get_cuda_rng_tracker()).__name__
+        create_parallel_state(ENCODER, Layout(), seed=1)
+        with parallel_state_of(ENCODER):
+            assert type(get_cuda_rng_tracker()).__name__ == kind
+            assert get_cuda_rng_tracker().is_inference_rng_tracker
+        tensor_parallel_random.initialize_rng_tracker(force_reset=True)
+
+
+def test_a_tracker_is_of_the_decoders_kind() -> None:
+    run_ranks(_trackers, 1)
