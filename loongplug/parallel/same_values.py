@@ -8,7 +8,7 @@ which all ranks read. The others call the store some six times, however many ran
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -40,14 +40,17 @@ def require_same_values(
         store.set(f"values/{digest}", text)
         store.add(_KINDS, 1)
     if store.add(_ARRIVED, 1) == world_size:
-        store.set(_ANSWER, _answer(store, world_size=world_size))
+        store.set(_ANSWER, _answer(store, range(world_size)))
     if not comes(store, _ANSWER, seconds=timeout.total_seconds()):
-        missing = [each for each in range(world_size) if not store.check([f"digest/{each}"])]
+        there = [each for each in range(world_size) if store.check([f"digest/{each}"])]
+        missing = {*range(world_size)}.difference(there)
         who = name_ranks(missing) if missing else "a rank"
-        raise ValueError(
+        late = (
             f"{who} did not come within the time that ranks wait for each other "
             "(--distributed-timeout-minutes); see why, or allow more"
         )
+        found = _answer(store, there)
+        raise ValueError(late if found == _SAME else f"{late}\nthe others: {found}")
     answer = store.get(_ANSWER).decode()
     if answer != _SAME:
         raise ValueError(answer)
@@ -79,12 +82,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-def _answer(store: Store, *, world_size: int) -> str:
+def _answer(store: Store, ranks: Sequence[int]) -> str:
     if store.add(_KINDS, 0) == 1:
         return _SAME
-    digests = [_text(store, f"digest/{rank}") for rank in range(world_size)]
-    values = {each: json.loads(_text(store, f"values/{each}")) for each in {*digests}}
-    lines = differences({rank: values[digest] for rank, digest in enumerate(digests)})
+    digests = {rank: _text(store, f"digest/{rank}") for rank in ranks}
+    values = {each: json.loads(_text(store, f"values/{each}")) for each in {*digests.values()}}
+    lines = differences({rank: values[digest] for rank, digest in digests.items()})
     if len(lines) > SHOWN:
         lines = [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
     return "\n  ".join(

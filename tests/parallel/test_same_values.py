@@ -66,6 +66,16 @@ def test_a_rank_that_never_comes_is_named():
     assert told[0] == told[1] == told[3]
     assert told[0].startswith("ranks 2, 4 did not come within the time")
     assert "--distributed-timeout-minutes" in told[0]
+    assert "the others" not in told[0]
+
+
+@pytest.mark.not_quick
+def test_beside_a_rank_that_never_comes_differences_of_the_others_are_told():
+    first, last = compared([SAME, None, OTHER], timeout=2.0)[::2]
+    assert first == last
+    assert first.startswith("rank 1 did not come within the time")
+    assert first.splitlines()[1].startswith(f"the others: {FIRST}")
+    assert first.splitlines()[2:] == ["  --lr: 0.001 on rank 0; 0.002 on rank 2"]
 
 
 def test_differences_are_named_by_value_and_rank():
