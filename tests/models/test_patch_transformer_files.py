@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import transformers
-from lone_parts import part_of
-from towers import NAME, TOWERS, described, their_config
+from lone_parts import lone_encoder, part_of
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from ranks import model_parallel, run_ranks
+from towers import NAME, TOWERS, described, images, mapping_of, their_config, unit
 
 from loongplug.models.freezing import Freezing
 from loongplug.models.hf_config import _fields
+from loongplug.models.hf_mapping import is_carried
 from loongplug.models.patch_transformer import PatchTransformerConfig
+from loongplug.training.freezing import apply_freezing
 
 CONFIGS = {
     "clip": TOWERS["clip"].config(feature_layer=-2),
@@ -62,6 +66,34 @@ def test_a_tower_that_is_not_square_is_refused() -> None:
 def test_an_mlp_that_transformers_has_no_words_for_cannot_be_exported() -> None:
     (sentence,) = described(TOWERS["dinov2"].config(ffn_hidden_size=50)).inexpressible
     assert "ffn_hidden_size is 50" in sentence
+
+
+def reduced_without_it(rank: int, *, config: PatchTransformerConfig) -> list[str]:
+    """Overlapped reductions end; returns the parameters in gradient buffers."""
+    with model_parallel():
+        model = lone_encoder(config, name=NAME, tp=1)
+        freezing = Freezing(modules=(NAME,), train=("*",))
+        apply_freezing([model], freezing, mapping=mapping_of(config))
+        wrapped = DistributedDataParallel(
+            config=model[NAME].config,
+            ddp_config=DistributedDataParallelConfig(
+                overlap_grad_reduce=True, use_distributed_optimizer=False
+            ),
+            module=model,
+        )
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        states, _ = model[NAME](unit(config, images(config)))
+        states.sum().backward()
+        wrapped.finish_grad_sync()
+        return [names[each] for buffer in wrapped.buffers for each in buffer.params]
+
+
+@pytest.mark.parametrize("name", ["clip", "intern, normed"])
+def test_what_travels_never_trains(name: str) -> None:
+    first, second = run_ranks(reduced_without_it, 2, config=CONFIGS[name])
+    assert first == second
+    assert first
+    assert not [name for name in first if is_carried(name)]
 
 
 def test_patterns_are_told_of_what_can_train_only() -> None:

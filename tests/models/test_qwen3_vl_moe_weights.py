@@ -111,6 +111,19 @@ def refuse_folder(rank, *, folder, model, message):
         load_hf_weights([], folder, model=hugging_face(model))
 
 
+def test_square_experts_are_not_read(tmp_path):
+    """Nor could we: transformers writes them one way round, the published files have the other."""
+    model = QWEN3_VL_MOE
+    hidden = model.foundation.hidden_size
+    square = dataclasses.replace(model.foundation, expert_ffn_hidden_size=hidden // 2)
+    model = dataclasses.replace(model, foundation=square)
+    described = dataclasses.replace(hugging_face(model), inexpressible=())
+    getattr(transformers, described.in_transformers.architecture)(
+        hf_config(described)
+    ).save_pretrained(tmp_path)
+    run_ranks(refuse_folder, 1, folder=tmp_path, model=model, message="square matrices")
+
+
 def test_shared_experts_stay_out_of_transformers_hands(published, processor, tmp_path):
     """Its model would leave them aside without a word, and has none to give."""
     model = QWEN3_VL_MOE
