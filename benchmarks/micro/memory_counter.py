@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.live_bytes import Tape
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.prefetch import Copies
 
 _STEP = "step"

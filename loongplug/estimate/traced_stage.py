@@ -24,7 +24,7 @@ from loongplug.hetero.recorded_schedule import Turn
 from loongplug.models.features import Features, PlacedFeatures, TokenPlaces
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.tensor_offload import offload_layers
 from loongplug.training.forward_step import ForwardStep

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.parallel.module_ddp import bucket_groups_of
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.prefetch import Movable, SavedView, saved_view
 
 # Storages below this stay: their copies would take longer than they are worth.

@@ -34,7 +34,7 @@ from loongplug.hetero.piece_carrier import Carrier
 from loongplug.hetero.row_moves import ExchangeSpec
 from loongplug.hetero.wire import Wire
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 

@@ -31,7 +31,7 @@ from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from loongplug.observe.hooks import PAYLOADS, Around, StepHooks, reported
 from loongplug.observe.recorder import NOTHING, Recorder, TraceRecorder
 from loongplug.observe.trace_file import TraceWriter
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _TRAINING = "megatron.training.training"

@@ -6,12 +6,11 @@ tells what a machine has. Nothing here knows about models, data or training, and
 outside this folder may ask ``torch.cuda.is_available()`` to decide what to do.
 """
 
-from loongplug.platform.active import DeviceName, Platform, current_platform
+from loongplug.platform.active import DeviceName, current_platform
 from loongplug.platform.choice import activate, choose_device, requested_device
 
 __all__ = [
     "DeviceName",
-    "Platform",
     "activate",
     "choose_device",
     "current_platform",

@@ -6,13 +6,17 @@ Importing this imports no torch: what starts the ranks reads the flag, too.
 import argparse
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from loongplug.platform.active import DeviceName, Platform, Process
+from loongplug.platform.active import DeviceName, Process
+
+if TYPE_CHECKING:
+    from loongplug.platform.platforms import Platform
 
 PLATFORM_NAMES = ("auto", "cpu", "cuda")
 
 
-def activate(name: str = "auto") -> Platform:
+def activate(name: str = "auto") -> "Platform":
     """Choose the process's platform, before the first ``import megatron``.
 
     ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere; it keeps
@@ -33,9 +37,9 @@ def activate(name: str = "auto") -> Platform:
     # Upstream imports torch's compiler of extensions, which warns where there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Here and not above, so that this file stays free of torch.
-    from loongplug.platform.platforms import CpuPlatform, CudaPlatform
+    from loongplug.platform.platforms import CpuPlatform, Platform
 
-    Process.platform = CudaPlatform() if choose_device(name) == "cuda" else CpuPlatform()
+    Process.platform = Platform() if choose_device(name) == "cuda" else CpuPlatform()
     return Process.platform
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from loongplug.platform.active import Platform
+from loongplug.platform.active import DeviceName, Process
 from loongplug.platform.cuda_on_cpu import CPU_ROWS
 from loongplug.platform.devices import HOST
 from loongplug.platform.multi_tensor import ON_CUDA
+from loongplug.platform.prefetch import Copies
 from loongplug.platform.replacements import ReplacementTable
 
 # How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in
@@ -24,15 +25,22 @@ _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY":
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-class CudaPlatform(Platform):
-    """One GPU per process, which Megatron chooses by LOCAL_RANK; upstream's code but for Adam."""
+class Platform:
+    """What differs between a CUDA run and a CPU run: CUDA's, with one GPU per process.
 
-    name = "cuda"
-    backend = "nccl"
+    Megatron chooses the GPU by LOCAL_RANK. Holds the tables that are applied for the platform; on
+    CUDA, upstream's code but for Adam stays.
+    """
+
+    name: DeviceName = "cuda"
+    backend = "nccl"  # of torch.distributed
 
     def __init__(self) -> None:
-        super().__init__()
-        self.use(ReplacementTable("cuda", ON_CUDA))
+        self._tables: dict[str, ReplacementTable] = {}
+        self.use(self._table())
+
+    def _table(self) -> ReplacementTable:
+        return ReplacementTable("cuda", ON_CUDA)
 
     @property
     def device(self) -> torch.device:
@@ -40,20 +48,41 @@ class CudaPlatform(Platform):
         return torch.device("cuda", torch.cuda.current_device())
 
     def peak_memory_bytes(self) -> int:
-        """Most bytes that torch's allocator held in tensors."""
+        """Most bytes that torch's allocator held in tensors, since the start or a reset."""
         return torch.cuda.max_memory_allocated()
 
     def reset_peak_memory(self) -> None:
-        """Start a new peak."""
+        """Start a new peak from the memory held now."""
         torch.cuda.reset_peak_memory_stats()
 
+    def copies(self) -> Copies:
+        """A new queue of copies between device and host."""
+        return Copies()
+
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Give memory to torch's allocator, for the stream that the storage was allocated on."""
+        """Give a storage's memory on the device to others; tensors on it stay valid objects.
+
+        To torch's allocator, for the stream that the storage was allocated on.
+        """
         storage.resize_(0)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Take memory from torch's allocator, on the current stream."""
+        """Memory for a released storage again, of any content, on the current stream."""
         storage.resize_(nbytes)
+
+    def use(self, table: ReplacementTable) -> None:
+        """Apply a table that ends with this platform, unless one of its name is applied already."""
+        if table.name not in self._tables:
+            table.apply()
+            self._tables[table.name] = table
+
+    def deactivate(self) -> None:
+        """Undo every table, the last first, and leave the process without a platform."""
+        while self._tables:
+            _, table = self._tables.popitem()
+            table.undo()
+        if Process.platform is self:
+            Process.platform = None
 
 
 class CpuPlatform(Platform):
@@ -64,7 +93,6 @@ class CpuPlatform(Platform):
     device = HOST
 
     def __init__(self) -> None:
-        super().__init__()
         # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
@@ -72,7 +100,10 @@ class CpuPlatform(Platform):
         for name, number in _KEPT_KERNELS.items():
             os.environ.setdefault(name, number)
         self._dynamo_before = _set_dynamo_disabled("1")
-        self.use(ReplacementTable("cpu", CPU_ROWS))
+        super().__init__()
+
+    def _table(self) -> ReplacementTable:
+        return ReplacementTable("cpu", CPU_ROWS)
 
     def peak_memory_bytes(self) -> int:
         """The most resident memory of this process."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from loongplug.platform.active import Platform
 from loongplug.platform.finite_values import norms_before_sums
 from loongplug.platform.multi_tensor import OF_GRADIENTS
+from loongplug.platform.platforms import Platform
 from loongplug.platform.replacements import Replacement, ReplacementTable, as_wrapper
 from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
 

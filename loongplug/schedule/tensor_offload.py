@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue, SavedView, saved_view
 from loongplug.schedule.tensor_names import PLACES
 

@@ -26,7 +26,7 @@ from loongplug.checkpoint.settings_notes import (
     write_note,
 )
 from loongplug.output_files import write_whole
-from loongplug.platform import Platform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.replacements import as_wrapper
 from loongplug.platform.upstream_saving import (
     asynchronous_save_on_cpu_table,

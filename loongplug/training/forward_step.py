@@ -18,8 +18,8 @@ from loongplug.data.sample import Grid
 from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.inputs import PackedSegments, pack_segments
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.platform import Platform
 from loongplug.platform.devices import to_device
+from loongplug.platform.platforms import Platform
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 OnLoss = Callable[[Microbatch, LossReport], None]

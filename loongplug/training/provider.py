@@ -30,7 +30,8 @@ from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.module_parts import ModuleState
-from loongplug.platform import Platform, current_platform
+from loongplug.platform import current_platform
+from loongplug.platform.platforms import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.tensor_offload import TensorOffload, offload_layers
 from loongplug.training.freezing import apply_freezing

@@ -21,7 +21,7 @@ from loongplug.platform.loopback import own_address
 from loongplug.platform.uninterrupted_forks import signals_wait
 
 if TYPE_CHECKING:
-    from loongplug.platform import Platform
+    from loongplug.platform.platforms import Platform
 
 GRACE_SECONDS = 5.0  # for the others to end by themselves when a rank has failed
 _POLL_SECONDS = 0.01

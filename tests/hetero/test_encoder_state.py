@@ -13,7 +13,7 @@ from toy_step import CPU, Device
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.platform import current_platform
-from loongplug.platform.platforms import CudaPlatform
+from loongplug.platform.platforms import Platform
 from loongplug.platform.prefetch import Copies, Movable, PrefetchQueue
 
 pytestmark = pytest.mark.quick
@@ -24,11 +24,11 @@ class Freeing(Device):
 
     def release(self, storage: torch.UntypedStorage) -> None:
         self.away += storage.nbytes()
-        CudaPlatform.release(self, storage)
+        Platform.release(self, storage)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         self.away -= nbytes
-        CudaPlatform.restore(self, storage, nbytes)
+        Platform.restore(self, storage, nbytes)
 
 
 class Part:

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 from loongplug.platform import active, current_platform
-from loongplug.platform.platforms import CpuPlatform, CudaPlatform
+from loongplug.platform.platforms import CpuPlatform, Platform
 from loongplug.platform.upstream import apply_upstream_replacements
 from stand_in.cuda_names import cuda_table
 from stand_in.extension import load
 
 
-class StandInPlatform(CudaPlatform):
+class StandInPlatform(Platform):
     """CUDA's, but for the device itself; NCCL is gloo on copies that refuses the host's tensors."""
 
     def __init__(self) -> None:
