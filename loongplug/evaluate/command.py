@@ -7,13 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from loongplug.consoles import table_console, threadless_bars
-from loongplug.data.data_options import (
-    ANY_ROW,
-    FOLDERS_LIMITS,
-    PixelLimits,
-    RowAccess,
-    Transparency,
-)
+from loongplug.data.data_options import ANY_ROW, RowAccess
 from loongplug.data.media_sizes import AudioSizes, PatchSizes
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor, require_fit
@@ -41,15 +35,13 @@ def evaluate(
     batch_size: int,
     max_new_tokens: int,
     limit: int | None,
-    special_tokens_in_text: bool = False,
-    pixel_limits: PixelLimits = FOLDERS_LIMITS,
-    transparency: Transparency = "white",
     device: str,
     metric: str = "exact",
     tolerance: float | None = None,
     trusted_packages: Sequence[str] = (),
     predictions: Path | None = None,
     json_path: Path | None,
+    **of_processor: Any,
 ) -> float:
     """Let the model in folder ``model`` answer the questions in ``data``; return the mean score.
 
@@ -58,17 +50,12 @@ def evaluate(
     :func:`~loongplug.evaluate.metrics.metric_named`. ``predictions`` gets every answer as JSONL.
     ``json_path`` gets the score by the metric's name (``exact_match``), ``scores_per_task``,
     ``eval_samples`` and ``eval_seconds`` (without loading the model); what else it holds stays.
+    ``of_processor`` are options of :func:`~loongplug.data.processor_folder.load_processor`.
     """
     scored = metric_named(metric, tolerance=tolerance, trusted_packages=trusted_packages)
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
-    processor = _fitting_processor(
-        model,
-        hf_model.config,
-        special_tokens_in_text=special_tokens_in_text,
-        pixel_limits=pixel_limits,
-        transparency=transparency,
-    )
+    processor = _fitting_processor(model, hf_model.config, **of_processor)
     started = time.monotonic()
     video_style = _video_style(hf_model.config)
     questions = read_questions(data, processor, access=access, limit=limit, video_style=video_style)

@@ -12,7 +12,7 @@ of a pair of ranks are in one order on both sides, in each direction. Nobody wai
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -24,30 +24,13 @@ from loongplug.hetero.step_programs import FREE, DecoderPass, EncoderPlan, Name,
 _Places = list[dict[Name, list[int]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Habits:
-    """How a draft decides; which are best depends on the step.
-
-    The decoder's first forward may wait until ``start`` sixteenths of the encoder's forward could
-    be done. Encoder work may end so late that the decoder is through ``late`` quarters of a piece's
-    backward later than it could be. A replica encodes up to the mean of all, and ``extra`` halves
-    of a piece beyond.
-    """
-
-    start: int
-    late: int
-    extra: int
-
-
-# Chosen of 65 by measuring them on 368 steps of 2 to 8 stages: even and uneven, of several replicas
-# and virtual stages, of passes that cost nothing to three pieces each.
-_HABITS = (
-    Habits(start=0, late=0, extra=3),
-    Habits(start=2, late=0, extra=0),
-    Habits(start=8, late=1, extra=3),
-    Habits(start=12, late=1, extra=3),
-    Habits(start=12, late=3, extra=0),
-)
+# How drafts decide; which is best depends on the step. The decoder's first forward may wait until
+# ``start`` sixteenths of the encoder's forward could be done. Encoder work may end so late that the
+# decoder is through ``late`` quarters of a piece's backward later than it could be. A replica
+# encodes up to the mean of all, and ``extra`` halves of a piece beyond. Chosen of 65 by measuring
+# them on 368 steps of 2 to 8 stages: even and uneven, of several replicas and virtual stages, of
+# passes that cost nothing to three pieces each.
+_HABITS = ((0, 0, 3), (2, 0, 0), (8, 1, 3), (12, 1, 3), (12, 3, 0))
 
 
 def streamed(step: Step, *, otherwise: int) -> EncoderPlan | None:
@@ -73,7 +56,7 @@ def _plans(step: Step) -> Iterator[EncoderPlan]:
     if any(step.encoder.each):  # which pieces that are joined take once: also as if it were nothing
         drafted.append(replace(step, encoder=replace(step.encoder, each=FREE)))
     for each, habits in product(drafted, _HABITS):
-        yield _plan(step, _Draft(each, tails, habits).places())
+        yield _plan(step, _Draft(each, tails, *habits).places())
 
 
 def _blocks(step: Step, last: int) -> EncoderPlan:
@@ -118,18 +101,19 @@ class _Draft:
     decoder wait. Pieces are encoded in their order, by whoever comes first.
     """
 
-    def __init__(self, step: Step, tails: Mapping[DecoderPass, int], habits: Habits) -> None:
-        """``tails`` are those of :func:`_tails`."""
+    def __init__(
+        self, step: Step, tails: Mapping[DecoderPass, int], start: int, late: int, extra: int
+    ) -> None:
         self._step, self._tails = step, tails
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(step.replicas)
         piece = max(cost.backward if step.encoder.trains else cost.forward for cost in costs)
-        self._target = max(tails.values()) + phase * habits.start // 16 + piece * habits.late // 4
+        self._target = max(tails.values()) + phase * start // 16 + piece * late // 4
         encoding = [step.encoding(*name) for name in step.names]
         decoding = [step.decoding[stage] for stage in step.replicas]
         mean = -(-sum((*encoding, *decoding)) // len(decoding))
-        extra = max(encoding) * habits.extra // 2
-        self._room = [mean + extra - each for each in decoding]  # for more pieces, by cost
+        beyond = max(encoding) * extra // 2
+        self._room = [mean + beyond - each for each in decoding]  # for more pieces, by cost
         self._free = [0 for _ in decoding]
         self._next = [0 for _ in step.passes]
         self._ends: dict[DecoderPass | Name, int] = {}  # of passes and of pieces' forwards
@@ -209,18 +193,16 @@ def _plan(step: Step, places: _Places) -> EncoderPlan:
     """Pieces that go before the same passes, there and back, are joined, where that saves a pass's
     own costs; else the first of them need not wait for the last."""
     most = step.encoder.joined if any(step.encoder.each) else None
-    return tuple(_work(step, each, most=most) for each in places)
 
+    def work(places: Mapping[Name, Sequence[int]]) -> tuple[EncoderWork[Name], ...]:
+        lots: defaultdict[tuple[int, ...], list[Name]] = defaultdict(list)
+        for name, before in places.items():
+            lots[tuple(before)].append(name)
+        found = []
+        for befores, names in lots.items():
+            costs = [step.pieces[microbatch][piece].forward for microbatch, piece in names]
+            for pieces in in_passes(names, costs, most=most):
+                found += [EncoderWork(at, not way, pieces) for way, at in enumerate(befores)]
+        return tuple(sorted(found, key=lambda one: (one.before, not one.forward, one.pieces)))
 
-def _work(
-    step: Step, places: Mapping[Name, Sequence[int]], *, most: int | None
-) -> tuple[EncoderWork[Name], ...]:
-    lots: defaultdict[tuple[int, ...], list[Name]] = defaultdict(list)
-    for name, before in places.items():
-        lots[tuple(before)].append(name)
-    found = []
-    for befores, names in lots.items():
-        costs = [step.pieces[microbatch][piece].forward for microbatch, piece in names]
-        for pieces in in_passes(names, costs, most=most):
-            found += [EncoderWork(at, not way, pieces) for way, at in enumerate(befores)]
-    return tuple(sorted(found, key=lambda one: (one.before, not one.forward, one.pieces)))
+    return tuple(map(work, places))

@@ -146,7 +146,9 @@ class BubbleCommunicator(P2PCommunicator):
                 work(here)
                 way, stacked = self._inputs[here]
                 if stacked:
-                    self._wait(way)
+                    receive, tensor = self._coming[way].popleft()
+                    with self._span(way, tensor):
+                        receive.wait()
                 return step(*args, **options)
 
             return begin
@@ -203,11 +205,6 @@ class BubbleCommunicator(P2PCommunicator):
         self._coming[name].append((work, found))
         return found
 
-    def _wait(self, name: str) -> None:
-        work, tensor = self._coming[name].popleft()
-        with self._span(name, tensor):
-            work.wait()
-
     def _peer(self, name: str) -> int:
         return int(self.next_rank if _WAYS[name][-1] == "next" else self.prev_rank)
 
@@ -217,6 +214,5 @@ class BubbleCommunicator(P2PCommunicator):
         return self._groups[f"{what}_around" if around else what]
 
     def _span(self, name: str, tensor: Tensor) -> Span:
-        """The span of a message in a trace."""
         _, said, size, side = _WAYS[name]
         return self._recorder.span("p2p", said, **{size: tensor.nbytes, side: self._peer(name)})

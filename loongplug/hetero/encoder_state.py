@@ -23,12 +23,10 @@ _SMALL = 1024
 class _Storage(Movable):
     """A whole storage: all tensors on it stay the objects that they are, also while it is away.
 
-    ``device`` is all of it, [nbytes] uint8, and always there; its memory is not. ``versions`` are
-    torch's of all tensors on it, where none of them trains.
+    ``device`` is all of it, [nbytes] uint8, and always there; its memory is not.
     """
 
     platform: Platform
-    versions: tuple[int, ...] | None = None
     was_away: bool = False  # so that ``host`` has what it was then
 
     def free(self) -> None:
@@ -43,18 +41,13 @@ class _Storage(Movable):
         self.platform.restore(self.device.untyped_storage(), self.device.nbytes)
         return self.device
 
-    def begin_step(self, versions: tuple[int, ...] | None) -> None:
-        """With ``versions`` as they are now: frozen weights as they were when away do not leave."""
-        self.unchanged = self.was_away and versions is not None and versions == self.versions
-        self.versions, self.was_away = versions, False
-
 
 class EncoderState:
     """The encoder's parameters, gradients and optimizer state, as whole storages.
 
     So parameters, Megatron's flat buffers, its optimizers' shards and all views of them stay the
     objects that they are. Gradients are zero whenever this state leaves, and so are not copied;
-    nor are frozen weights, of which the host has kept a copy.
+    nor are frozen weights, which nothing writes to in a run: the host has kept a copy.
     """
 
     def __init__(
@@ -73,7 +66,7 @@ class EncoderState:
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
         parameters = self._on_device(self._part.module.parameters())
         trained = self._trained()
-        versions = _versions_of_frozen(parameters, trained)
+        trains = addresses((*(each for each in parameters if each.requires_grad), *trained))
         found: dict[int, _Storage] = {}
         for address, tensor in _by_address((*parameters, *trained)).items():
             storage = self._before.get(address)
@@ -81,7 +74,7 @@ class EncoderState:
                 storage = self._storage(tensor)
                 assert storage.device is not None
                 storage.host = self._copies.host_like(storage.device)
-            storage.begin_step(versions.get(address))
+            storage.unchanged = storage.was_away and address not in trains
             found[address] = storage
         self._before = found
         gradients = _by_address(self._gradients()).items()
@@ -94,10 +87,7 @@ class EncoderState:
         return _Storage(device=device, where=tensor.device, platform=self._platform, zeros=zeros)
 
     def _trained(self) -> list[Tensor]:
-        """What holds parameters that train, beside themselves, and what an optimizer has of them.
-
-        Writing to these does not show in a parameter's own version.
-        """
+        """What holds parameters that train, beside themselves, and what optimizers have of them."""
         found = [each.param_data for each in self._buffers()]
         for optimizer in self._optimizers:
             inner = getattr(optimizer, "optimizer", None)
@@ -126,18 +116,6 @@ def _by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the tensors' storages."""
     return {*_by_address(tensors)}
-
-
-def _versions_of_frozen(
-    parameters: Sequence[Tensor], trained: Sequence[Tensor]
-) -> dict[int, tuple[int, ...]]:
-    """Versions of the tensors on each storage on which nothing trains, by its address."""
-    trains = addresses((*(each for each in parameters if each.requires_grad), *trained))
-    versions: dict[int, tuple[int, ...]] = {}
-    for each in parameters:
-        if (address := each.untyped_storage()._cdata) not in trains:
-            versions[address] = (*versions.get(address, ()), each._version)
-    return versions
 
 
 @contextmanager

@@ -193,7 +193,10 @@ class Executor:
             self.do(forward(here))
             output, loss = forward_step(data_iterator, model, *args, **options)
             if backward(here) in self._now.plan:
-                before_backward(output, lambda: self.do(backward(here)))
+                if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
+                    output.on_backward(lambda: self.do(backward(here)))
+                elif output.requires_grad:
+                    output.register_hook(lambda gradient_of_output: self.do(backward(here)))
             return output, loss
 
         return watching
@@ -258,14 +261,6 @@ def unwrapped(chunk: Any) -> MultimodalModel:
     """Megatron hands chunks on with or without its wrappers."""
     model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
     return model
-
-
-def before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward of what a forward step gave begins."""
-    if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
-        output.on_backward(call)
-    elif output.requires_grad:
-        output.register_hook(lambda gradient_of_output: call())
 
 
 class FeaturesNode(torch.autograd.Function):

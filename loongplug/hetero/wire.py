@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -166,8 +167,7 @@ class Wire:
         return self._recorder.span("exchange", f"{verb} {what.said}", bytes=rows.nbytes, **side)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A message under way, and what must not change until it has gone."""
 
     work: dist.Work
@@ -207,7 +207,7 @@ class Sends:
         assert work is not None, "this rank is in the group"
         while self._under_way and self._under_way[0].work.is_completed():
             self._under_way.popleft().work.wait()  # says so if it has failed
-        self._under_way.append(_Sent(work=work, tensor=tensor, microbatch=microbatch))
+        self._under_way.append(_Sent(work, tensor, microbatch))
         if self._under_way[0].microbatch > microbatch - self._most:
             return
         with self._recorder.span("exchange", self._name):

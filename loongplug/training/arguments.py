@@ -206,9 +206,12 @@ def validate_with_megatron(args: Namespace) -> None:
 
     from loongplug.models.decoder import DecoderConfig
 
+    delayed = args.delay_wgrad_compute
     with _refusing():
-        with _for_its_own_layers(args):
-            validate_args(args)
+        # Of local linears Megatron knows no such ones.
+        args.delay_wgrad_compute = delayed and args.transformer_impl == "transformer_engine"
+        validate_args(args)
+        args.delay_wgrad_compute = delayed
         core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
 
 
@@ -236,14 +239,3 @@ def _refusing() -> Iterator[None]:
     except SystemExit as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"Megatron-Core refuses the arguments: {last}") from error
-
-
-@contextmanager
-def _for_its_own_layers(args: Namespace) -> Iterator[None]:
-    """Inside, local linears have no ``--delay-wgrad-compute``: Megatron knows no such ones."""
-    delayed = args.delay_wgrad_compute
-    args.delay_wgrad_compute = delayed and args.transformer_impl == "transformer_engine"
-    try:
-        yield
-    finally:
-        args.delay_wgrad_compute = delayed

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from loongplug.data.loader import Heard
 from loongplug.data.media_loader import CodedMedia
 from loongplug.data.microbatch import MediaToCome
-from loongplug.data.planned_media import LoadedUnit, MediaBatch, PlannedShare, PlannedUnit
+from loongplug.data.planned_media import MediaBatch, PlannedShare, PlannedUnit
 from loongplug.data.sample import Sample
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.failure import SharedFaultError
@@ -27,11 +27,6 @@ from loongplug.parallel.rendezvous import comes
 from loongplug.platform.devices import to_device
 
 _COMPARED = 1000  # microbatches of a replica: more than a rank is ahead of another
-
-
-def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[int, ...]:
-    """The encoder replicas, given by their ranks, whose media ``rank`` loads: it is their first."""
-    return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,48 +66,38 @@ class News:
         return f"{self.encoder}/{replica}/{index}/{loader}"
 
 
-def _recorded(recorder: Recorder, load: Callable[[], LoadedUnit]) -> LoadedUnit:
-    with recorder.span("data", "media"):
-        return load()
-
-
+@dataclass(kw_only=True, eq=False)
 class LoadedShare:
     """A share on the rank that loads it, from the first question on until all media are taken."""
 
-    def __init__(
-        self,
-        planned: PlannedShare,
-        *,
-        tell: Callable[[set[int]], None] | None,
-        keeps: bool,
-        recorder: Recorder = NOTHING,
-    ) -> None:
-        """``tell`` is told of bad samples; with ``keeps`` media are taken again and again."""
-        assert planned.load is not None, "another rank loads it"
-        self._load = planned.load
-        if recorder is not NOTHING:
-            self._load = partial(_recorded, recorder, planned.load)
-        self._media = planned.media
-        self._tell = tell
-        self._left = inf if keeps else len(planned.media.media)
-        self._rows: Tensor | None = None
-        self._bad: set[int] | None = None
+    planned: PlannedShare
+    tell: Callable[[set[int]], None] | None  # is told of bad samples
+    keeps: bool  # media are taken again and again
+    recorder: Recorder = NOTHING
+    _rows: Tensor | None = None
+    _bad: set[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._left = inf if self.keeps else len(self.planned.media.media)
 
     def bad(self) -> set[int]:
         """Which samples have bad media. There are some media."""
         if self._bad is None:
-            loaded = self._load()
+            assert self.planned.load is not None, "another rank loads it"
+            with self.recorder.span("data", "media"):
+                loaded = self.planned.load()
             self._rows, self._bad = loaded.rows, set(loaded.bad)
-            if self._tell is not None:
-                self._tell(self._bad)
+            if self.tell is not None:
+                self.tell(self._bad)
         return self._bad
 
     def rows(self, numbers: range) -> Tensor:
         """The loaded rows of these of its media, of which there are some."""
         self.bad()
         assert self._rows is not None, "each medium is taken once"
-        first = self._media.part(range(numbers.start)).loaded_rows
-        found = self._rows[first : first + self._media.part(numbers).loaded_rows]
+        media = self.planned.media
+        first = media.part(range(numbers.start)).loaded_rows
+        found = self._rows[first : first + media.part(numbers).loaded_rows]
         self._left -= len(numbers)
         if not self._left:
             self._rows = None
@@ -149,7 +134,9 @@ class ReplicaDelivery:
             ranks, media, loaded = self.replicas[each.share.encoder_replica], each.media, None
             if each.load is not None:
                 tell = None if self.news is None else partial(self.news.tell, *named)
-                loaded = LoadedShare(each, tell=tell, keeps=self.keeps, recorder=self.recorder)
+                loaded = LoadedShare(
+                    planned=each, tell=tell, keeps=self.keeps, recorder=self.recorder
+                )
             if self.rank in ranks:
                 assert mine is None, "a replica has one share of a unit"
                 load = partial(self._loaded, media, loaded)
@@ -214,8 +201,7 @@ class SameRows:
     def __init__(self, args: Namespace, *, store: Store | None) -> None:
         """``store``: None where ranks do not meet in one, and nothing is compared."""
         self._store = store
-        self._rank = args.rank
-        self._args = args
+        self._rank, self._args = args.rank, args
         self._asked = 0  # how often what all ranks have
 
     def all_have(self, has: bool) -> bool:

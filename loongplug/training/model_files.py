@@ -1,11 +1,10 @@
 """A model's YAML file with the files it mounts and the overrides, as Hydra composes them."""
 
-import functools
 import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ class Composition:
         self._shown = {file: shown or str(file)}
         self._settings = settings
         self._folders = (first, *others)
+        self._hydra = partial(initialize_config_dir, config_dir=str(first), version_base="1.3")
         self._name = str(file.relative_to(own).with_suffix("")) if packaged else file.stem
         self._overrides = [f"++{key}={value}" for key, value in settings.items()]
         self._overrides.append(f"hydra.searchpath=[{','.join(map(_quoted, others))}]")
@@ -70,7 +70,7 @@ class Composition:
                 raise ValueError(
                     f"{self._shown[file]}: hydra is not a key of a model file; remove it"
                 )
-            with _hydra(self._folders[0]):
+            with self._hydra():
                 composed = compose(self._name, overrides=self._overrides)
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except MissingConfigException as error:
@@ -85,12 +85,10 @@ class Composition:
         assert isinstance(data, dict)
         return data
 
-    @functools.cached_property
+    @cached_property
     def _layers(self) -> list[tuple[Path, str]]:
-        """Each file of a composition that succeeded, in the order they were merged, and the key
-        that its content is mounted under.
-        """
-        with _hydra(self._folders[0]):
+        """Each file, in the order of merging, and the key that its content is mounted under."""
+        with self._hydra():
             loader = GlobalHydra.instance().config_loader()
             found = loader.compute_defaults_list(
                 config_name=self._name, overrides=self._overrides, run_mode=RunMode.RUN
@@ -123,11 +121,6 @@ class Composition:
 def _quoted(folder: Path) -> str:
     escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'file://{escaped}'"
-
-
-def _hydra(folder: Path) -> AbstractContextManager[None]:
-    """Hydra on the files of ``folder``."""
-    return initialize_config_dir(config_dir=str(folder), version_base="1.3")
 
 
 def _missing_file(file: Path, error: MissingConfigException) -> str:

@@ -28,13 +28,7 @@ from loongplug.models.entries import Entry, encoders
 from loongplug.models.layers.router import balances_by
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
-from loongplug.training.delivery import (
-    News,
-    ReplicaDelivery,
-    SameRows,
-    loaded_elsewhere,
-    loaded_replicas,
-)
+from loongplug.training.delivery import News, ReplicaDelivery, SameRows, loaded_elsewhere
 
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
 _RECENT_STEPS = 3
@@ -143,9 +137,8 @@ class RankData:
                 assignment = replace(assignment, by_plan=engine.step_planner)
         elif engine.here:
             replicas = (place.given_media(rank),)  # the first stage alone needs media
-        units = EncoderUnits(
-            kinds=entry.media, assignment=assignment, loads=loaded_replicas(replicas, rank=rank)
-        )
+        loads = tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
+        units = EncoderUnits(kinds=entry.media, assignment=assignment, loads=loads)
         if replicas:
             return units, ReplicaDelivery(
                 replicas,

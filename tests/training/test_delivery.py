@@ -18,7 +18,7 @@ from loongplug.data.planned_media import (
     UnitMedium,
 )
 from loongplug.data.sample import BadSample, MediumExtent
-from loongplug.training.delivery import News, ReplicaDelivery, loaded_replicas, store_of_news
+from loongplug.training.delivery import News, ReplicaDelivery, store_of_news
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +66,7 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
         )
         return planned_whole(
             MediaBatch(index=index, encoder=encoder, media=tuple(heard)),
-            load if replica in loaded_replicas(replicas, rank=rank) else None,
+            load if replicas[replica][0] == rank else None,
             replica=replica,
         )
 
