@@ -138,8 +138,7 @@ def told_of_damage(checkpoint: Path) -> Iterator[None]:
 def first_reason(caught: Any) -> BaseException:
     """The error on the first rank that torch's CheckpointException tells of, else itself."""
     failures = getattr(caught, "failures", {})  # by rank, each with its trace
-    reason: BaseException = next((failure for failure, _ in failures.values()), caught)
-    return reason
+    return next((failure for failure, _ in failures.values()), caught)
 
 
 def _is_whole(checkpoint: Path) -> bool:

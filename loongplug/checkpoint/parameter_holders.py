@@ -186,8 +186,7 @@ def _time_limit() -> timedelta | None:
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(current_platform().device), "options", None)
-    limit: timedelta | None = getattr(options, "_timeout", None)
-    return limit
+    return getattr(options, "_timeout", None)
 
 
 def own_rank() -> int:

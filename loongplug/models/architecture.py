@@ -298,8 +298,7 @@ class MultimodalArchitecture:
 
     def encoder(self, name: str) -> EncoderArchitecture:
         """That of the encoder with this name."""
-        found: EncoderArchitecture = getattr(self, self.keys[name])
-        return found
+        return getattr(self, self.keys[name])
 
     def beside_the_decoder(self) -> Self:
         """The same model, whose encoders with ranks of their own lie on the decoder's."""

@@ -189,8 +189,7 @@ class TextDecoder(GPTModel):
         The backward writes over the logits. Collective: the tensor parallel group.
         """
         if self.config.cross_entropy_loss_fusion:
-            fused: Tensor = super().compute_language_model_loss(labels, logits)
-            return fused
+            return super().compute_language_model_loss(labels, logits)
         loss = vocab_parallel_cross_entropy(
             logits, labels.transpose(0, 1), group=self.pg_collection.tp
         )
@@ -245,8 +244,7 @@ def vocab_parallel_cross_entropy(
     vocabulary; the losses [s, b] are the same on all ranks. Collective: the tensor parallel
     ``group``.
     """
-    loss: Tensor = _CrossEntropy.apply(logits, labels, group)
-    return loss
+    return _CrossEntropy.apply(logits, labels, group)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -105,8 +105,7 @@ def embedded(
     def compute(loaded: Tensor) -> Tensor:
         rows = decode(loaded)
         assert len(rows) == expected, (rows.shape, expected)
-        found: Tensor = layer(order(rows.to(weight.dtype)))
-        return found
+        return layer(order(rows.to(weight.dtype)))
 
     # A layer that is frozen keeps nothing.
     return made_again(compute, media.loaded) if weight.requires_grad else compute(media.loaded)
@@ -117,8 +116,7 @@ def made_again(compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
 
     No dropout may be in it.
     """
-    found: Tensor = checkpoint(compute, given, use_reentrant=False, preserve_rng_state=False)
-    return found
+    return checkpoint(compute, given, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@ them in InternVL 3.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from loongplug.models.architecture import Encoding, TextArchitecture, VisionLanguageArchitecture
@@ -49,6 +48,6 @@ LOONGPLUG_FAMILIES = (
             **LLAVA_FILES,
             derived="loongplug.models.internvl:side_of_blocks",
         ),
-        special_tokens=MappingProxyType({"image_token_id": "<IMG_CONTEXT>"}),
+        special_tokens={"image_token_id": "<IMG_CONTEXT>"},
     ),
 )

@@ -4,7 +4,6 @@ joins them in LLaVA-1.5.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from loongplug.models.architecture import (
@@ -47,35 +46,27 @@ def whole(model: VisionLanguageArchitecture) -> dict[str, Any]:
 
 # What files of LLaVA, and of the models that transformers made like it, have in common: what
 # tensors are called there, and where config.json says what.
-LLAVA_FILES: Mapping[str, Any] = MappingProxyType(
-    {
-        "roots": MappingProxyType(
-            {
-                "image_encoder": "vision_tower",
-                "image_projector": "multi_modal_projector",
-                "text_decoder": "language_model.model",
-            }
-        ),
-        "head": "language_model.lm_head.weight",
-        "prefixes": (
-            ("language_model.lm_head", "lm_head"),
-            ("language_model.model.", "model.language_model."),
-            ("vision_tower.", "model.vision_tower."),
-            ("multi_modal_projector.", "model.multi_modal_projector."),
-        ),
-        "sections": MappingProxyType(
-            {
-                "vision_config": ("image_encoder",),
-                "text_config": ("text_decoder",),
-                WHOLE: ("image_projector",),
-            }
-        ),
-        "whole": MappingProxyType(
-            {"image_encoder": MappingProxyType({"feature_layer": "vision_feature_layer"})}
-        ),
-        "more": "loongplug.models.llava:whole",
-    }
-)
+LLAVA_FILES: Mapping[str, Any] = {
+    "roots": {
+        "image_encoder": "vision_tower",
+        "image_projector": "multi_modal_projector",
+        "text_decoder": "language_model.model",
+    },
+    "head": "language_model.lm_head.weight",
+    "prefixes": (
+        ("language_model.lm_head", "lm_head"),
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+    "sections": {
+        "vision_config": ("image_encoder",),
+        "text_config": ("text_decoder",),
+        WHOLE: ("image_projector",),
+    },
+    "whole": {"image_encoder": {"feature_layer": "vision_feature_layer"}},
+    "more": "loongplug.models.llava:whole",
+}
 
 LOONGPLUG_FAMILIES = (
     Family(
@@ -88,6 +79,6 @@ LOONGPLUG_FAMILIES = (
             **LLAVA_FILES,
             formerly=(("vision_tower.vision_model.", "vision_tower."),),
         ),
-        special_tokens=MappingProxyType({"image_token_id": "<image>"}),
+        special_tokens={"image_token_id": "<image>"},
     ),
 )

@@ -1,7 +1,6 @@
 """The Qwen2.5-Omni family: its thinker, which sees and hears, without the part that speaks."""
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.architecture import Encoding, MultimodalArchitecture
@@ -115,16 +114,14 @@ LOONGPLUG_FAMILIES = (
             within={"qwen2_5_omni": "thinker_config"},
             aside=("talker.", "token2wav."),
         ),
-        special_tokens=MappingProxyType(
-            {
-                "image_token_id": "<|IMAGE|>",
-                "video_token_id": "<|VIDEO|>",
-                "audio_token_id": "<|AUDIO|>",
-                "vision_start_token_id": "<|vision_bos|>",
-                "vision_end_token_id": "<|vision_eos|>",
-                "audio_start_token_id": "<|audio_bos|>",
-                "audio_end_token_id": "<|audio_eos|>",
-            }
-        ),
+        special_tokens={
+            "image_token_id": "<|IMAGE|>",
+            "video_token_id": "<|VIDEO|>",
+            "audio_token_id": "<|AUDIO|>",
+            "vision_start_token_id": "<|vision_bos|>",
+            "vision_end_token_id": "<|vision_eos|>",
+            "audio_start_token_id": "<|audio_bos|>",
+            "audio_end_token_id": "<|audio_eos|>",
+        },
     ),
 )

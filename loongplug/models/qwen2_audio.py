@@ -3,7 +3,6 @@ joins them in Qwen2-Audio.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 from loongplug.models.architecture import Encoding, MultimodalArchitecture, TextArchitecture
@@ -62,9 +61,7 @@ LOONGPLUG_FAMILIES = (
             },
             ties=False,
         ),
-        special_tokens=MappingProxyType({"audio_token_id": "<|AUDIO|>"}),
-        marks=MappingProxyType(
-            {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
-        ),
+        special_tokens={"audio_token_id": "<|AUDIO|>"},
+        marks={"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"},
     ),
 )

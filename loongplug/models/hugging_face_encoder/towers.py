@@ -56,8 +56,7 @@ def states_of(tower: nn.Module, images: Tensor, *, vision: HuggingFaceEncoderCon
     They are [images, tokens, hidden], of the patches row by row, a class token's before them.
     """
     given: Any = tower(pixel_values=images, output_hidden_states=True, return_dict=True)
-    states: Tensor = given.hidden_states[vision.feature_layer]
-    return states
+    return given.hidden_states[vision.feature_layer]
 
 
 def look_at(vision: HuggingFaceEncoderConfig) -> Tower:

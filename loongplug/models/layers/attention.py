@@ -101,8 +101,7 @@ def own_draws(*, sequence_parallel: bool) -> AbstractContextManager[None]:
     """
     if sequence_parallel:
         return nullcontext()
-    forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
-    return forked
+    return get_cuda_rng_tracker().fork()
 
 
 class SDPAttention(MegatronModule):

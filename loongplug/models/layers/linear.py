@@ -35,8 +35,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's linear: [..., in] by [out, in], and [out] or None, to [..., out]."""
     if not _is_large(x, weight.t()):
         return F.linear(x, weight, bias)
-    result: Tensor = _LargeProduct.apply(x, weight, bias)
-    return result
+    return _LargeProduct.apply(x, weight, bias)
 
 
 def fast_mm(rows: Tensor, matrix: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -61,8 +60,7 @@ def _is_large(rows: Tensor, matrix: Tensor) -> bool:
 def _onednn(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """[m, k] by [n, k], and [n], to [m, n]."""
     assert _KERNEL is not None, "no product is large without it"
-    product: Tensor = _KERNEL(_dense(rows), _dense(matrix), bias, "none", [], "")
-    return product
+    return _KERNEL(_dense(rows), _dense(matrix), bias, "none", [], "")
 
 
 def _dense(matrix: Tensor) -> Tensor:
@@ -226,8 +224,7 @@ class DelayedGradient(nn.Module):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         if not weight.requires_grad:
-            frozen: Tensor = super()._forward_impl(input, weight, **options)  # type: ignore[misc]
-            return frozen
+            return super()._forward_impl(input, weight, **options)  # type: ignore[misc]
         return self._product(
             input,
             weight,
@@ -240,8 +237,7 @@ class DelayedGradient(nn.Module):
         self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool, sums: bool
     ) -> Tensor:
         assert weight is self.weight, "the gradient is kept for the module's own weight"
-        product: Tensor = _Product.apply(input_, weight, bias, self, gathers, sums)
-        return product
+        return _Product.apply(input_, weight, bias, self, gathers, sums)
 
 
 class DelayedColumnParallelLinear(DelayedGradient, LocalColumnParallelLinear):
@@ -297,5 +293,4 @@ class _Product(torch.autograd.Function):
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
     """[s / tp, b, in] to [s, b, in], in a buffer that the next linear uses again."""
-    whole: Tensor = gather_from_sequence_parallel_region(part, group=group, use_global_buffer=True)
-    return whole
+    return gather_from_sequence_parallel_region(part, group=group, use_global_buffer=True)

@@ -4,7 +4,6 @@ activation functions by their names.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -22,13 +21,11 @@ from torch import Tensor
 
 from loongplug.models.layers.grouped import Groups, JoinedExperts, joinable, kernel_takes, watched
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "quick_gelu": quick_gelu,
-        "gelu": F.gelu,
-        "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    }
-)
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -74,8 +71,7 @@ class LocalMLP(MLP):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for the halves of the last dimension, [..., 2 * ffn] -> [..., ffn]."""
-    result: Tensor = _SwiGLU.apply(gate_up)
-    return result
+    return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -161,8 +157,7 @@ class ExpertLayer(MoELayer):
         dispatcher: Any = self.token_dispatcher
         if isinstance(dispatcher, RealTokensDispatcher):
             dispatcher.leaves_out = padding_mask is not None
-        result: tuple[Tensor, Tensor] = super().route(hidden_states, padding_mask)
-        return result
+        return super().route(hidden_states, padding_mask)
 
 
 class LocalExperts(SequentialMLP):
@@ -208,10 +203,7 @@ class LocalExperts(SequentialMLP):
         """
         tokens, experts = permuted_local_hidden_states, list(self.local_experts)
         if not self.joined or watched(experts):
-            one_by_one: tuple[Tensor, Tensor | None] = super().forward(
-                tokens, tokens_per_expert, permuted_probs
-            )
-            return one_by_one
+            return super().forward(tokens, tokens_per_expert, permuted_probs)
         kernel = kernel_takes(experts, tokens)
         groups = Groups.of(tokens_per_expert.tolist(), tokens, kernel=kernel)
         output, _ = JoinedExperts(experts, groups)(tokens, permuted_probs)

@@ -42,8 +42,7 @@ class RMSNorm(_Norm):
         """Norm ``x``; same shape and dtype."""
         if x.is_cuda:
             return F.rms_norm(x, (self.hidden_size,), self.weight, self.eps)
-        result: Tensor = _HostRMSNorm.apply(x, self.weight, self.eps)
-        return result
+        return _HostRMSNorm.apply(x, self.weight, self.eps)
 
 
 class LayerNorm(_Norm):

@@ -125,8 +125,7 @@ class BalancedRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As upstream's; where experts have a capacity, of the tokens that are no padding alone."""
         if padding_mask is None or self.config.moe_expert_capacity_factor is None:
-            of_all: tuple[Tensor, Tensor] = super().routing(logits, padding_mask=padding_mask)
-            return of_all
+            return super().routing(logits, padding_mask=padding_mask)
         # Upstream takes the capacity from the number of tokens that it is given.
         real = (~padding_mask).flatten().nonzero().squeeze(1)  # [real tokens]
         tokens = logits.flatten(0, 1)  # [tokens, experts]
@@ -154,7 +153,7 @@ class BalancedRouter(TopKRouter):
             # Upstream multiplies by the size of tp_cp_group once more. The loss is this rank's
             # share of the one over reduce_group: over the replicas as well, for the global loss.
             valid_token_count = self._counted * reduce_group.size() / self.tp_cp_group.size() ** 2
-        attached: Tensor = super().attach_and_log_load_balancing_loss(
+        return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,
             aux_loss,
@@ -163,14 +162,12 @@ class BalancedRouter(TopKRouter):
             needs_dp_avg=needs_dp_avg,
             valid_token_count=valid_token_count,
         )
-        return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """As upstream's, with the weight that the class describes."""
         coefficient = self.config.moe_z_loss_coeff
         if self._counted is None or self._valid is None or not self.calculate_per_token_loss:
-            plain: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
-            return plain
+            return super().apply_z_loss(logits, padding_mask=padding_mask)
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         assert padding_mask is not None
@@ -183,5 +180,4 @@ class BalancedRouter(TopKRouter):
             self.config.num_layers,
             reduce_group=self.tp_cp_group,
         )
-        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self._counted)
-        return attached
+        return MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self._counted)

@@ -4,7 +4,6 @@ encoder, projector and decoder.
 
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from loongplug.models.architecture import (
@@ -154,13 +153,11 @@ LOONGPLUG_PARTS = (
     ),
 )
 
-ROOTS = MappingProxyType(
-    {
-        "image_encoder": "model.visual",
-        "image_projector": "model.visual",
-        "text_decoder": "model.language_model",
-    }
-)
+ROOTS = {
+    "image_encoder": "model.visual",
+    "image_projector": "model.visual",
+    "text_decoder": "model.language_model",
+}
 LOONGPLUG_FAMILIES = (
     Family(
         name="qwen3_vl",

@@ -34,8 +34,7 @@ def attend_gathered(
     order. ``query`` and the result are [s, b, heads, dim], of this rank's tokens; a ``scale`` of
     None is 1 / sqrt(dim).
     """
-    out: Tensor = _GatheredAttention.apply(query, key, value, row, group, scale)
-    return out
+    return _GatheredAttention.apply(query, key, value, row, group, scale)
 
 
 class _GatheredAttention(torch.autograd.Function):

@@ -29,8 +29,7 @@ def attend_in_ring(
     Arguments and result are those of
     :func:`~loongplug.models.layers.context.gathered.attend_gathered`.
     """
-    out: Tensor = _RingAttention.apply(query, key, value, row, group, scale)
-    return out
+    return _RingAttention.apply(query, key, value, row, group, scale)
 
 
 class _RingAttention(torch.autograd.Function):
