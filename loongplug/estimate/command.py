@@ -43,12 +43,10 @@ class EstimatedLayout:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs most."""
         return max(self.stages, key=lambda each: each.total)
 
     @property
     def title(self) -> str:
-        """The model and the ranks."""
         assert self.parsed is not None
         args = self.parsed.args
         return f"{shown_name(args)}, {args.ranks} rank(s)"
@@ -136,7 +134,6 @@ def fits_in(nbytes: int, *, device_memory: float) -> bool:
 
 
 def _print_what_to_change(found: Found, *, name: str) -> None:
-    """Print a sentence for each way to make it fit, or one on the nearest."""
     for changes, needs in found.ways:
         print(f"{name} fits with {flags_of(changes)}: {needs / GB:.4g} GB")
     if not found.ways:
@@ -153,7 +150,6 @@ def _print_what_to_change(found: Found, *, name: str) -> None:
 
 
 def _print_stages(run: EstimatedLayout) -> None:
-    """A table of what the fullest rank of each stage holds."""
     found, fullest = run.stages, run.fullest
     unit, name_of_unit = _unit(fullest.total)
     table = Table(
@@ -182,7 +178,6 @@ def _print_stages(run: EstimatedLayout) -> None:
 
 
 def _print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float | None) -> None:
-    """A table with a row for each, then why some are refused."""
     runs = [each for each in layouts if each.refused is None]
     unit, name_of_unit = _unit(max(run.fullest.total for run in runs))
     table = Table("", "layout", "fullest", "at its fullest in", title=runs[0].title)
@@ -207,7 +202,6 @@ def _print_layouts(layouts: Sequence[EstimatedLayout], *, device_memory: float |
 
 
 def _as_json(layouts: Sequence[EstimatedLayout], *, several: bool) -> dict[str, Any]:
-    """The figures in bytes, of one run or of ``several`` layouts."""
     found = [
         {
             "flags": each.flags,

@@ -124,7 +124,6 @@ class EncoderReplay:
             wire.sends = {**self._sends}
 
     def at(self, when: When) -> None:
-        """Do what the plan has there."""
         self._tape.doing = when.event.value
         if when == BEGIN:
             self._executor.begin(self._chunk, self._microbatches, training=True)
@@ -195,11 +194,9 @@ class _StateBytes(Movable):
     tape: Tape
 
     def free(self) -> None:
-        """Count the bytes as on the host."""
         self.tape.take(self.region, self.nbytes)
 
     def allocate(self) -> Tensor:
-        """Count the bytes as back."""
         self.tape.add(self.region, self.nbytes)
         return super().allocate()
 

@@ -57,12 +57,10 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def place(self) -> str:
-        """The stage in words."""
         return f"stage {self.stage}" + ("" if self.role in ROLES else f" of {self.role}")
 
 

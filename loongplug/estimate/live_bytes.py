@@ -48,7 +48,6 @@ class Tape(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """The bytes that are live now."""
         return self.live.total()
 
     @property
@@ -57,7 +56,6 @@ class Tape(TorchDispatchMode):
         return sum(self.peak.values())
 
     def restart(self) -> None:
-        """Forget the peak."""
         self.peak = dict(self.live)
 
     @contextmanager
@@ -70,7 +68,6 @@ class Tape(TorchDispatchMode):
             self._region = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at what came out."""
         result = NotImplemented
         if func in self._answers:
             result = self._answers[func](*args, **(kwargs or {}))
@@ -138,13 +135,11 @@ class Tape(TorchDispatchMode):
         self.take(region, nbytes)
 
     def add(self, region: str, nbytes: int) -> None:
-        """Count so many bytes more from now on."""
         self.live[region] += nbytes
         if self.total > self.most:
             self.peak, self.when = dict(self.live), self.doing
 
     def take(self, region: str, nbytes: int) -> None:
-        """Count so many bytes as gone."""
         self.live[region] -= nbytes
         assert self.live[region] >= 0, (region, self.live)
 
@@ -168,7 +163,6 @@ class Tape(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of tensors among an operation's arguments or results, by their addresses."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
     return {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
 

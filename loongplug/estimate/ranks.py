@@ -130,7 +130,6 @@ class State:
         )
 
     def by_name(self) -> dict[str, int]:
-        """What there is between steps."""
         return {WEIGHTS: self.weights, GRADIENTS: self.gradients, OPTIMIZER: self.optimizer}
 
     @property

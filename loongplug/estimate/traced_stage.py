@@ -226,11 +226,9 @@ class TracedStage:
         return moved[0][0] if len(moved) == 1 else 2 * max(map(sum, moved))
 
     def _received(self, chunk: MultimodalModel) -> Tensor | None:
-        """What the chunk is sent by the stage before."""
         return None if chunk.pre_process else self._states(chunk, behind=False).requires_grad_()
 
     def _sent(self, chunk: MultimodalModel) -> Tensor | None:
-        """What the chunk sends to the stage behind, or a gradient of it."""
         return None if chunk.post_process else self._states(chunk, behind=True)
 
     def _states(self, chunk: MultimodalModel, *, behind: bool) -> Tensor:

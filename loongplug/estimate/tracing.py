@@ -325,7 +325,6 @@ class Away(Copies):
         self.host = Tape(region="host")
 
     def copies(self) -> Copies:
-        """See :meth:`Platform.copies`."""
         return self
 
     def release(self, storage: torch.UntypedStorage) -> None:

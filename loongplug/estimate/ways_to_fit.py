@@ -90,7 +90,6 @@ def ways_to_fit(
 
 
 def flags_of(changes: Sequence[Change]) -> str:
-    """The flags of all the changes."""
     return " ".join(each.flags for each in changes)
 
 

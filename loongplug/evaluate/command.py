@@ -107,7 +107,6 @@ def _answered(question: Question, answer: str, metric: Metric) -> Answered:
 
 
 def _fitting_processor(folder: Path, config: Any, **options: Any) -> Processor:
-    """The folder's processor, which fits the model of ``config``."""
     sizes = PatchSizes.of_config(config.to_dict())
     audio_sizes = AudioSizes.of_config(config.to_dict())
     processor = load_processor(folder, patch_sizes=sizes, audio_sizes=audio_sizes, **options)

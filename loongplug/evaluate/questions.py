@@ -67,7 +67,6 @@ def questions_of(
 def _question(
     rows: Rows, index: int, processor: Processor, *, videos: VideoProcessor
 ) -> Question | None:
-    """The row as a question; none if its own loss or weight leaves it out."""
     row, where = rows.read(index), rows.where(index)
     conversation = parse_conversation(row, where=where, ignored=rows.access.ignored)
     if MASKED in conversation.remarks:

@@ -49,7 +49,6 @@ class Balance:
 
     @classmethod
     def of(cls, encoder: EncoderArchitecture, *, threshold: float = THRESHOLD) -> Self:
-        """For an encoder's media."""
         return cls(
             of_frame=frame_macs(encoder),
             blank=encoder.blank_grid(),
@@ -58,7 +57,6 @@ class Balance:
         )
 
     def costs(self, units: Sequence[Sequence[Grid]]) -> list[int]:
-        """The cost of each unit."""
         of_frame, blank = self.of_frame, (self.blank,)
         return [sum([t * of_frame(h, w) for t, h, w in grids or blank]) for grids in units]
 
@@ -207,7 +205,6 @@ def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> t
 
 
 def loads(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: int) -> list[int]:
-    """What each replica has to do."""
     of_replica = [0] * replicas
     for cost, encoder_replica in zip(costs, encoder_replicas, strict=True):
         of_replica[encoder_replica] += cost

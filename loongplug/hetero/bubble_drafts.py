@@ -123,7 +123,6 @@ class _Draft:
         self._places: _Places = [{} for _ in decoding]
 
     def places(self) -> _Places:
-        """The places of all pieces in the plan."""
         now, stages = 0, range(len(self._next))
         while True:
             while sum(self._goes_on(stage, now) for stage in stages):

@@ -110,7 +110,6 @@ class StepPlanner:
         self._plans = dict([*self._plans.items(), (units, plan)][-32:])
 
     def step(self, units: Units) -> Step:
-        """What a plan is made of."""
         return self._step(units, [self._cut(grids, len(units)) for grids in units])
 
     def separated_time(self, units: Units) -> int:
@@ -142,7 +141,6 @@ class StepPlanner:
         return cut([sum(self._costs.of_media([grid])) for grid in grids], pieces)
 
     def _step(self, units: Units, media: Sequence[Sequence[Sequence[int]]]) -> Step:
-        """The step with a piece for each of a unit's ``media``, given by their numbers."""
         costs = self._costs
         return Step(
             pieces=tuple(

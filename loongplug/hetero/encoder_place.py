@@ -171,7 +171,6 @@ class PlaceOfEncoder:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that all process groups have."""
         return {
             "timeout_minutes": self.timeout_minutes,
             "nccl_config_path": self.nccl_config_path,

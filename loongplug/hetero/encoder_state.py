@@ -30,13 +30,11 @@ class _Storage(Movable):
     was_away: bool = False  # so that ``host`` has what it was then
 
     def free(self) -> None:
-        """Release the storage's memory."""
         assert self.device is not None
         self.platform.release(self.device.untyped_storage())
         self.was_away = True
 
     def allocate(self) -> Tensor:
-        """Restore the storage's memory."""
         assert self.device is not None
         self.platform.restore(self.device.untyped_storage(), self.device.nbytes)
         return self.device
@@ -109,12 +107,10 @@ class EncoderState:
 
 
 def _by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """One tensor of each storage."""
     return {each.untyped_storage()._cdata: each for each in tensors}
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the tensors' storages."""
     return {*_by_address(tensors)}
 
 

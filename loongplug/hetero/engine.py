@@ -214,7 +214,6 @@ class Engine:
         self.encoders = encoders
 
     def report_to(self, recorder: Recorder) -> None:
-        """Have exchanges report there, from the first step on."""
         for each in self.encoders.values():
             each.recorder = recorder
 

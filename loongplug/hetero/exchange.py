@@ -44,7 +44,6 @@ class AllToAll:
 
     @property
     def consumes(self) -> bool:
-        """Whether features come to this rank."""
         return self._rank in self._edge.consumers
 
     def gather_variable_shape_embeddings(

@@ -96,7 +96,6 @@ class ExecutedStep:
         return replace(unit, media=media_of(piece, unit))
 
     def pieces_of(self, microbatch: int) -> range:
-        """The pieces that a microbatch consists of."""
         return range(microbatch, microbatch + 1) if self.pieces is None else self.pieces[microbatch]
 
     def rows_of(self, what: Kept) -> dict[int, Tensor] | None:
@@ -117,7 +116,6 @@ class ExecutedStep:
             assert not what, f"nobody used what there is of pieces {list(what)}"
 
     def operate(self, operation: Operation) -> None:
-        """Do one of the plan's operations."""
         match operation:
             case Encode(pieces=pieces, movable=movable):
                 self._encode(pieces, movable=movable)

@@ -248,12 +248,10 @@ class Executor:
         self._now.arrived = None
 
     def do(self, when: When) -> None:
-        """Do what the plan has there."""
         for operation in self._now.plan.get(when, ()):
             self.operate(operation)
 
     def operate(self, operation: Operation) -> None:
-        """Do one of the plan's operations."""
         self._now.operate(operation)
 
 
@@ -294,7 +292,6 @@ class Waiting:
         self._calls.append((args, kwargs))
 
     def release(self, function: Callable[..., Any] | None) -> None:
-        """Call it, as often as this was."""
         for args, kwargs in self._calls:
             assert function is not None
             function(*args, **kwargs)

@@ -58,7 +58,6 @@ class Dealer:
     def _exchanged(
         self, rows: Tensor, deal: Deal, way: Callable[[int], Iterator[RowMove]]
     ) -> Tensor:
-        """Rows that have gone over in one all-to-all, [rows, width]."""
         if not deal.rows or len(self._ranks) == 1:
             return rows
         moves = [*way(self._rank)]

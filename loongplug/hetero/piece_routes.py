@@ -37,7 +37,6 @@ class Deal:
 
     @property
     def rows(self) -> int:
-        """How many are held."""
         return sum(map(size, self.holds))
 
     @property

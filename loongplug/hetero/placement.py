@@ -79,7 +79,6 @@ class Edge:
         return tuple((brings, part[(brings - part[0]) % len(part)]) for part in parts)
 
     def replica_of(self, rank: int) -> int | None:
-        """Which replica ``rank`` encodes with; None where it does not encode."""
         return next((n for n, ranks in enumerate(self.replicas) if rank in ranks), None)
 
 
@@ -258,7 +257,6 @@ def one_apart(
 
 
 def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) -> Placement:
-    """An encoder and the decoder that it leads into."""
     assert entry.into is not None, "an encoder leads somewhere"
     return Placement(
         entries=(
@@ -269,7 +267,6 @@ def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) 
 
 
 def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
-    """Raise ValueError where two entries have ranks in common; ``other`` may be the decoder."""
     own, others = set(entry.layout.ranks), set(other.layout.ranks)
     both = own & others
     if own == others and entry.into == other.name:
@@ -285,7 +282,6 @@ def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
 
 
 def _ranks(ranks: set[int]) -> str:
-    """The ranks as users read them, "ranks 0 to 3" where none is left out."""
     first, last = min(ranks), max(ranks)
     if first == last:
         return f"rank {first}"
@@ -328,7 +324,6 @@ def there_and_back(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def reverse(pairs: Iterable[Pair]) -> list[Pair]:
-    """The way back."""
     return [(receiver, sender) for sender, receiver in pairs]
 
 

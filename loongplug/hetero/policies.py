@@ -166,8 +166,6 @@ def apart(step: EncoderStep) -> StepPlan:
 
 
 class _Draft(defaultdict[When, tuple[Operation, ...]]):
-    """A plan in the making."""
-
     def at(self, when: When, *operations: Operation) -> None:
         """Put these behind what there is to do then already."""
         self[when] += operations
@@ -178,7 +176,6 @@ def _activations_move(step: EncoderStep) -> bool:
 
 
 def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
-    """Encoder work before passes; features and gradients when the decoder's passes need them."""
     before, within = _activations_away(stream.work if _activations_move(step) else ())
     for number, moves in before.items():
         plan.at(before_pass(number), *moves)
@@ -239,7 +236,6 @@ def _activations_away(
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
-    """The forward of a unit on a stage of an encoder with ranks of its own."""
     if step.stage:
         plan.at(BEGIN, Receive(what=Cargo.STATES, piece=unit))
     made = Cargo.FEATURES if step.stage == step.stages - 1 else Cargo.STATES

@@ -65,7 +65,6 @@ class Turn:
 
     @property
     def name(self) -> str:
-        """The turn in words."""
         there = (("forward", self.forward), ("backward", self.backward))
         return " with ".join(name for name, each in there if each is not None)
 
@@ -83,7 +82,6 @@ class StageEnd(NamedTuple):
 
     @property
     def to_next(self) -> bool:
-        """Whether the other end is the next stage's."""
         return self.forward == self.sends
 
 

@@ -102,7 +102,6 @@ class ExchangeSpec:
         return (self._all(unit),) if self.shards is None else self.shards[unit]
 
     def encoded(self) -> Iterator[tuple[int, int, Rows]]:
-        """The unit, the replica and the rows of each share."""
         for unit, shares in enumerate(self.shares):
             for each in shares:
                 rows = self._all(unit) if each.rows is None else each.rows
@@ -204,5 +203,4 @@ def within(rows: Rows, whole: Rows) -> Rows:
 
 
 def size(rows: Rows) -> int:
-    """How many rows these are."""
     return sum(each.stop - each.start for each in rows)

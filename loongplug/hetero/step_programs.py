@@ -105,7 +105,6 @@ class Step:
         )
 
     def cost(self, one: DecoderPass) -> int:
-        """The cost of a decoder's pass."""
         return (self.forward if one.forward else self.backward)[one.place]
 
     def before(self, one: DecoderPass) -> DecoderPass | None:
@@ -128,7 +127,6 @@ class Step:
         return cost.forward + cost.backward if self.encoder.trains else cost.forward
 
     def encoder_pass(self, names: Iterable[Name], *, forward: bool) -> int:
-        """What a pass of these pieces takes."""
         way = 0 if forward else 1
         return self.encoder.each[way] + sum(self.pieces[unit][piece][way] for unit, piece in names)
 
@@ -148,7 +146,6 @@ class Step:
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """The replicas on each stage."""
         return tuple(
             tuple(number for number, at in enumerate(self.replicas) if at == stage)
             for stage in range(len(self.passes))

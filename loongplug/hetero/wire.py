@@ -116,7 +116,6 @@ class Wire:
         return put_together(parts, rows=count, like=self.empty(what, 0))
 
     def rows(self, what: Cargo, piece: int) -> int:
-        """How many this rank gives of a piece."""
         return sum(size(move.given) for move in self._given(what, piece))
 
     def drain(self) -> None:
@@ -133,7 +132,6 @@ class Wire:
         return [each for each in moves if each.source == self._rank]
 
     def _come(self, what: Cargo, piece: int) -> list[RowMove]:
-        """From other ranks."""
         moves = self.ways[what].known.moves.get(piece, ())
         return [each for each in moves if each.source != self._rank == each.target]
 

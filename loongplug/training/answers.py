@@ -188,7 +188,6 @@ class Answers:
         self._chunks: Sequence[Any] = ()
 
     def built(self, chunks: Sequence[Any]) -> None:
-        """Take this rank's wrapped chunks."""
         self._chunks = chunks
 
     def scored(self) -> tuple[int, int]:

@@ -185,7 +185,6 @@ def complete(args: Namespace, *, device: str, target: str | None = None) -> None
 def _contradictions(
     line: CommandLine, architecture: Mapping[str, ArchitectureArgument]
 ) -> list[str]:
-    """Flags that say something else than the model's YAML."""
     problems = []
     for name, argument in architecture.items():
         given = getattr(line.args, name)

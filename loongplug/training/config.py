@@ -151,7 +151,6 @@ def shown_name(args: Namespace) -> str:
 def _of_folder(
     folder: Path, overrides: Sequence[str], trusted_packages: Sequence[str]
 ) -> ComposedModel:
-    """The model that a Hugging Face folder's config.json describes."""
     family = family_of_folder(folder, trusted_packages=trusted_packages)
     data, shown = {MODEL: read_folder(folder, family)}, folder / CONFIG_JSON
     bare = _of_data(data, shown, (), trusted_packages)

@@ -152,7 +152,6 @@ class DatasetProvider:
 
     @property
     def _unindexed(self) -> list[Source]:
-        """The files that have no index, each once."""
         data = [each for each in (self.train, self._valid) if each is not None]
         sources = [each for one in data if one.extents is None for each in one.sources]
         return list({(path_of(x), getattr(x, "split", None)): x for x in sources}.values())
@@ -215,7 +214,6 @@ class DatasetProvider:
         return asked_of(self._data, self._valid, self.questions)
 
     def close(self) -> None:
-        """End the background processes."""
         self._end_index()
         for stream in self._streams:
             stream.close()
@@ -262,7 +260,6 @@ class DatasetProvider:
 
     @cached_property
     def _data(self) -> RankData:
-        """How this rank's streams are made."""
         return RankData(
             args=self._args,
             model=self._model,

@@ -99,7 +99,6 @@ class Exports:
         save_checkpoint(0, [*chunks], None, None, 0, checkpointing_context=context, release=True)
 
     def _sources(self) -> dict[str, Any]:
-        """Where what stands beside the weights is taken from."""
         weights = Path(self.args.load_hf) if self.args.load_hf else None
         return {"processor_folder": Path(self.args.tokenizer_model), "weights_folder": weights}
 

@@ -39,8 +39,6 @@ class _Help(argparse.HelpFormatter):
 
 
 class _ShortHelp(argparse.Action):
-    """Prints what users need, and ends."""
-
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         print(Path(__file__).with_name("help.txt").read_text(encoding="utf-8"), end="")
         raise SystemExit(0)

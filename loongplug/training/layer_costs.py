@@ -44,7 +44,6 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """The operations of forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -80,7 +79,6 @@ class EntryCosts:
         return found + (self.last if stop == len(self.layers) else Cost())
 
     def whole(self) -> Cost:
-        """The cost of the whole entry on one stage."""
         return self.stage(0, len(self.layers))
 
 

@@ -15,7 +15,6 @@ from loongplug.platform.replacements import ReplacementTable
 
 @contextlib.contextmanager
 def applied(table: ReplacementTable) -> Iterator[None]:
-    """Inside, the replacements of ``table`` are in place."""
     table.apply()
     try:
         yield

@@ -86,7 +86,6 @@ def _problem(flag: str, place: Path, *, rank: int, kept: bool) -> str | None:
 
 
 def _try(folder: Path, *, rank: int, kept: bool) -> None:
-    """Make and remove a file, and the folders that are not there and not to be kept."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".loongplug_probe_{rank}"

@@ -110,7 +110,6 @@ class Display:
         self._bar.start()
 
     def stepped(self, iteration: int) -> None:
-        """Move the bar."""
         if self._task is None:  # a resumed run starts where it was, which is no speed
             self._task = self._bar.add_task("", total=self._total, completed=iteration, loss="")
         self._bar.update(self._task, completed=iteration)
@@ -123,11 +122,9 @@ class Display:
         self.say(step.line(total=self._total) + ("" if left is None else f" | {left:.0f} s left"))
 
     def say(self, line: str) -> None:
-        """Print the line above the bar."""
         self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
         self._bar.stop()
 
 
@@ -271,7 +268,6 @@ class TrainingProgress:
             self.on_report(report)
 
     def close(self) -> None:
-        """End the display."""
         if self.sink is None:
             return
         if self.bad_samples:

@@ -98,7 +98,6 @@ def _run(
     watch: Watch | None,
     without_save: WithoutSave,
 ) -> list[StepReport]:
-    """The run, once its arguments are checked and its outputs are its own."""
     args, platform = parsed.args, current_platform()
     platform.use(
         per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
@@ -246,14 +245,12 @@ def _met(datasets: DatasetProvider, encoders: Sequence[str]) -> list[str]:
 
 
 def _say(lines: Iterable[str], *, args: Namespace, file: TextIO | None = None) -> None:
-    """Print lines, by the first rank."""
     for line in lines if args.rank == 0 else ():
         print(line, file=file, flush=True)
 
 
 @contextmanager
 def _reported(engine: Engine, recorder: Recorder, step_rows: StepRows | None) -> Iterator[None]:
-    """Report exchanges of features and switches between parallel states to ``recorder``."""
     engine.report_to(recorder)
     if step_rows is not None:
         step_rows.recorder = recorder

@@ -119,7 +119,6 @@ def start_values(parsed: ParsedArguments) -> Values:
 
 
 def _flat(value: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, str]]:
-    """Names of the parts and their values."""
     for key, item in value.items():
         if isinstance(item, Mapping):
             inner = _flat(item, separator=separator)

@@ -26,7 +26,6 @@ _CURE = (
 
 
 def finalized(model: Any, num_tokens: Tensor | None, **options: Any) -> None:
-    """Megatron's own ``finalize_model_grads``."""
     from megatron.training import training  # asked each time: a trace puts its own there
 
     training.finalize_model_grads(model, num_tokens, **options)

@@ -93,7 +93,6 @@ def end_facts(args: Namespace, *, ended_early: bool = False) -> Iterator[Fact]:
 def _modules(
     args: Namespace, model: Any, *, mapping: Mapping, freezing: Freezing
 ) -> Iterator[Fact]:
-    """The model's size, and what trains of each module."""
     sizes, trained = Counter[str](), Counter[str]()
     for each in mapping.entries():
         if is_carried(each.name):
@@ -136,7 +135,6 @@ def _layout(args: Namespace, model: Any) -> str:
 
 
 def _encoder_layout(args: Namespace, model: Any, name: str) -> str:
-    """An encoder's mode, and what it has otherwise than the decoder."""
     encoder, words = model.encoder(name), [modes_of(args, model)[name].name]
     tp = encoder_tp(args, encoder)
     words += [] if encoder.rank_offset is None else [f"from rank {encoder.rank_offset} on"]
@@ -150,7 +148,6 @@ def _above_one(sizes: dict[str, int]) -> list[str]:
 
 
 def _rows(args: Namespace, datasets: DatasetProvider) -> str:
-    """How many rows there are, and what becomes of them."""
     paths = parse_blend(training_files(args), flag=TRAINING).paths
     each = args.micro_batch_size * data_parallel_size(args)
     sizes = step_sizes(args) or StepSizes.constant(each)
@@ -167,7 +164,6 @@ def _rows(args: Namespace, datasets: DatasetProvider) -> str:
 
 
 def _start(args: Namespace) -> str:
-    """Where the weights come from."""
     if has_checkpoint(args):
         step = args.ckpt_step or tracked_iteration(args.load)
         if step == "release":
@@ -183,13 +179,11 @@ def _when(interval: int | None, args: Namespace) -> str:
 
 
 def _exports(args: Namespace) -> list[Fact]:
-    """What is written once, and where."""
     exports = (("the model for transformers", args.save_hf), ("the adapters", args.save_lora))
     return [(what, folder) for what, folder in exports if folder]
 
 
 def _evaluation(args: Namespace, folder: str) -> str:
-    """The command that asks the trained model the questions of the validation data."""
     data = "DATA.jsonl"
     if args.valid_data_path:
         data = str(parse_blend(args.valid_data_path, flag="--valid-data-path").paths[0])

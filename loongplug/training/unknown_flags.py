@@ -60,7 +60,6 @@ def in_our_words(
 
 
 def _batch(theirs: Mapping[str, str], args: Namespace, *, ranks: int | None) -> str:
-    """The sizes of a batch, by arithmetic where all is known."""
     micro = theirs.get(PER_DEVICE) or args.micro_batch_size or "B"
     times = theirs.get(ACCUMULATION) or "1"
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)

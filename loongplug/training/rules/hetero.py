@@ -48,7 +48,6 @@ def encoder_tp(args: Namespace, encoder: EncoderArchitecture) -> int:
 
 
 def _modes(args: Namespace, model: Any) -> list[Mode]:
-    """The modes of all encoders."""
     return [mode_of(args, encoder) for _, encoder in encoders_of(model)]
 
 

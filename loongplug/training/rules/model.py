@@ -111,7 +111,6 @@ def longest_row(args: Namespace, model: Any) -> Problems:
 
 
 def _lora(model: Any) -> Iterator[tuple[str, LoraSettings]]:
-    """The adapters' settings of each module that has any, with the key that users write."""
     for key, module in modules_of(model):
         if module.lora is not None:
             yield f"{key}.lora", module.lora
@@ -146,7 +145,6 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
 
 
 def _trained(args: Namespace, model: Any) -> list[str]:
-    """The modules of which anything trains beside adapters."""
     family = family_of(type(model), trusted_packages=args.trusted_packages)
     mapping = family.load_hugging_face(model).mapping
     return trained_modules(freezing_of(args, model), mapping=mapping)

@@ -32,7 +32,6 @@ class Rule:
     verified: bool = True
 
     def __call__(self, args: Namespace, model: Any) -> str | None:
-        """What is wrong, or None."""
         return ", ".join(self.check(args, model)) or None
 
 
@@ -153,7 +152,6 @@ def value_of(args: Namespace, flag: str) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The flag that is ``name`` in the arguments."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -49,12 +49,10 @@ class Communicators:
 
     @property
     def own(self) -> int:
-        """The number of ours."""
         return self.exchanges + self.messages
 
     @property
     def total(self) -> int:
-        """The number of all, with Megatron's."""
         return self.megatrons + self.own
 
 
