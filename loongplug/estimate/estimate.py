@@ -261,10 +261,7 @@ class EstimatedStep:
         del self._first.payload
 
     def _inline(self, tape: Tape, when: When) -> int:
-        """Encoders that work within the first chunk's forward, on media that come with it.
-
-        Gives the bytes of their features, which that forward holds to its end.
-        """
+        """Encoders within the first chunk's forward: the bytes of features that it holds."""
         features = 0
         if when.event not in (Event.FORWARD, Event.GRADIENT):
             return features

@@ -182,10 +182,7 @@ def trace_encoder(
     stage: int,
     trains_before: bool,
 ) -> PassBytes:
-    """Media of ``grids`` through a stage of an encoder, to its payload (which is not counted).
-
-    ``trains_before``: whether a stage before this one trains.
-    """
+    """Media of ``grids`` through a stage of an encoder, to its payload (which is not counted)."""
     encoder, states = EncoderOfStep(chunk, chunk, entry=entry, training=True), None
     encoder.trains_before = trains_before
     encoder.trains |= trains_before

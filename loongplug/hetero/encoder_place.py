@@ -71,10 +71,7 @@ class EncoderPlace:
         return tuple(each for each in self.pieces[training] if each.replica == replica)
 
     def step(self, rank: int, *, training: bool, decoder: Pipeline, **of_step: Any) -> EncoderStep:
-        """What a policy knows of a step of ``rank``; ``of_step`` does not follow from the place.
-
-        ``decoder`` is the decoder's first stage.
-        """
+        """What a policy knows of a step of ``rank``; ``of_step`` does not follow from the place."""
         of_step["training"] = training
         if self.edge is not None:
             return EncoderStep(

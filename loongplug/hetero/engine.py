@@ -73,8 +73,8 @@ class EncoderEngine:
         """
         if self.mode.apart:
             trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
-            stage = self._stage_of(dist.get_rank()) if self.here else self._stages
             if self.here:
+                stage = self._stage_of(dist.get_rank())
                 trains[stage] = unwrapped(chunks[0]).trains(self.found.entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
             self.hear(trains.tolist())

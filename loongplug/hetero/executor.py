@@ -262,10 +262,7 @@ def unwrapped(chunk: Any) -> MultimodalModel:
 
 
 class FeaturesNode(torch.autograd.Function):
-    """Where features come from, and their gradient goes to, in the decoder's graph.
-
-    Has an input without values, since the graph goes no further than inputs that need it.
-    """
+    """Where features come from, and their gradient goes to, in the decoder's graph."""
 
     @staticmethod
     def forward(

@@ -246,10 +246,7 @@ def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> 
 def one_apart(
     decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int, pp: int = 1
 ) -> Placement:
-    """The encoder has ``tp`` x ``dp`` x ``pp`` ranks of its own, from ``rank_offset`` on.
-
-    Raises ValueError where some are the decoder's.
-    """
+    """The encoder on ranks of its own, from ``rank_offset`` on; ValueError if they overlap."""
     layout = Layout(tp=tp, pp=pp, dp=dp, first_rank=rank_offset)
     placement = _of_two(entry, layout, decoder, same_units=False)
     _check_apart(*placement.entries)
@@ -292,10 +289,8 @@ def _ranks(ranks: set[int]) -> str:
 
 def piece_pairs(edges: Iterable[Edge], *, cp: int) -> list[Pair]:
     """Who sends whom features within model replicas, of an encoder that lies on all ranks."""
-    meetings = (
-        edge.meetings(replica, cp=cp) for edge in edges for replica in range(len(edge.replicas))
-    )
-    return sorted({(source, target) for source, target in chain(*meetings) if source != target})
+    ways = (edge.meetings(each, cp=cp) for edge in edges for each in range(len(edge.replicas)))
+    return sorted({pair for pair in chain(*ways) if pair[0] != pair[1]})
 
 
 def pipeline_pairs(ranks: Sequence[int], *, virtual: bool) -> dict[str, list[Pair]]:

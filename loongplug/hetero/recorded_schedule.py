@@ -128,7 +128,9 @@ def calls(pipeline: Pipeline, microbatches: int, *, beside_sends: bool = False) 
         schedule, with_peers = schedules.forward_backward_no_pipelining, {}
     elif several:
         schedule = schedules.forward_backward_pipelining_with_interleaving
-    chunks = [_chunk(config, number) for number in range(pipeline.chunks)]
+    chunks: list[Any] = [nn.Module() for _ in range(pipeline.chunks)]  # virtual stages' stand-ins
+    for number, each in enumerate(chunks):
+        each.config, each.number, each.model_type = config, number, ModelType.encoder_or_decoder
     with _noted_passes(noted):
         schedule(
             forward_step_func=None,
@@ -222,13 +224,6 @@ def shortened(pipeline: Pipeline, microbatches: int) -> tuple[list[Turn], list[i
     behind = first + period
     numbers[behind:behind] = left_out * numbers[first:behind]
     return few, numbers
-
-
-def _chunk(config: ModelParallelConfig, number: int) -> Any:
-    """Stands in for a virtual stage of the model."""
-    made: Any = nn.Module()
-    made.config, made.number, made.model_type = config, number, ModelType.encoder_or_decoder
-    return made
 
 
 @contextmanager

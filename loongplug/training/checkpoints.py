@@ -122,10 +122,7 @@ def refuse_others_checkpoints(args: Namespace) -> None:
 def check_checkpoint_folders(
     args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any]
 ) -> None:
-    """As :func:`check_source_folders`, and of other ``data``; notes both in ``--save``.
-
-    ``data`` is the fingerprint of the training data.
-    """
+    """As :func:`check_source_folders`, and of data's fingerprint; notes both in ``--save``."""
     check_source_folders(args, model_yaml)
     if has_checkpoint(args) and not args.finetune:
         check_data_note(Path(args.load), data)

@@ -34,10 +34,7 @@ class Cost:
 
     @classmethod
     def of(cls, work: LayerWork, extent: Amounts, *, share: int, parts: frozenset[str]) -> Self:
-        """The cost of all microbatches in a layer; ``share``: their number times the ranks of one.
-
-        ``parts`` of the layer are recomputed.
-        """
+        """The cost of all microbatches in a layer; ``share``: their number x the ranks of one."""
         ways = (work.forward, work.backward, work.again(parts))
         forward, backward, again = (round(operations(each, extent) / share) for each in ways)
         return cls(forward=forward, backward=backward, again=again)
@@ -85,10 +82,9 @@ class EntryCosts:
 def decoder_costs(
     args: Namespace, decoder: EntryAmounts, rows: Sequence[Sequence[int]]
 ) -> EntryCosts:
-    """The costs of a decoder's microbatch, with its output, which its last layer has beside it.
+    """The mean costs of a decoder's microbatches, with the output beside the last layer.
 
-    ``rows`` are, by microbatch, the tokens that see each other; the mean of all microbatches
-    counts.
+    ``rows`` are, by microbatch, the tokens that see each other.
     """
     share = len(rows) * args.tensor_model_parallel_size * args.context_parallel_size
     found = EntryCosts.of(

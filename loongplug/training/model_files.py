@@ -29,10 +29,7 @@ _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 
 
 def own_folder(*, package: Path = _PACKAGE) -> Path:
-    """Where LoongPlug's own YAML files lie, in folders of a family or of modules.
-
-    Inside an installed package, beside it in a checkout.
-    """
+    """Where LoongPlug's own YAML files lie: in an installed package, or beside it in a checkout."""
     inside, beside = (folder / "configs" / "models" for folder in (package, package.parent))
     return inside if inside.is_dir() else beside
 

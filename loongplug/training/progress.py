@@ -219,11 +219,6 @@ class TrainingProgress:
     def _sum(self, *values: float) -> list[float]:
         return self._reduced(values, ReduceOp.SUM)
 
-    def _largest(self, *values: float | None) -> list[float | None]:
-        """The largest that any rank has of each; None where no rank has one. None is negative."""
-        found = self._reduced((-1.0 if each is None else each for each in values), ReduceOp.MAX)
-        return [None if value < 0 else value for value in found]
-
     def _report(
         self, iteration: int, *, learning_rate: float | None, grad_norm: float | None
     ) -> None:
@@ -239,7 +234,9 @@ class TrainingProgress:
         self.bad_samples = {
             kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
         }
-        learning_rate, grad_norm, memory = self._largest(learning_rate, grad_norm, self.memory())
+        # The largest that any rank has; none is negative.
+        mine = (-1.0 if each is None else each for each in (learning_rate, grad_norm))
+        rate, norm, memory = self._reduced((*mine, self.memory()), ReduceOp.MAX)
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self.counter.started
         report = StepReport(
@@ -250,12 +247,12 @@ class TrainingProgress:
             # The first step of a rank without the decoder is not timed.
             seconds=0.0 if since is None else now - since,
             iterations=iteration - self.reports[-1].iteration if self.reports else 1,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
+            learning_rate=None if rate < 0 else rate,
+            grad_norm=None if norm < 0 else norm,
             operations=int(operations),
             ranks=get_world_size(),
             peak_tflops=self.peak_tflops,
-            memory_bytes=int(memory or 0),
+            memory_bytes=int(memory),
         )
         self._losses.clear()
         self._counted, self._last_time = counts, now

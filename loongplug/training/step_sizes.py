@@ -33,10 +33,7 @@ def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
 
 
 def step_sizes(args: Namespace) -> StepSizes | None:
-    """The sizes of training steps that the flags ask for; None where they leave it to Megatron.
-
-    ValueError says what is wrong about them.
-    """
+    """The sizes of training steps that the flags ask for; None where they leave it to Megatron."""
     ramp: Sequence[int] | None = args.rampup_batch_size
     if ramp is not None:
         if args.global_batch_size is None:

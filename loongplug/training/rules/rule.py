@@ -127,9 +127,6 @@ def any_of(*choices: Choice, joined: str = ", ", in_docs: str | None = None) -> 
     )
 
 
-DENSE_MODEL = Choice(
-    said=lambda args: "" if args.num_experts else "a dense model", in_docs="a dense model"
-)
 FUSED_ACCUMULATION = Choice(
     said=lambda args: (
         "Megatron's fused gradient accumulation" if args.gradient_accumulation_fusion else ""
