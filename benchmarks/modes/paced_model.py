@@ -116,7 +116,7 @@ class PacedChunk(nn.Module):
     def _features(self, encoder: PacedEncoder, microbatch: Microbatch) -> Features:
         source = self.feature_sources.get(encoder.name)
         if source is not None:
-            return source.features(microbatch.number)
+            return source(microbatch.number)
         media = microbatch.units[encoder.name].media
         assert media is not None, "the first stage encodes"
         return self.encode(encoder.entry, media.taken())

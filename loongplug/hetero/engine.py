@@ -279,7 +279,7 @@ class Engine:
     def attach(self, chunk: MultimodalModel) -> None:
         """Have a chunk ask these engines for features, where its forward does not make them."""
         chunk.feature_sources = {
-            name: each.executor()
+            name: each.executor().features
             for name, each in self.encoders.items()
             if each.mode.around_schedule and (self.decodes or each.here)
         }

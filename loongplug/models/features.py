@@ -8,9 +8,9 @@ chunk. Their gradients come back the same way, so no schedule needs to know of t
 takes layers apart (:mod:`loongplug.schedule`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,15 +57,9 @@ class Features:
         return cls(embeddings=embeddings, deepstack=tuple(deepstack))
 
 
-class FeatureSource(Protocol):
-    """The source of a decoder's features, which knows of no mode."""
-
-    def features(self, number: int) -> Features:
-        """Features of the step's microbatch ``number`` in this rank's part of the sequence.
-
-        Asked on the first stage, once per forward.
-        """
-        ...
+# Features of the step's microbatch of a number in this rank's part of the sequence: asked on the
+# first stage, once per forward.
+FeatureSource = Callable[[int], Features]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,7 +190,7 @@ class MultimodalModel(MegatronModule):
             places = self.text_decoder.token_places(unit.places, input_ids, row=row)
             if source is not None:
                 assert number is not None, "the source knows units by their microbatch's number"
-                features = source.features(number)
+                features = source(number)
             else:
                 assert unit.media is not None, "the first stage needs the unit's media"
                 features = self.text_decoder.share_of(

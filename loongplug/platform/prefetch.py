@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,10 +115,8 @@ def saved_view(
     )
 
 
-class _State(Enum):
-    LEAVING = "leaving"  # copies to the host are under way; the device's memory is there
-    AWAY = "away"
-    COMING = "coming"  # copies to the device are under way
+# Copies to the host are under way, while the device's memory is there; copies to the device are.
+_State = Literal["leaving", "away", "coming"]
 
 
 @dataclass(kw_only=True)
@@ -155,28 +152,28 @@ class PrefetchQueue:
                 self._copies.copy(each.host, each.device)
         mark = self._copies.mark()
         for name, items in lots.items():
-            self._lots[name] = _Lot(items=items, state=_State.LEAVING, mark=mark)
+            self._lots[name] = _Lot(items=items, state="leaving", mark=mark)
 
     def let_go(self, *names: Hashable) -> None:
         """Free the device's memory of those that leave."""
-        leaving = self._of(names, _State.LEAVING)
+        leaving = self._of(names, "leaving")
         self._wait(leaving)
         for lot in leaving:
             for each in lot.items:
                 each.free()
-            lot.state = _State.AWAY
+            lot.state = "away"
 
     def send_for(self, *names: Hashable) -> None:
         """Lots that are away set out on their way back; lots that have not left yet stay."""
         for name in names:
             lot = self._lots.get(name)
-            if lot is not None and lot.state is _State.LEAVING:
+            if lot is not None and lot.state == "leaving":
                 # Nobody waits for its copies, and its memory may soon be given to others.
                 for each in lot.items:
                     if each.device is not None and not each.zeros:
                         self._copies.keep(each.device)
                 del self._lots[name]
-        away = self._of(names, _State.AWAY)
+        away = self._of(names, "away")
         if not away:
             return
         coming = [(each, each.allocate()) for lot in away for each in lot.items]
@@ -189,17 +186,17 @@ class PrefetchQueue:
             self._copies.copy(device, each.host)
         mark = self._copies.mark()
         for lot in away:
-            lot.state, lot.mark = _State.COMING, mark
+            lot.state, lot.mark = "coming", mark
 
     def take(self, *names: Hashable) -> dict[Hashable, Sequence[Movable]]:
         """Lots are there from now on, and no longer this queue's."""
         self.send_for(*names)
-        self._wait(self._of(names, _State.COMING))
+        self._wait(self._of(names, "coming"))
         return {name: self._lots.pop(name).items for name in names if name in self._lots}
 
     def _of(self, names: Sequence[Hashable], state: _State) -> list[_Lot]:
         lots = (self._lots.get(name) for name in names)
-        return [lot for lot in lots if lot is not None and lot.state is state]
+        return [lot for lot in lots if lot is not None and lot.state == state]
 
     def _wait(self, lots: Sequence[_Lot]) -> None:
         """Once for each mark: lots that set out together have one."""

@@ -91,93 +91,6 @@ def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTab
 Losses = dict[str, torch.Tensor]
 
 
-class _TrainingLog:
-    """What :func:`training_log_table` wraps around Megatron's functions, and what they share."""
-
-    def __init__(
-        self,
-        on_iteration: Callable[..., None],
-        on_evaluation: Callable[[Losses], None],
-        interval: int,
-    ) -> None:
-        self._on_iteration, self._on_evaluation = on_iteration, on_evaluation
-        self._interval = interval
-        self._rate: float | None = None  # of the last step
-        self._evaluated: int | None = None  # the iteration of the last evaluation
-
-    def step(
-        self,
-        original: Any,
-        forward_step: Any,
-        data: Any,
-        model: Any,
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-
-        self._rate = (
-            None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
-        )
-        return original(forward_step, data, model, optimizer, *args, **kwargs)
-
-    def log(
-        self,
-        original: Any,
-        loss_dict: Losses,
-        total_loss_dict: dict[str, Any],
-        learning_rate: float | None,
-        iteration: int,
-        loss_scale: float,
-        report_memory_flag: bool,
-        skipped_iter: int,
-        grad_norm: float | None,
-        *args: Any,
-        is_first_iteration: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if skipped_iter:  # Megatron then waits for the loss as well
-            loss_dict = {name: loss for name, loss in loss_dict.items() if not loss.isnan()}
-        result = original(
-            loss_dict,
-            total_loss_dict,
-            self._rate,
-            iteration,
-            loss_scale,
-            report_memory_flag,
-            skipped_iter,
-            grad_norm,
-            *args,
-            is_first_iteration=is_first_iteration and iteration % self._interval != 0,
-            **kwargs,
-        )
-        self._on_iteration(iteration, loss_dict, learning_rate=self._rate, grad_norm=grad_norm)
-        return result
-
-    def evaluation(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        losses, other, timed_out = original(*args, **kwargs)
-        if not timed_out:
-            self._on_evaluation(losses)
-        return losses, other, timed_out
-
-    def evaluation_once(
-        self,
-        original: Any,
-        prefix: str,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        iteration: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if prefix.endswith("on validation set") and iteration == self._evaluated:
-            return
-        self._evaluated = iteration
-        original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
-
-
 def training_log_table(
     on_iteration: Callable[..., None],
     *,
@@ -196,13 +109,88 @@ def training_log_table(
     in the next line too, but where the interval ends with that iteration. A skipped iteration whose
     loss is not a number, for it had no tokens, has none.
     """
-    log = _TrainingLog(on_iteration, on_evaluation, interval)
+    rate: float | None = None  # of the last step
+    evaluated: int | None = None  # the iteration of the last evaluation
+
+    @as_wrapper
+    def train_step(
+        original: Any,
+        forward_step: Any,
+        data: Any,
+        model: Any,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+        nonlocal rate
+        rate = None if optimizer is None else get_canonical_lr_for_logging(optimizer.param_groups)
+        return original(forward_step, data, model, optimizer, *args, **kwargs)
+
+    @as_wrapper
+    def training_log(
+        original: Any,
+        loss_dict: Losses,
+        total_loss_dict: dict[str, Any],
+        learning_rate: float | None,
+        iteration: int,
+        loss_scale: float,
+        report_memory_flag: bool,
+        skipped_iter: int,
+        grad_norm: float | None,
+        *args: Any,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if skipped_iter:  # Megatron then waits for the loss as well
+            loss_dict = {name: loss for name, loss in loss_dict.items() if not loss.isnan()}
+        result = original(
+            loss_dict,
+            total_loss_dict,
+            rate,
+            iteration,
+            loss_scale,
+            report_memory_flag,
+            skipped_iter,
+            grad_norm,
+            *args,
+            is_first_iteration=is_first_iteration and iteration % interval != 0,
+            **kwargs,
+        )
+        on_iteration(iteration, loss_dict, learning_rate=rate, grad_norm=grad_norm)
+        return result
+
+    @as_wrapper
+    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        losses, other, timed_out = original(*args, **kwargs)
+        if not timed_out:
+            on_evaluation(losses)
+        return losses, other, timed_out
+
+    @as_wrapper
+    def evaluate_and_print_results(
+        original: Any,
+        prefix: str,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        iteration: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        nonlocal evaluated
+        if prefix.endswith("on validation set") and iteration == evaluated:
+            return
+        evaluated = iteration
+        original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
+
     return ReplacementTable(
         "training log",
         (
             Replacement(
                 target="megatron.training.training.train_step",
-                wrapper=as_wrapper(log.step),
+                wrapper=train_step,
                 parameters="(forward_step_func, data_iterator, model, optimizer, "
                 "opt_param_scheduler, config, forward_backward_func, iteration, pg_collection, "
                 "p2p_communicator)",
@@ -210,7 +198,7 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.training_log",
-                wrapper=as_wrapper(log.log),
+                wrapper=training_log,
                 parameters="(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
                 "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, "
                 "max_attention_logit, pg_collection, is_first_iteration, "
@@ -221,14 +209,14 @@ def training_log_table(
             ),
             Replacement(
                 target="megatron.training.training.evaluate",
-                wrapper=as_wrapper(log.evaluation),
+                wrapper=evaluate,
                 parameters="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
                 "config, verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
                 reason="the only place that knows the validation loss; it has no hook",
             ),
             Replacement(
                 target="megatron.training.training.evaluate_and_print_results",
-                wrapper=as_wrapper(log.evaluation_once),
+                wrapper=evaluate_and_print_results,
                 parameters="(prefix, forward_step_func, data_iterator, model, iteration, "
                 "process_non_loss_data_func, config, verbose, write_to_tensorboard, "
                 "non_loss_data_func, pg_collection, p2p_communicator)",

@@ -265,7 +265,7 @@ class _Steps:
         """All features of a microbatch, each times the gradient that goes back, as a state."""
         whole = torch.zeros(WIDTH)
         for name, source in chunk.feature_sources.items():
-            found = source.features(microbatch.number).embeddings
+            found = source(microbatch.number).embeddings
             expected = self._expected(name, microbatch)
             assert torch.equal(found.detach(), expected), "features are another unit's"
             self._taken += len(found)
