@@ -165,7 +165,7 @@ def _on(device: str, microbatch: Any) -> Any:
 
     unit = microbatch.units[_ENCODER]
     there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
-    media = there(unit.media.taken(), "rows")
+    media = there(unit.media.taken(), "loaded")
     return replace(there_too, units={_ENCODER: replace(unit, media=media)})
 
 
