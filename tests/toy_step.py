@@ -259,8 +259,7 @@ def run_encoders(
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[Tensor, None]:
         number = next(data_iterator).number
         loss = sum(
-            loss_of(source(number).embeddings, number)
-            for source in chunk.feature_sources.values()
+            loss_of(source(number).embeddings, number) for source in chunk.feature_sources.values()
         )
         assert isinstance(loss, Tensor)
         if not loss.requires_grad and training:  # a frozen encoder beside a decoder that trains

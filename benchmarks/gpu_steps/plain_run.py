@@ -163,9 +163,12 @@ def _on(device: str, microbatch: Any) -> Any:
     def there(owner: Any, *names: str) -> Any:
         return replace(owner, **{name: getattr(owner, name).to(device) for name in names})
 
+    from loongplug.data.microbatch import MediaInput
+
     unit = microbatch.units[_ENCODER]
     there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
-    media = there(unit.media.taken(), "loaded")
+    taken = unit.media.taken()
+    media = MediaInput(loaded=taken.rows.to(device), grids=taken.grids)
     return replace(there_too, units={_ENCODER: replace(unit, media=media)})
 
 
