@@ -82,7 +82,6 @@ class Tape(TorchDispatchMode):
         return result
 
     def see(self, tensor: Tensor) -> None:
-        """Count the tensor's storage, if it is not known yet."""
         self._count(tensor.untyped_storage())
 
     def belongs(self, tensor: Tensor, region: str, *, of: str | None = None) -> None:

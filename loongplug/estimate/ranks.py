@@ -134,7 +134,6 @@ class State:
 
     @property
     def step(self) -> int:
-        """The bytes that the optimizer's step takes besides."""
         return self.copies + self.work
 
 

@@ -215,7 +215,6 @@ class OwnRanks:
 
     @property
     def samples(self) -> int:
-        """How many samples of a microbatch of all decoder replicas the replica makes."""
         return sum(len(each.samples) for each in self.made)
 
     def rank(self, stage: int) -> int:
@@ -254,7 +253,6 @@ def media_rows(microbatch: Microbatch) -> int:
 
 
 def _count(args: Namespace) -> int:
-    """Microbatches of a replica's step."""
     each = args.micro_batch_size * args.data_parallel_size
     return next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
 

@@ -64,7 +64,6 @@ class EncoderPlace:
     deals: dist.ProcessGroup | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[ApartPiece, ...]:
-        """The pieces that ``rank``, if it is of the encoder's own, has a stage of, in order."""
         if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
             return ()
         replica = self.layout.coordinates(rank).dp

@@ -235,7 +235,6 @@ class Engine:
 
     @property
     def apart(self) -> tuple[EncoderEngine, ...]:
-        """The engines of encoders on ranks of their own."""
         return tuple(each for each in self.encoders.values() if each.mode.apart)
 
     @property

@@ -241,7 +241,6 @@ class EncoderStep:
         return range(len(self.encoder_replicas))
 
     def mine(self, units: range) -> list[int]:
-        """The ``units`` of which this rank encodes a share."""
         return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
 
     def passes(self) -> list[tuple[int, ...]]:

@@ -90,7 +90,6 @@ class Crossings:
     rank: int
 
     def of_step(self, what: Cargo) -> StepMoves:
-        """The rows that the rank gives and takes of pieces."""
         found = defaultdict[int, list[RowMove]](list)
         for each in self.every:
             moves = found[each.piece]

@@ -113,12 +113,10 @@ class Placement:
     entries: tuple[PlacedEntry, ...]
 
     def entry(self, name: str) -> PlacedEntry:
-        """The entry of this name, which is one of the model's."""
         (found,) = (entry for entry in self.entries if entry.name == name)
         return found
 
     def is_apart(self, name: str) -> bool:
-        """Whether the entry ``name`` lies on other ranks than the one that it leads into."""
         entry = self.entry(name)
         if entry.into is None:
             return False
@@ -158,7 +156,6 @@ class Placement:
         return self._edge(name, self._consumer_of(name).layout.group("tp_cp_pp", rank))
 
     def edges(self, name: str) -> tuple[Edge, ...]:
-        """The edge from the entry ``name`` in each model replica."""
         replicas = self._consumer_of(name).layout.groups("tp_cp_pp")
         return tuple(self._edge(name, ranks) for ranks in replicas)
 

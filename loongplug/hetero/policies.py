@@ -167,7 +167,6 @@ def apart(step: EncoderStep) -> StepPlan:
 
 class _Draft(defaultdict[When, tuple[Operation, ...]]):
     def at(self, when: When, *operations: Operation) -> None:
-        """Put these behind what there is to do then already."""
         self[when] += operations
 
 

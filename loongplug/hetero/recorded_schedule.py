@@ -281,8 +281,6 @@ _ODD = ("recv_prev", "send_next", "recv_next", "send_prev")
 
 
 class _Communicator(P2PCommunicator):
-    """Notes what upstream's own methods send and receive."""
-
     def __init__(self, config: ModelParallelConfig, pipeline: Pipeline, noted: list[Call]) -> None:
         # Not upstream's, which asks for a process group's ranks.
         self.config, self._noted, self._counts = config, noted, Counter[str]()

@@ -45,7 +45,6 @@ class RowMove(NamedTuple):
 
     @property
     def back(self) -> "RowMove":
-        """The same rows on their way back."""
         return RowMove(self.piece, self.target, self.source, self.placed, self.given)
 
 
@@ -94,7 +93,6 @@ class ExchangeSpec:
 
     @property
     def encoder_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The replicas that have shares of a unit, by unit."""
         return tuple(tuple(each.encoder_replica for each in shares) for shares in self.shares)
 
     def of_parts(self, unit: int) -> tuple[Rows, ...]:

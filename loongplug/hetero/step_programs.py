@@ -141,7 +141,6 @@ class Step:
 
     @cached_property
     def decoding(self) -> tuple[int, ...]:
-        """What the decoder takes on each stage."""
         return tuple(sum(map(self.cost, passes)) for passes in self.passes)
 
     @cached_property

@@ -41,7 +41,6 @@ class ComposedModel:
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
-    """The models that ``--model-name`` finds, each a YAML file in its family's folder."""
     found: dict[str, Path] = {}
     for family in families(trusted_packages).values():
         for file in sorted((family.configs or own_folder() / family.name).glob("*.yaml")):

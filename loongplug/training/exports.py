@@ -34,7 +34,6 @@ class Exports:
     overrides: Sequence[str]
 
     def check(self) -> None:
-        """Refuse exports that cannot work; rank 0 looks for all."""
         args = self.args
         with together():
             if args.save_hf and args.rank == 0:

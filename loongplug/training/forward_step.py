@@ -172,8 +172,6 @@ class StepRows:
     recorder: Recorder = NOTHING
 
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        """Wrap Megatron's ``get_forward_backward_func``."""
-
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
             schedule = get_schedule(*args, **kwargs)
 

@@ -115,7 +115,6 @@ class Display:
         self._bar.update(self._task, completed=iteration)
 
     def report(self, step: StepReport) -> None:
-        """Print the line, and say the loss beside the bar or the time behind the line."""
         assert self._task is not None, "it follows its step"
         self._bar.update(self._task, loss=_said(step.loss))
         left = self._bar.tasks[self._task].time_remaining if self._bar.disable else None

@@ -40,7 +40,6 @@ from loongplug.training.streamed_costs import streamed_costs
 
 
 def backend_of(args: Namespace) -> Backend:
-    """The layers' backend that ``--transformer-impl`` asks for."""
     return "te" if args.transformer_impl == "transformer_engine" else "local"
 
 
@@ -76,7 +75,6 @@ def engine_of(args: Namespace, model: Any) -> Engine:
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
-    """The offload of activations that ``--offload-tensors`` asks for."""
     least = args.min_offloaded_tensor_size
     names = args.offload_tensors
     return TensorOffload(names=names, platform=platform, least=least) if names else None

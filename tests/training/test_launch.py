@@ -15,9 +15,8 @@ from pages.upstream_flags import flag_lines
 from loongplug.models.hf_config import hf_config
 from loongplug.platform import upstream_flags
 from loongplug.training.config import compose_model
-from loongplug.training.flags import whole_parser
+from loongplug.training.flags import ACCUMULATION, OURS, PER_DEVICE, whole_parser
 from loongplug.training.launch import check_before_torch
-from loongplug.training.unknown_flags import ACCUMULATION, OURS, PER_DEVICE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "coming_from.md"

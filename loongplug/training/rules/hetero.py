@@ -41,7 +41,6 @@ _ONE_LAYOUT = {
 
 
 def encoder_tp(args: Namespace, encoder: EncoderArchitecture) -> int:
-    """An encoder's tensor parallel size."""
     own: int | None = encoder.tensor_model_parallel_size
     size: int = own or mode_of(args, encoder).encoder_tp or args.tensor_model_parallel_size
     return size
@@ -52,7 +51,6 @@ def _modes(args: Namespace, model: Any) -> list[Mode]:
 
 
 def full_separation(args: Namespace, model: Any) -> bool:
-    """Whether the decoder's ranks all encode, for some encoder."""
     return any(mode.on_every_stage for mode in _modes(args, model))
 
 

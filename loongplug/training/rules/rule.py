@@ -56,8 +56,6 @@ class Choice:
 
 
 def excludes(one: Choice, other: Choice, *, refuses: str | None = None, **texts: Any) -> Rule:
-    """The rule that two choices do not go together."""
-
     def check(args: Namespace, model: Any) -> Problems:
         first, second = one.said(args), other.said(args)
         if first and second:
@@ -100,8 +98,6 @@ def flag(text: str, *, argument: str | None = None) -> Choice:
 
 
 def number(name: str, *, above: int) -> Choice:
-    """A flag whose number is above another."""
-
     def said(args: Namespace) -> str:
         given = value_of(args, name)
         return f"{name} {given}" if given is not None and given > above else ""
@@ -119,11 +115,11 @@ def among(name: str, values: Sequence[str]) -> Choice:
     return Choice(said=said, in_docs=", ".join(f"`{value}`" for value in values))
 
 
-def any_of(*choices: Choice, joined: str = ", ", in_docs: str | None = None) -> Choice:
+def any_of(*choices: Choice, joined: str = ", ") -> Choice:
     """One of several, or more."""
     return Choice(
         said=lambda args: joined.join(filter(None, (each.said(args) for each in choices))),
-        in_docs=in_docs or ", ".join(each.in_docs for each in choices),
+        in_docs=", ".join(each.in_docs for each in choices),
     )
 
 
@@ -174,12 +170,10 @@ def encoders_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def evaluates(args: Namespace) -> bool:
-    """Whether a run has validation data."""
     return bool(args.valid_data_path) or args.valid_share is not None
 
 
 def model_parallel_size(args: Namespace) -> int:
-    """Ranks of one replica of the model."""
     size: int = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
