@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class OmniVisionConfig(Qwen25VisionConfig):
     """Qwen2.5-VL's ViT; its files have queries, keys and values apart."""
 
+    qkv: ClassVar[tuple[str, ...]] = ("attn.q", "attn.k", "attn.v")
     tokens_per_second: int = 25
 
 
@@ -72,7 +73,7 @@ LOONGPLUG_PARTS = (
         name="qwen2_5_omni_vit",
         config_class=OmniVisionConfig,
         build="loongplug.models.qwen2_5_vl.vision:build_encoder",
-        hugging_face="loongplug.models.qwen2_5_vl:encoder_apart",
+        hugging_face="loongplug.models.qwen2_5_vl:encoder",
         config_json=VISION_JSON
         | {"window_size": "window_size", "full_attention_layers": "fullatt_block_indexes"},
     ),

@@ -236,11 +236,7 @@ def create_parallel_state(
 def parallel_state_of(name: str) -> Iterator[None]:
     """``with parallel_state_of(name):`` runs the block in that state, and always switches back.
 
-    Ranks do not talk.
-
-    Raises:
-        ValueError: there is no such state.
-        RuntimeError: this rank has no part in it, or no state has been adopted yet.
+    Ranks do not talk. Errors as :meth:`_ParallelStatesDict.snapshot_of`.
     """
     before = PARALLEL_STATES.current
     PARALLEL_STATES.switch(name)

@@ -85,34 +85,21 @@ def fused_adam(
     numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
     on_host = all(step.device.type == "cpu" for step in state_steps)
     # A rank whose shard has none of a group's parameters steps with empty lists.
-    if params and plain and alike and numbers and on_host:
-        _fused_step(*lists, state_steps, **settings)
-    else:
+    if not (params and plain and alike and numbers and on_host):
         original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)
-
-
-def _fused_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    decoupled_weight_decay: bool,
-    **settings: Any,
-) -> None:
+        return
     torch._foreach_add_(state_steps, 1)
-    alike: defaultdict[tuple[torch.device, float], list[int]] = defaultdict(list)
+    together: defaultdict[tuple[torch.device, float], list[int]] = defaultdict(list)
     for number, (param, step) in enumerate(zip(params, state_steps, strict=True)):
-        alike[param.device, step.item()].append(number)
-    kernel: Any = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+        together[param.device, step.item()].append(number)
+    decoupled = settings["decoupled_weight_decay"]
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     chosen = {name: settings[name] for name in _KERNEL_SETTINGS}
-    for (device, count), numbers in alike.items():
+    for (device, count), places in together.items():
         # The kernel reads each tensor's step from the device: filled there, nothing is copied.
         counted = torch.full((), count, dtype=torch.float32, device=device)
-        lists = (params, grads, exp_avgs, exp_avg_sqs)
-        some = [[each[number] for number in numbers] for each in lists]
-        kernel(*some, [], [counted] * len(numbers), amsgrad=False, **chosen)
+        some = [[each[place] for place in places] for each in lists]
+        kernel(*some, [], [counted] * len(places), amsgrad=False, **chosen)
 
 
 OF_GRADIENTS: tuple[Replacement, ...] = (

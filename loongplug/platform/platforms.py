@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from loongplug.platform.cuda_on_cpu import CPU_ROWS
 from loongplug.platform.devices import HOST
 from loongplug.platform.multi_tensor import ON_CUDA
 from loongplug.platform.prefetch import Copies
-from loongplug.platform.replacements import ReplacementTable
+from loongplug.platform.replacements import Replacement, ReplacementTable
 
 # How many of oneDNN's kernels it keeps, and torch once more. One of a product has some 280 KiB in
 # each, and each would keep 1,024: half a gigabyte where rows vary. A microbatch needs some 40.
@@ -35,12 +36,9 @@ class Platform:
     name: DeviceName = "cuda"
     backend = "nccl"  # of torch.distributed
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Sequence[Replacement] = ON_CUDA) -> None:
         self._tables: dict[str, ReplacementTable] = {}
-        self.use(self._table())
-
-    def _table(self) -> ReplacementTable:
-        return ReplacementTable("cuda", ON_CUDA)
+        self.use(ReplacementTable(self.name, rows))
 
     @property
     def device(self) -> torch.device:
@@ -100,10 +98,7 @@ class CpuPlatform(Platform):
         for name, number in _KEPT_KERNELS.items():
             os.environ.setdefault(name, number)
         self._dynamo_before = _set_dynamo_disabled("1")
-        super().__init__()
-
-    def _table(self) -> ReplacementTable:
-        return ReplacementTable("cpu", CPU_ROWS)
+        super().__init__(CPU_ROWS)
 
     def peak_memory_bytes(self) -> int:
         """The most resident memory of this process."""

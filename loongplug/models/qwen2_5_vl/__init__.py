@@ -42,6 +42,7 @@ class Qwen25VisionConfig(RotaryVisionArchitecture):
     """The ViT: 3D patch embedding, 2D rope, RMSNorm, SwiGLU, window attention in most layers."""
 
     mlp_matrices: ClassVar[int] = 3
+    qkv: ClassVar[tuple[str, ...]] = ("attn.qkv",)  # in the files, within a layer
     full_attention_layers: tuple[int, ...]  # 0-based; all others attend within windows
     patch_size: int = 14
     window_size: int = 112  # a window's side in pixels
@@ -88,19 +89,7 @@ class Qwen25VLConfig(VisionLanguageArchitecture):
 
 
 def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
-    """The image encoder, its queries, keys and values as one tensor in the files."""
-    return _encoder(vision, ("attn.qkv",), ours=ours, theirs=theirs)
-
-
-def encoder_apart(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
-    """The image encoder, each of these a tensor of its own."""
-    return _encoder(vision, ("attn.q", "attn.k", "attn.v"), ours=ours, theirs=theirs)
-
-
-def _encoder(
-    vision: Qwen25VisionConfig, names: tuple[str, ...], *, ours: str, theirs: str
-) -> HuggingFacePart:
-    """``names``: of the tensors of queries, keys and values within a layer."""
+    """The image encoder."""
     hidden, ffn = vision.hidden_size, vision.ffn_hidden_size
     layer = encoder_layers(vision, ours=ours, theirs=f"{theirs}.blocks.{{}}.")
     proj = "self_attention.linear_proj", "attn.proj"
@@ -108,7 +97,7 @@ def _encoder(
         rows=[
             patch_embedding(vision, ours=ours, theirs=theirs),
             *layer.layer_norms("norm1", "norm2", hidden, bias=False),
-            *layer.qkv(names, hidden, heads=vision.num_attention_heads),
+            *layer.qkv(vision.qkv, hidden, heads=vision.num_attention_heads),
             *layer.linear(*proj, (hidden, hidden), split=Split.ROW),
             *layer.swiglu("mlp", hidden=hidden, ffn=ffn, bias=True),
         ],
