@@ -120,9 +120,7 @@ def put_together(parts: Iterable[tuple[Rows, Tensor]], *, rows: int, like: Tenso
         if len(part) == rows:
             return part
         whole = like.new_empty(rows, like.shape[1]) if whole is None else whole
-        pieces = part.split([each.stop - each.start for each in places]) if places else ()
-        for each, piece in zip(places, pieces, strict=True):
-            whole[each] = piece
+        put(part, places, into=whole)
     return like.new_empty(rows, like.shape[1]) if whole is None else whole
 
 
@@ -131,6 +129,13 @@ def taken(payload: Tensor, rows: Rows) -> Tensor:
     if len(rows) == 1:
         return payload[rows[0]]
     return torch.cat([payload[:0], *(payload[each] for each in rows)])
+
+
+def put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
+    """The reverse of :func:`taken`."""
+    parts: Iterable[Tensor] = values.split([size((each,)) for each in rows]) if rows else ()
+    for each, part in zip(rows, parts, strict=True):
+        into[each] = part
 
 
 def own_storage(rows: Tensor) -> Tensor:
