@@ -1,6 +1,7 @@
 """The ``loongplug`` command: what reaches the functions behind it, and how it ends."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,11 @@ def test_doctor(calls: _Calls) -> None:
     assert calls[0][1] == {"device": "cpu", "as_json": True, "deep": False}
 
 
+def test_doctor_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loongplug.platform.doctor.doctor", lambda **_: 1)
+    assert _run("doctor")[0] == 1
+
+
 def test_doctor_refuses_unknown_devices() -> None:
     code, printed = _run("doctor", "--device", "tpu")
     assert code == 1
@@ -125,3 +131,13 @@ def test_train_becomes_torchrun_with_its_flags(
     torchrun = ["-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"]
     before = [] if ranks is None else torchrun
     assert started[0][1:] == [*before, "-m", "loongplug.train", *handed_on]
+
+
+def test_a_working_directory_that_is_gone_is_said_before_libraries_fail(tmp_path: Path) -> None:
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import loongplug"
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "loongplug: error: the working directory is gone: cd to another one\n"

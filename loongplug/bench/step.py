@@ -19,6 +19,10 @@ from loongplug.consoles import table_console
 from loongplug.output_files import write_figures
 from loongplug.parallel.rank_programs import ranks_command
 
+_WRITING_FLAGS = {
+    *("--save", "--save-hf", "--save-lora", "--metrics-json", "--tensorboard-dir", "--trace")
+}
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -69,7 +73,15 @@ def spread(values: Sequence[float], *, form: str) -> str:
 def bench_step(
     flags: Sequence[str], *, ranks: int, warmup: int, steps: int, json_path: Path | None
 ) -> StepFigures:
-    """Measure and print a table; write the figures to ``json_path`` if given."""
+    """Measure and print a table; write the figures to ``json_path`` if given.
+
+    Flags that write are refused: they would replace what a training run has kept.
+    """
+    if writes := [flag for flag in flags if flag.split("=")[0] in _WRITING_FLAGS]:
+        raise ValueError(
+            f"{', '.join(writes)}: a measured run is not a training run and keeps nothing; leave "
+            "these flags out."
+        )
     console = table_console()
     with console.status(f"running {warmup} + {steps} steps on {ranks} rank(s)"):
         figures = measure_step(flags, ranks=ranks, warmup=warmup, steps=steps, environment={})

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from loongplug.training.typed import the_closest_is
+from loongplug.training.typed import closest, the_closest_is
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 MODEL = "model"  # the package all model YAML lives in
@@ -138,9 +138,11 @@ def parsed_override(override: str) -> tuple[str, str]:
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{MODEL}."):
+        first, _, rest = key.partition(".")
+        meant = rest if rest and closest(first, [MODEL]) else key  # modle.foundation
         raise ValueError(
             f"override {override}: {key} is not a key of a model: all keys start with {MODEL}., "
-            f"such as {MODEL}.{key}"
+            f"such as {MODEL}.{meant}"
         )
     try:
         (parsed,) = OverridesParser.create().parse_overrides([f"++{key}={value}"])

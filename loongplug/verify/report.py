@@ -56,7 +56,9 @@ def _figure(measured: Measured) -> str:
 
 
 def _single_lines(comparison: Comparison) -> Iterable[str]:
-    loss, norm = (max(each, key=known_error) for each in (comparison.losses, comparison.norms))
+    none = Measured(what="loss", step=None, error=0.0)  # of a run without steps
+    loss: Measured = max(comparison.losses, key=known_error, default=none)
+    norm: Measured = max(comparison.norms, key=known_error, default=none)
     microbatches = f"{len(comparison.losses)} microbatches, limit {LOSS_LIMIT:.0e}"
     yield f"loss per microbatch  {_figure(loss)}  ({microbatches})"
     steps = f"{len(comparison.norms)} steps, limit {NORM_LIMIT:.0e}"
@@ -124,8 +126,8 @@ def as_json(plan: Plan, comparison: Comparison) -> dict[str, Any]:
         "notes": list(plan.notes),
         "limits": ALL_LIMITS,
         "modules": modules,
-        "loss": max(map(known_error, comparison.losses)),
-        "gradient_norm": max(map(known_error, comparison.norms)),
+        "loss": max(map(known_error, comparison.losses), default=0.0),
+        "gradient_norm": max(map(known_error, comparison.norms), default=0.0),
         "microbatches": len(comparison.losses),
         "steps": len(comparison.norms),
         "copies_apart": list(comparison.apart),

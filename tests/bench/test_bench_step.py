@@ -24,6 +24,17 @@ def test_rates_are_those_of_the_measured_steps():
     assert spread(FIGURES.tokens_per_second, form=".0f") == "125 (50 to 200)"
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flag",
+    ["--save", "--save-hf=out", "--save-lora", "--metrics-json", "--tensorboard-dir", "--trace"],
+)
+def test_a_flag_that_writes_is_refused_before_the_run(monkeypatch, flag):
+    monkeypatch.setattr("loongplug.bench.step.measure_step", lambda *_, **__: pytest.fail("ran"))
+    with pytest.raises(ValueError, match=f"{flag}: a measured run .* keeps nothing"):
+        bench_step(["--lr", "1", flag, "x"], ranks=1, warmup=1, steps=1, json_path=None)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")

@@ -82,6 +82,7 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
         ("model.image_encodr.freeze=True", "the closest is image_encoder"),
         ("image_encoder.freeze=True", "such as model.image_encoder.freeze"),
         ("freeze=True", "freeze is not a key of a model"),
+        ("modle.foundation.num_layers=4", "such as model.foundation.num_layers"),
         ("model.foundation.num_layers=four", "is 'four', but should be a valid integer"),
         ("model.foundation.num_layers=4.0", "is 4.0, but should be a valid integer"),
         ("model.foundation.num_layers=true", "is True, but should be a valid integer"),
