@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loongplug.context.token_split import OwnPart, TokenSplit
 from loongplug.data.sample import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _as_loaded(loaded: Tensor) -> Tensor:
