@@ -7,15 +7,16 @@ import random
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
-from attempts import Ending
+from attempts import ENDING_SECONDS, RUN_SECONDS, Ending
 from drawn_cells import MODELS
 from drawn_placements import DrawnPlacement, drawn_placements
 from draws import Draw, drawn
@@ -26,6 +27,8 @@ from rich.console import Console
 from tally import Tally
 from world import World
 
+# A draw is up to three runs: its reference, itself, and the run that goes on.
+DRAW_SECONDS = 4 * (RUN_SECONDS + ENDING_SECONDS)
 PATIENCE = 3600.0  # of all drawn placements; each has a bound of its own
 WRONG_ENOUGH = 10  # to look at; when all runs hang, more would take hours
 TOLD_EVERY = 20  # draws
@@ -112,6 +115,8 @@ def _by_number(number: int) -> Checked | None:
 
 def _many(world: World, options: argparse.Namespace) -> int:
     console, begun, tally = Console(), time.monotonic(), Tally()
+    ended: SimpleQueue[Future[Checked | None]] = SimpleQueue()
+    stalled: list[str] = []
     until = begun + 60 * options.minutes if options.minutes else inf
     jobs = ProcessPoolExecutor(
         options.jobs,
@@ -120,9 +125,17 @@ def _many(world: World, options: argparse.Namespace) -> int:
         initargs=(world, options, until),
     )
     with jobs:
-        numbers = range(options.draws)
-        for done in as_completed([jobs.submit(_by_number, number) for number in numbers]):
-            if (checked := done.result()) is None:
+        for number in range(options.draws):
+            jobs.submit(_by_number, number).add_done_callback(ended.put)
+        for _ in range(options.draws):
+            try:
+                checked = ended.get(timeout=DRAW_SECONDS).result()
+            except Empty:
+                stalled = [f"no draw has ended for {DRAW_SECONDS:.0f} s"]
+                for job in multiprocessing.active_children():  # its ranks end with it
+                    job.kill()
+                break
+            if checked is None:
                 continue
             draw, ending, wrong = checked
             tally.add(draw, ending)
@@ -139,7 +152,7 @@ def _many(world: World, options: argparse.Namespace) -> int:
     console.print(
         f"{tally.total} draws of seed {options.seed} in {seconds:.0f} s; {tally.wrong} wrong"
     )
-    failures = tally.shortcomings()
+    failures = tally.shortcomings() + stalled
     for failure in failures:
         console.print(f"fuzz: error: {failure}", markup=False, highlight=False)
     return bool(failures)

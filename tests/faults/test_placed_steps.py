@@ -1,8 +1,12 @@
-"""Drawn placements: every row comes where it belongs, and no step hangs.
+"""Drawn placements: every row comes where it belongs, no step hangs, and both would be seen.
 
 ``./scripts/fuzz.sh --placements N`` runs as many more as one likes.
 """
 
+from dataclasses import replace
+from typing import Any
+
+import placed_steps
 import pytest
 from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements
 from parity.built_in import around
@@ -57,3 +61,23 @@ def test_a_fault_between_stages_is_seen() -> None:
 def test_a_fault_is_seen(draw: DrawnPlacement, fault: str, said: str) -> None:
     with pytest.raises(RankError, match=rf"(?s){said}.*fuzz\.sh --placement '"):
         run_ranks(with_a_fault, draw.ranks, fault=fault, draws=[draw])
+
+
+PIPELINE = DrawnPlacement(encoders=(DrawnEncoder(),), pp=2)
+
+
+def two_forwards_too_few(rank: int) -> int:
+    def few(original: Any, *arguments: Any, **of_step: Any) -> Any:
+        step = original(*arguments, **of_step)
+        ahead = (max(number, count - 2) for number, count in enumerate(step.forwards, start=1))
+        return replace(step, forwards=tuple(ahead))
+
+    around("loongplug.hetero.encoder_place:EncoderPlace.step", few)
+    placed_steps.SECONDS = 3.0
+    return play(rank, draws=[PIPELINE])
+
+
+def test_a_step_without_end_is_seen() -> None:
+    """An encoder waits for a gradient that needs its next features."""
+    with pytest.raises(RankError, match=r"(?s)[Tt]imed out.*fuzz\.sh --placement '"):
+        run_ranks(two_forwards_too_few, PIPELINE.ranks)

@@ -22,8 +22,9 @@ def write(folder, *, rank=0, world_size=1, events=()):
 
 def test_what_was_written_is_read_back(tmp_path):
     events = (event(10**18, microbatch=3, bytes=2**40), event(10**18 + 1, group="a\nb"))
-    write(tmp_path, rank=2, world_size=3, events=events)  # and is on the disk at once
-    trace = read_rank(rank_file(tmp_path, 2))
+    writer = write(tmp_path, rank=2, world_size=3, events=events)
+    trace = read_rank(rank_file(tmp_path, 2))  # on the disk at once, before the file is closed
+    writer.close()
     assert trace.events == events
     assert (trace.rank, trace.world_size, trace.device) == (2, 3, "cpu")
     assert trace.label() == "2 tp1 pp0"

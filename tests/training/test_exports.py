@@ -1,12 +1,15 @@
 """A run whose export fails at its end says where the model is, and that leads to the export."""
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from digits.make import make_demo_data
 from layout_flags import TP2
 from ranks import RankError, run_ranks
+from safetensors.torch import load_file
 
 from loongplug.checkpoint import hf_export
 from loongplug.convert.rank import convert
@@ -54,6 +57,9 @@ def reference(flags, tmp_path_factory) -> Path:
     more = ("--save-hf", str(folder / "hf"), "--metrics-json", str(metrics))
     with pytest.raises(RankError, match=r"--metrics-json .*metrics.json cannot be written"):
         run_ranks(failing, 2, flags=[*flags, *TP2, *more], metrics=metrics, timeout=120.0)
+    assert json.loads((folder / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    tensors = load_file(folder / "hf" / "model.safetensors").values()
+    assert {each.dtype for each in tensors} == {torch.bfloat16}
     return folder / "hf"
 
 
