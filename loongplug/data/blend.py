@@ -103,6 +103,11 @@ def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None
         return EnergonRows(path, split=split, access=access)
     if is_arrow(path):
         return ArrowRows(path, access=access)
+    if path.is_dir():
+        raise ValueError(
+            f"Folder {path} has no data: expected Parquet files, a saved dataset, or what energon"
+            " prepare writes."
+        )
     return JsonlIndex(path, access=access)
 
 

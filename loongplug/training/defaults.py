@@ -46,7 +46,8 @@ def _common(args: Namespace) -> dict[str, Any]:
         # Megatron wants a name, and sends to wandb only what it writes for TensorBoard as well.
         "wandb_exp_name": logs.name if sent else "",
         "tensorboard_dir": str(logs / "tensorboard") if sent else None,
-        "wandb_save_dir": str(logs) if sent else None,  # in which wandb makes a folder wandb
+        # In which wandb makes a folder wandb; a rule asks for one of the two.
+        "wandb_save_dir": args.wandb_save_dir or args.save if sent else None,
         "dataloader_type": "external",
         "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
         "cp_comm_type": ["all_gather"],  # serves any split of the tokens

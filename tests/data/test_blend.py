@@ -52,6 +52,11 @@ def test_other_ways_are_refused(values, message):
         parse_blend(values, flag="--data-path")
 
 
+def test_a_folder_without_data_is_said_to_be_one(tmp_path):
+    with pytest.raises(ValueError, match=r"^Folder .* has no data: .* energon prepare writes\.$"):
+        open_rows([str(tmp_path)], flag="--train-data-path", seed=0)
+
+
 def test_a_file_may_be_called_a_number(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, "7", 1).parent)
     assert parse_blend(["7"], flag="--data-path").paths == (Path("7"),)

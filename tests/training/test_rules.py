@@ -20,6 +20,7 @@ from loongplug.models.architecture import TextArchitecture
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.lora import LoraSettings
 from loongplug.models.registry import family_of
+from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.models.text_decoders import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
@@ -200,6 +201,23 @@ def test_rows_are_not_longer_than_what_the_decoder_attends_to(
         assert not refused or found[0].startswith(
             f"{name} {bound} is shorter than --seq-length {length}: "
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, []),
+        ({"low_freq_factor": 4.0}, ["decoder-shape"]),
+        ({"factor": 0.0}, ["positive-sizes"]),
+    ],
+)
+def test_scaling_of_rope_has_an_order(
+    prepared: Run, changes: dict[str, float], refused: list[str]
+) -> None:
+    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling: Any = llama | {"original_max_position_embeddings": 8192} | changes
+    model = with_plain_rope(prepared, rope_scaling=Llama3Scaling(**scaling))
+    assert names(violated_rules(prepared[0], model)) == refused
 
 
 STREAMED = {"enable_full_hetero_dp": True, "full_hetero_dp_schedule": "streamed"}

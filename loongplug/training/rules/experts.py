@@ -39,18 +39,20 @@ def expert_sequence_parallel(args: Namespace, model: Any) -> Problems:
 
 @rule(
     reason="the others choose experts in another way than the published models",
-    cure="give these, with one coefficient for each",
+    cure="give these, with one coefficient of 0 or more for each",
 )
 def balancing(args: Namespace, model: Any) -> Problems:
     """a `--moe-router-load-balancing-type` other than `aux_loss`, `seq_aux_loss`,
-    `global_aux_loss` and `none`, or not one `--moe-aux-loss-coeff` for each
+    `global_aux_loss` and `none`, or not one `--moe-aux-loss-coeff` (0 or more) for each
     """
     types = _listed(args.moe_router_load_balancing_type) if args.num_experts else []
-    coefficients = len(_listed(args.moe_aux_loss_coeff))
+    coefficients = _listed(args.moe_aux_loss_coeff)
     if wrong := {*types} - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}:
         yield f"--moe-router-load-balancing-type {' '.join(sorted(wrong))}"
-    elif types and coefficients != len(types):
-        yield f"{coefficients} --moe-aux-loss-coeff for {len(types)} balancing types"
+    elif types and len(coefficients) != len(types):
+        yield f"{len(coefficients)} --moe-aux-loss-coeff for {len(types)} balancing types"
+    elif types and min(coefficients) < 0:
+        yield f"--moe-aux-loss-coeff {min(coefficients):g}"
 
 
 def _by_sample(args: Namespace) -> str:
@@ -119,9 +121,10 @@ decoder_offload = needs(
 )
 decoder_offload_twice = excludes(
     flag("--offload-tensors"),
-    flag("--offload-modules"),
-    reason="the one is LoongPlug's way and the other Megatron's, and both would move some tensors",
-    cure="give the first alone",
+    any_of(flag("--offload-modules"), flag("--recompute-granularity full")),
+    reason="Megatron's way would move some tensors too, and a layer that is computed twice as a "
+    "whole keeps none of them",
+    cure="give one of the two",
 )
 
 

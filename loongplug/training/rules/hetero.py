@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from loongplug.hetero.modes import Mode, mode_of
+from loongplug.hetero.modes import Mode, may_fill_bubbles, mode_of
 from loongplug.hetero.placement import all_apart
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
@@ -31,6 +31,7 @@ OFFLOAD = any_of(
 )
 
 STREAMED = flag("--full-hetero-dp-schedule streamed")
+_SPEED = flag("--full-hetero-dp-encoder-speed")
 
 # Megatron's flags that count over one layout for all modules, or make groups for one.
 _ONE_LAYOUT = {
@@ -124,17 +125,26 @@ one_mode = excludes(
 
 
 @rule(
-    refuses="`--use-vit-dp-balance`, `--full-hetero-dp-schedule streamed`, "
-    f"{OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
+    refuses=f"`--use-vit-dp-balance`, {STREAMED.in_docs}, {_SPEED.in_docs}, {OFFLOAD.in_docs} "
+    "without `--enable-full-hetero-dp`, the second and third also with encoders on ranks of their "
+    "own alone; a speed of 0, or of a separated schedule; `--dp-balance-trigger-threshold-vit` "
+    "without the first",
     reason="elsewhere the encoder works in between the decoder's microbatches, as they come, so "
     "that nothing of it can be away or moved",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def full_separation_flags(args: Namespace, model: Any) -> Problems:
     modes = _modes(args, model)
-    given = any_of(flag("--use-vit-dp-balance"), STREAMED, OFFLOAD).said(args)
+    streams, speed = any_of(STREAMED, _SPEED).said(args), args.full_hetero_dp_encoder_speed
+    given = any_of(flag("--use-vit-dp-balance"), OFFLOAD).said(args)
     if given and not any(mode.on_every_stage or mode.apart for mode in modes):
         yield f"{given} in the mode {modes[0].name}"
+    if streams and not any(mode.on_every_stage for mode in modes):
+        yield f"{streams} in the mode {modes[0].name}"
+    elif speed == 0 or (speed is not None and not may_fill_bubbles(args)):
+        yield f"{_SPEED.said(args)} {speed} with {args.full_hetero_dp_schedule} schedule"
+    if args.dp_balance_trigger_threshold_vit is not None and not args.use_vit_dp_balance:
+        yield "--dp-balance-trigger-threshold-vit without --use-vit-dp-balance"
 
 
 offload_fusion = excludes(

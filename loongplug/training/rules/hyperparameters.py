@@ -26,12 +26,19 @@ _COUNTS = (
     *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
     *("--ckpt-step", "--eval-generate"),
 )
-# Numbers of 0 or more. Megatron refuses other betas and seeds by itself.
+# Numbers of 0 or more.
 _NOT_NEGATIVE = (
     *("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--weight-decay", "--adam-eps"),
     *("--clip-grad", "--lr-warmup-init", "--lr-warmup-iters", "--lr-warmup-fraction"),
     *("--eval-iters", "--dp-balance-trigger-threshold-vit", "--full-hetero-dp-encoder-speed"),
 )
+# Numbers from the first bound on, and below the second.
+_BOUNDS = {
+    (1, math.inf): _COUNTS,
+    (0, math.inf): _NOT_NEGATIVE,
+    (0, 1): ("--adam-beta1", "--adam-beta2"),
+    (1, 2**31): ("--seed",),  # not all generators of random numbers take others
+}
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 
 
@@ -55,18 +62,21 @@ run_length = excludes(
 )
 
 
-@rule(reason="no run has such numbers", cure="give a finite one that is as large")
+@rule(reason="no run has such numbers", cure="give a finite one within its bounds")
 def numbers(args: Namespace, model: Any) -> Problems:
     """a parallel size, batch size, length or interval below 1; a rate, decay, warm-up or threshold
-    below 0; a flag whose number is NaN or infinite
+    below 0; a beta of Adam outside of 0 to 1, a `--seed` outside of 1 to 2147483647; a flag whose
+    number is NaN or infinite
     """
     for name, value in sorted(vars(args).items()):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{flag_of(name)} is {value:g}"
-    for flags, least in ((_COUNTS, 1), (_NOT_NEGATIVE, 0)):
+    for (least, end), flags in _BOUNDS.items():
         for flag in flags:
             if (value := value_of(args, flag)) is not None and value < least:
                 yield f"{flag} is {value:g}, below {least}"
+            elif value is not None and end <= value < math.inf:
+                yield f"{flag} is {value}, not below {end}"
 
 
 @rule(
@@ -119,11 +129,15 @@ def known_sizes(args: Namespace) -> StepSizes | None:
     reason="every data parallel rank runs the same number of microbatches", cure="give a multiple"
 )
 def global_batch(args: Namespace, model: Any) -> Problems:
-    """`--global-batch-size`, or a size before it, is not a multiple of micro-batch size x dp"""
+    """`--global-batch-size`, or a size before it, is not a multiple of micro-batch size x dp, or is
+    below it with `--decrease-batch-size-if-needed`
+    """
     sizes, each, dp = known_sizes(args), args.micro_batch_size, data_parallel_size(args)
-    if args.decrease_batch_size_if_needed or sizes is None or not each or not dp:
+    if sizes is None or not each or not dp:
         return
     wrong = [size for _, size in sizes.sizes if size % (each * dp)]
+    if args.decrease_batch_size_if_needed and sizes.largest >= each * dp:
+        return
     if wrong:
         what = "steps of" if sizes.vary else "--global-batch-size"
         yield f"{what} {wrong[0]} does not divide by --micro-batch-size {each} x dp {dp}"

@@ -14,6 +14,7 @@ from loongplug.training.rules.rule import (
     model_parallel_size,
     number,
     rule,
+    value_of,
 )
 from loongplug.training.step_sizes import eval_sizes
 
@@ -51,6 +52,43 @@ def tensor_parallel_sizes(args: Namespace, model: Any) -> Problems:
     elif args.moe_shared_expert_intermediate_size is not None:
         sizes["shared_expert_ffn_hidden_size"] = args.moe_shared_expert_intermediate_size
     return indivisible(sizes, by="tp", ranks=args.tensor_model_parallel_size)
+
+
+# How layers are split where stages are not equal.
+_UNEVEN = (
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    "--pipeline-model-parallel-layout",
+)
+
+
+@rule(
+    reason="each rank holds as many experts and an equal slice of each, each virtual stage as many "
+    "layers, and the weight of a single expert teaches the router nothing",
+    cure="change the number of processes, that size, or model.foundation",
+)
+def equal_parts(args: Namespace, model: Any) -> Problems:
+    """a number of ranks that expert tp x ep x pp does not divide, `num_experts` that ep does not,
+    an `expert_ffn_hidden_size` that expert tp does not, a stage's layers that its virtual stages do
+    not; `experts_per_token` below 2 or above `num_experts`; expert tp above tp for a dense model
+    """
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    etp, ep = args.expert_tensor_parallel_size or tp, args.expert_model_parallel_size
+    if args.num_experts:
+        sizes = f"expert tp {etp} x ep {ep} x pp {pp} ="
+        yield from indivisible({"the world": args.world_size}, by=sizes, ranks=etp * ep * pp)
+        yield from indivisible({"num_experts": args.num_experts}, by="ep", ranks=ep)
+        width = {"expert_ffn_hidden_size": args.moe_ffn_hidden_size}
+        yield from indivisible(width, by="expert tp", ranks=etp)
+        if not 2 <= args.moe_router_topk <= args.num_experts:
+            yield f"experts_per_token {args.moe_router_topk} of {args.num_experts} experts"
+    elif etp not in (1, tp):
+        yield f"--expert-tensor-parallel-size {etp} for a dense model"
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    each = virtual or args.num_layers_per_virtual_pipeline_stage
+    if pp > 1 and each and not args.num_layers % pp and not any(value_of(args, f) for f in _UNEVEN):
+        by = "virtual stages" if virtual else "layers of a virtual stage"
+        yield from indivisible({"a stage's layers": args.num_layers // pp}, by=by, ranks=each)
 
 
 @rule(

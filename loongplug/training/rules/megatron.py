@@ -41,6 +41,8 @@ _VALUES = {
     "--ckpt-format": ("torch_dist",),
     "--transformer-impl": ("local", "transformer_engine"),
     "--moe-token-dispatcher-type": ("alltoall", "allgather"),
+    "--dataloader-type": ("external", "energon"),
+    "--tokenizer-type": ("HuggingFaceTokenizer",),
 }
 
 
@@ -50,8 +52,8 @@ _VALUES = {
         for name, values in _VALUES.items()
     ),
     reason="other optimizers gather parameters in a way that modules with their own layouts have "
-    "not, only torch_dist checkpoints load into another layout, and other layers and dispatchers "
-    "are not tested here",
+    "not, only torch_dist checkpoints load into another layout, other layers and dispatchers are "
+    "not tested here, and LoongPlug loads samples and the tokenizer itself",
     cure="drop the flag",
 )
 def values(args: Namespace, model: Any) -> Problems:
@@ -74,3 +76,20 @@ def asynchronous_save(args: Namespace, model: Any) -> Problems:
         yield f"--async-strategy {args.async_strategy} on cpu"
     elif importlib.util.find_spec("nvidia_resiliency_ext") is None:
         yield f"--async-strategy {args.async_strategy} without nvidia-resiliency-ext"
+
+
+@rule(
+    reason="TransformerEngine runs on CUDA, Megatron shards the state of Adam only, and wandb "
+    "writes figures to files before it sends them",
+    cure="drop one of the two, or give the folder",
+)
+def together(args: Namespace, model: Any) -> Problems:
+    """`--transformer-impl transformer_engine` with `--device cpu`, `--optimizer sgd` with
+    `--use-distributed-optimizer`, `--wandb-project` without `--save` and `--wandb-save-dir`
+    """
+    if args.transformer_impl == "transformer_engine" and args.device == "cpu":
+        yield "--transformer-impl transformer_engine with --device cpu"
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        yield "--optimizer sgd with --use-distributed-optimizer"
+    if args.wandb_project and not (args.save or args.wandb_save_dir):
+        yield "--wandb-project without --save and --wandb-save-dir"

@@ -16,19 +16,22 @@ from loongplug.models.registry import family_of
 from loongplug.training.freezing import freezing_of, trained_modules
 from loongplug.training.rules.rule import Problems, encoders_of, modules_of, rule
 
-# Numbers that may be 0 or less.
-_ANY = ("feature_layer", "dropout")
-
 
 @rule(reason="no such module can be built, or trains", cure="correct the YAML, or the override")
 def positive_sizes(args: Namespace, model: Any) -> Problems:
-    """a size, or another number, of a module or its adapters that is not above 0"""
+    """a size, or another number, of a module, its adapters or its `rope_scaling` that is not above
+    0; a `dropout` that is not in 0 to 1
+    """
     for key, module in modules_of(model):
         numbers = {f"{key}.{name}": value for name, value in vars(module).items()}
-        if module.lora is not None:
-            numbers |= {f"{key}.lora.{name}": value for name, value in vars(module.lora).items()}
+        for part in ("lora", "rope_scaling"):
+            if settings := getattr(module, part, None):
+                numbers |= {f"{key}.{part}.{name}": value for name, value in vars(settings).items()}
         for path, value in numbers.items():
-            if type(value) in (int, float) and value <= 0 and not path.endswith(_ANY):
+            may_be_0 = path.endswith("dropout")
+            if type(value) not in (int, float) or path.endswith("feature_layer"):
+                continue
+            if not 0 <= value < 1 if may_be_0 else value <= 0:
                 yield f"{path} is {value}"
 
 
@@ -76,7 +79,8 @@ def encoder_shape(args: Namespace, model: Any) -> Problems:
 )
 def decoder_shape(args: Namespace, model: Any) -> Problems:
     """decoder heads that do not divide by the query groups, or with an odd number of channels; an
-    `mrope_section` that does not sum to half of `kv_channels`, or cannot interleave
+    `mrope_section` that does not sum to half of `kv_channels`, or cannot interleave; a
+    `rope_scaling` whose `high_freq_factor` is not the higher one
     """
     text, heads, groups = model.foundation, args.num_attention_heads, args.num_query_groups
     if groups > 0 and heads % groups:
@@ -90,6 +94,9 @@ def decoder_shape(args: Namespace, model: Any) -> Problems:
         # Height takes every third pair from the second one on, width from the third one on.
         elif text.interleaved_mrope and any(i + 3 * (sections[i] - 1) >= pairs for i in (1, 2)):
             yield f"mrope_section {list(sections)} leaves no room to interleave height and width"
+    scaling = getattr(text, "rope_scaling", None)
+    if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield f"rope_scaling {scaling}"
 
 
 @rule(

@@ -29,7 +29,10 @@ CASES: Cases = {
         [{"offload_tensors": ["qkv"], "gradient_accumulation_fusion": False}],
         [NAMED, {**ON, "offload_modules": ["core_attn"]}],
     ),
-    "decoder-offload-twice": ([{**NAMED, "offload_modules": ["core_attn"]}], []),
+    "decoder-offload-twice": (
+        [{**NAMED, "offload_modules": ["core_attn"]}, {**NAMED, "recompute_granularity": "full"}],
+        [{**NAMED, **SELECTIVE}],
+    ),
     "decoder-recompute-discarded": (
         [{"recompute_modules": ["core_attn", "layernorm"]}, {"recompute_modules": ["moe_act"]}],
         [
@@ -44,6 +47,7 @@ WITH_EXPERTS: Cases = {
             {"moe_router_load_balancing_type": ["sinkhorn"]},
             {"moe_router_load_balancing_type": "quantile_balancing"},
             {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            {"moe_aux_loss_coeff": -0.1},
         ],
         [
             {"moe_router_load_balancing_type": ["none"]},

@@ -10,6 +10,7 @@ _SPREADING = (
 )
 BALANCE = {"use_vit_dp_balance": True, "enable_full_hetero_dp": True}
 FULL = {"enable_full_hetero_dp": True}
+_SEPARATED = {"full_hetero_dp_schedule": "separated"}
 _OWN_TP = "image_encoder.tensor_model_parallel_size=1"
 OFFLOAD = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
 
@@ -35,10 +36,17 @@ CASES: Cases = {
             *({name: True} for name in ("use_vit_dp_balance", *OFFLOAD)),
             {"enable_encoder_hetero_dp": True, "offload_encoder_state": True},
             {"full_hetero_dp_schedule": "streamed"},
+            placed(*APART, full_hetero_dp_schedule="streamed"),
+            {"full_hetero_dp_encoder_speed": 2.0},
+            {**FULL, "full_hetero_dp_encoder_speed": 0.0},
+            {**FULL, **_SEPARATED, "full_hetero_dp_encoder_speed": 2.0},
+            {**FULL, "dp_balance_trigger_threshold_vit": 0.1},
         ],
         [
             *({**FULL, name: True} for name in ("use_vit_dp_balance", *OFFLOAD)),
-            {"full_hetero_dp_schedule": "separated"},
+            _SEPARATED,
+            {**FULL, "full_hetero_dp_encoder_speed": 2.0},
+            {**BALANCE, "dp_balance_trigger_threshold_vit": 0.0},
         ],
     ),
     "offload-nccl": (

@@ -18,6 +18,10 @@ CASES: Cases = {
             {"clip_grad": -1.0},
             {"lr": math.inf},
             {"video_fps": math.nan},
+            {"adam_beta1": 1.0},
+            {"adam_beta2": -0.1},
+            {"seed": 0},
+            {"seed": 2**31},
         ],
         [
             {"loss_scale": 2.0},
@@ -25,6 +29,7 @@ CASES: Cases = {
             {"ckpt_step": 1},
             {"weight_decay": 0.0},
             {"lr": 0.0},
+            {"adam_beta1": 0.0, "seed": 2**31 - 1},
         ],
     ),
     "required-flags": (
@@ -64,6 +69,7 @@ CASES: Cases = {
             {**LAYOUT, "global_batch_size": 8},
             {"rampup_batch_size": [4, 1, 20]},
             {**_SCHEDULE, "step_batch_size_schedule": "0:4 1280:9"},
+            {"world_size": 4, "global_batch_size": 2, **_FEWER},
         ],
         [{**TP, "global_batch_size": 8}, {"global_batch_size": 7, **_FEWER}],
     ),

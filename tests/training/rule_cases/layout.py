@@ -20,6 +20,17 @@ CASES: Cases = {
         [{**TP, "world_size": 7}, {**PP, "world_size": 3}],
         [TP, {**TP, **PP}, {**TP, "world_size": 6, "global_batch_size": 12}],
     ),
+    "equal-parts": (
+        [
+            {**TP, "expert_tensor_parallel_size": 4},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 6},
+            {**PP, "num_layers_per_virtual_pipeline_stage": 2, "num_layers": 6},
+        ],
+        [
+            {**PP, "num_virtual_stages_per_pipeline_rank": 3, "num_layers": 6},
+            {**PP, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 6},
+        ],
+    ),
     "virtual-microbatches": (
         [
             {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},
@@ -95,6 +106,16 @@ CASES: Cases = {
 }
 
 WITH_EXPERTS: Cases = {
+    "equal-parts": (
+        [
+            {"expert_model_parallel_size": 16},
+            {"expert_model_parallel_size": 3, "world_size": 3, "global_batch_size": 6},
+            {"moe_ffn_hidden_size": 95, "expert_tensor_parallel_size": 2},
+            {"moe_router_topk": 9},
+            {"moe_router_topk": 1},
+        ],
+        [{"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}],
+    ),
     "tensor-parallel-sizes": (
         [{**_SHARED, "moe_shared_expert_intermediate_size": 97}],
         [

@@ -8,8 +8,25 @@ CASES: Cases = {
             {"transformer_impl": "inference_optimized"},
             {"optimizer": "muon"},
             {"ckpt_format": "torch"},
+            {"tokenizer_type": "SentencePieceTokenizer"},
+            {"dataloader_type": "cyclic"},
         ],
-        [{"transformer_impl": "transformer_engine"}, {"optimizer": "sgd"}],
+        [
+            {"optimizer": "sgd", "dataloader_type": "energon"},
+            {"tokenizer_type": "HuggingFaceTokenizer"},
+        ],
+    ),
+    "together": (
+        [
+            {"transformer_impl": "transformer_engine"},
+            {"optimizer": "sgd", "use_distributed_optimizer": True},
+            {"wandb_project": "charts"},
+        ],
+        [
+            {"transformer_impl": "transformer_engine", "device": "cuda"},
+            {"wandb_project": "charts", "save": "/run"},
+            {"wandb_project": "charts", "wandb_save_dir": "/run"},
+        ],
     ),
     "unsupported": (
         [

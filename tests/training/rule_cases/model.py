@@ -21,6 +21,7 @@ CASES: Cases = {
             model("image_encoder.joined_rows=0"),
             model("image_projector.lr_mult=0.0"),
             model("image_encoder.lora={'rank': 2, 'alpha': 0.0}"),
+            *(_with("foundation", dropout=dropout) for dropout in (1.0, -0.5)),
         ],
         [
             model("foundation.lr_mult=0.5"),
