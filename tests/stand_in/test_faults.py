@@ -110,7 +110,7 @@ def states_are_sent_from_the_host(
 
 # What each ends a run of a cell with; those of a sweep are run with --all.
 ENDS = {
-    "host's weights": (TP2, weights_are_loaded_on_the_host, "not on stand_in:"),
+    "host's weights": (TP2, weights_are_loaded_on_the_host, OF_THE_HOST),
     "host's loss": (ONE, weights_of_the_loss_are_made_on_the_host, "to be on the same device"),
     "exchange": (PP2, nobody_waits_for_the_exchange, MISSING),
     "states": (STAGES, nobody_waits_for(Cargo.STATES), MISSING),
