@@ -130,8 +130,8 @@ one_mode = excludes(
     "own alone; a speed of 0, or of a separated schedule; `--dp-balance-trigger-threshold-vit` "
     "without the first",
     reason="elsewhere the encoder works in between the decoder's microbatches, as they come, so "
-    "that nothing of it can be away or moved",
-    cure="add --enable-full-hetero-dp, or drop the flag",
+    "that nothing of it can be away or moved; a speed is for streaming, a threshold for balance",
+    cure="add what it needs (--enable-full-hetero-dp before all), or drop the flag",
 )
 def full_separation_flags(args: Namespace, model: Any) -> Problems:
     modes = _modes(args, model)
@@ -142,7 +142,7 @@ def full_separation_flags(args: Namespace, model: Any) -> Problems:
     if streams and not any(mode.on_every_stage for mode in modes):
         yield f"{streams} in the mode {modes[0].name}"
     elif speed == 0 or (speed is not None and not may_fill_bubbles(args)):
-        yield f"{_SPEED.said(args)} {speed} with {args.full_hetero_dp_schedule} schedule"
+        yield f"{_SPEED.said(args)} {speed} with the {args.full_hetero_dp_schedule} schedule"
     if args.dp_balance_trigger_threshold_vit is not None and not args.use_vit_dp_balance:
         yield "--dp-balance-trigger-threshold-vit without --use-vit-dp-balance"
 

@@ -136,8 +136,9 @@ def global_batch(args: Namespace, model: Any) -> Problems:
     if sizes is None or not each or not dp:
         return
     wrong = [size for _, size in sizes.sizes if size % (each * dp)]
-    if args.decrease_batch_size_if_needed and sizes.largest >= each * dp:
-        return
-    if wrong:
+    if args.decrease_batch_size_if_needed:
+        if sizes.largest < each * dp:
+            yield f"no sample to a step of --global-batch-size {sizes.largest} with dp {dp}"
+    elif wrong:
         what = "steps of" if sizes.vary else "--global-batch-size"
         yield f"{what} {wrong[0]} does not divide by --micro-batch-size {each} x dp {dp}"
