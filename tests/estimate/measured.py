@@ -284,7 +284,7 @@ class _Watch:
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
         around(AllToAll, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
-        around(Executor, "features", before=lambda *_: self._note(FEATURES))
+        around(Executor, "taken", before=lambda *_: self._note(FEATURES))
         around(EncoderOfStep, "payload", behind=lambda *_, **__: self._note(ENCODER))
 
     def _note(self, region: str) -> None:
