@@ -17,9 +17,9 @@ from loongplug.hetero.executor import Executor
 from loongplug.hetero.modes import FULL_HETERO_DP
 from loongplug.hetero.operations import EncoderStep, Kept, StepPlan
 from loongplug.hetero.policies import Policy
-from loongplug.models.encoder import embedded
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
+from loongplug.models.layers.inputs import embedded
 from loongplug.platform.devices import to_device
 from loongplug.platform.platforms import CpuPlatform
 

@@ -2,7 +2,7 @@
 unit, and parameters that do not train.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -14,7 +14,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import EncoderArchitecture
@@ -86,37 +85,6 @@ def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> Me
         loaded=torch.zeros(prod(grid), architecture.row_values, device=device),
         grids=torch.tensor([grid]),
     )
-
-
-def embedded(
-    media: MediaInput,
-    layer: nn.Module,
-    *,
-    order: Callable[[Tensor], Tensor] = lambda rows: rows,
-) -> Tensor:
-    """What ``layer`` makes of the media's rows in ``order``; its backward makes these again.
-
-    So nothing holds the rows between the two, only what is loaded of them. ``layer`` and ``order``
-    draw nothing at random.
-    """
-    decode, weight = media.decode, layer.get_parameter("weight")
-    expected = int(media.grids.prod(dim=-1).sum())
-
-    def compute(loaded: Tensor) -> Tensor:
-        rows = decode(loaded)
-        assert len(rows) == expected, (rows.shape, expected)
-        return layer(order(rows.to(weight.dtype)))
-
-    # A layer that is frozen keeps nothing.
-    return made_again(compute, media.loaded) if weight.requires_grad else compute(media.loaded)
-
-
-def made_again(compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-    """``compute(given)``, which saves ``given`` alone: what else backward needs it makes again.
-
-    No dropout may be in it.
-    """
-    return checkpoint(compute, given, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True, kw_only=True)

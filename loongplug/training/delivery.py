@@ -6,6 +6,7 @@ import zlib
 from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -84,7 +85,8 @@ class LoadedShare:
         """Which samples have bad media. There are some media."""
         if self._bad is None:
             assert self.planned.load is not None, "another rank loads it"
-            with self.recorder.span("data", "media"):
+            noted = self.recorder is not NOTHING
+            with self.recorder.span("data", "media") if noted else nullcontext():
                 loaded = self.planned.load()
             self._rows, self._bad = loaded.rows, set(loaded.bad)
             if self.tell is not None:

@@ -11,7 +11,7 @@ from tiny_families import llava
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models import encoder as models_encoder
+from loongplug.models.layers import inputs
 from loongplug.training.config import compose_model
 
 MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny", "llava_tiny")
@@ -50,7 +50,7 @@ def steps(_: int, *, case: str, recompute: bool):
         encoder = built(model, EYES).bfloat16()
     found = step(encoder, media)
     times = len(made)
-    with patch.object(models_encoder, "checkpoint", lambda compute, given, **_: compute(given)):
+    with patch.object(inputs, "checkpoint", lambda compute, given, **_: compute(given)):
         plain = step(encoder, media)
     return found, plain, times, loaded.numel()
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.encoder import encoder_config, made_again
+from loongplug.models.encoder import encoder_config
 from loongplug.models.hugging_face_encoder import HuggingFaceEncoderConfig
 from loongplug.models.hugging_face_encoder.towers import make_tower, states_of
+from loongplug.models.layers.inputs import made_again
 from loongplug.models.layers.specs import Backend
 from loongplug.models.patch_grids import frame_sizes
 

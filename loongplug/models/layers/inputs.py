@@ -1,9 +1,9 @@
 """What layers are given besides their states, made once per microbatch: the segments of a pack, a
-table of rope; and states that layers can be recomputed from.
+table of rope; states that layers can be recomputed from, and those that media are embedded as.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.rope_settings import RopeSettings
 from loongplug.platform.devices import to_device
@@ -156,6 +158,37 @@ class MultimodalRotary(nn.Module):
         inverse, axes = self._on_device[device]
         per_channel = position_ids.float().permute(2, 1, 0)[:, :, axes]  # [s, b, kv_channels / 2]
         return rope_table((per_channel * inverse)[:, :, None, :], dtype=self._dtype)
+
+
+def embedded(
+    media: MediaInput,
+    layer: nn.Module,
+    *,
+    order: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:
+    """What ``layer`` makes of the media's rows in ``order``; its backward makes these again.
+
+    So nothing holds the rows between the two, only what is loaded of them. ``layer`` and ``order``
+    draw nothing at random.
+    """
+    decode, weight = media.decode, layer.get_parameter("weight")
+    expected = int(media.grids.prod(dim=-1).sum())
+
+    def compute(loaded: Tensor) -> Tensor:
+        rows = decode(loaded)
+        assert len(rows) == expected, (rows.shape, expected)
+        return layer(order(rows.to(weight.dtype)))
+
+    # A layer that is frozen keeps nothing.
+    return made_again(compute, media.loaded) if weight.requires_grad else compute(media.loaded)
+
+
+def made_again(compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    """``compute(given)``, which saves ``given`` alone: what else backward needs it makes again.
+
+    No dropout may be in it.
+    """
+    return checkpoint(compute, given, use_reentrant=False, preserve_rng_state=False)
 
 
 def input_for_recompute(hidden_states: Tensor, *, layers: nn.Module) -> Tensor:

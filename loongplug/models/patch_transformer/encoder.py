@@ -18,11 +18,10 @@ from loongplug.models.encoder import (
     EncoderInput,
     HandedOn,
     StagedEncoder,
-    embedded,
     hold_key_bias,
 )
 from loongplug.models.hf_mapping import CARRIED
-from loongplug.models.layers.inputs import input_for_recompute, pack_segments
+from loongplug.models.layers.inputs import embedded, input_for_recompute, pack_segments
 from loongplug.models.layers.mlp import activation
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.specs import Backend, vision_layer_spec

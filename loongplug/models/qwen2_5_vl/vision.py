@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, embedded
+from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder
 from loongplug.models.layers.inputs import (
     PackedSegments,
+    embedded,
     input_for_recompute,
     pack_segments,
     rope_table,

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder, embedded
-from loongplug.models.layers.inputs import input_for_recompute, pack_segments, rope_table
+from loongplug.models.encoder import EncoderInput, HandedOn, StagedEncoder
+from loongplug.models.layers.inputs import embedded, input_for_recompute, pack_segments, rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import (
     FrameGeometry,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import blank_unit, embedded, encoder_config
+from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.features import Features
-from loongplug.models.layers.inputs import pack_segments, rope_table
+from loongplug.models.layers.inputs import embedded, pack_segments, rope_table
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
