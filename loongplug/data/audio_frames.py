@@ -1,15 +1,19 @@
 """Sounds to rows of frames: the log mel spectrum that encoders of Whisper's kind take."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
 from loongplug.data.media_sizes import HOP, SAMPLE_RATE, AudioSizes
 from loongplug.data.sample import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Frames behind a sound's last one whose windows reach into the sound, and those until one whose
 # window does not reach to where the sound is mirrored at its end.
@@ -96,6 +100,8 @@ class AudioFrames:
         Frames are those of the longest sound here, or that there may be, for a model that looks
         behind sounds: ``input_features`` [sounds, mel_bins, frames] float32, and their mask int32.
         """
+        import torch
+
         lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
         whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
         features = torch.empty(len(lengths), whole, self.sizes.mel_bins)

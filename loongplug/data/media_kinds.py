@@ -1,14 +1,14 @@
 """Kinds of media: images, videos and sounds, an object for each with all that differs by kind."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.conversation import (
@@ -27,6 +27,9 @@ from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.sample import MEDIA_KINDS, Grid, MediumExtent, OddVideos, told
 from loongplug.data.video import VideoProcessor, decode_video, patch_times, video_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 16  # files of an object store that are asked for at a time
 

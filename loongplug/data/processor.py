@@ -1,18 +1,18 @@
 """Processors of a model's folder: its tokenizer and what cuts its images to rows of patches."""
 
+from __future__ import annotations
+
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 from transformers import (
     GotOcr2ImageProcessorPil,
     LlavaImageProcessorPil,
@@ -25,6 +25,9 @@ from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.data_options import PixelLimits, Transparency
 from loongplug.data.media_sizes import PatchSizes
 from loongplug.data.sample import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHANNELS = 3
 _MOST_RATIO = 200  # of an image's sides, as Qwen's processors have it
@@ -210,6 +213,8 @@ def cut_once(
     image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
 ) -> tuple[NDArray[np.uint8], int, int]:
     """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
+    import torch
+
     rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
     return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
@@ -227,7 +232,7 @@ class Processor:
     folder: Path
     tokens: Mapping[str, str]
     token_ids: Mapping[str, int]
-    special_texts: "SpecialTexts | None"  # what is text in a row's text; None: none of it
+    special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
     multi_turn: MultiTurn  # where the template renders earlier turns differently
     trains_thoughts: bool  # that the template puts before an answer
     end_token: str

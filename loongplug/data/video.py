@@ -1,15 +1,15 @@
 """Videos: how a model family writes their times, their grids and their patches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loongplug.data.conversation import AnyVideo, VideoClip, VideoHeader
 from loongplug.data.data_options import Transparency
@@ -19,6 +19,9 @@ from loongplug.data.processor import Processor
 from loongplug.data.processor_folder import require_scaling
 from loongplug.data.sample import Grid, OddVideos, told
 from loongplug.data.video_files import decode_frames, video_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _USUAL_FPS = 2.0
 
@@ -123,6 +126,8 @@ class VideoProcessor:
 
     def grid(self, video: AnyVideo, *, where: str) -> Grid:
         """The grid of :meth:`coded` rows, by headers; ValueError for frames of unequal size."""
+        import torch
+
         size = video_size(video, where=where)
         count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
@@ -140,6 +145,8 @@ class VideoProcessor:
 
     def coded(self, video: AnyVideo, *, where: str) -> tuple[Tensor, Grid]:
         """The rows of bytes of the video's frames, and their grid; ValueError for one of no use."""
+        import torch
+
         transparency = self._processor.transparency
         frames = decode_video(video, where=where, odd=self.odd, transparency=transparency)
         frames += frames[-1:] * self._missing(video)
