@@ -39,10 +39,19 @@ class MediaInput:
     @property
     def rows(self) -> Tensor:
         """What the encoder takes one by one, [rows, values of a row] float32, made at each call."""
-        rows = self.decode(self.loaded)
-        expected = int(self.grids.prod(dim=-1).sum())
-        assert rows.shape[0] == expected, (rows.shape, self.grids.tolist())
-        return rows
+        return self.rows_of(self.loaded)
+
+    @property
+    def rows_of(self) -> Callable[[Tensor], Tensor]:
+        """Makes :attr:`rows` of what is loaded, and holds none of it."""
+        decode, expected = self.decode, int(self.grids.prod(dim=-1).sum())
+
+        def made(loaded: Tensor) -> Tensor:
+            rows = decode(loaded)
+            assert rows.shape[0] == expected, (rows.shape, expected)
+            return rows
+
+        return made
 
     def taken(self) -> MediaInput:
         return self

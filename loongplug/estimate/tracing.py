@@ -141,11 +141,16 @@ def media_of(
     grids: Sequence[Grid], architecture: EncoderArchitecture, *, tape: Tape | None = None
 ) -> MediaToCome:
     """Media without values, as an encoder takes them; they are on a ``tape`` once taken."""
+    coded, patch_frames = False, 1
+    if isinstance(architecture, VisionArchitecture):
+        coded, patch_frames = True, architecture.temporal_patch_size
 
-    coded = isinstance(architecture, VisionArchitecture)
+    def values_loaded(grid: Grid) -> int:
+        """An image is loaded as one frame of its patches."""
+        return prod(grid) * architecture.row_values // (patch_frames if grid[0] == 1 else 1)
 
     def load(numbers: range) -> Tensor:
-        size = sum(_values_loaded(grids[number], architecture) for number in numbers)
+        size = sum(values_loaded(grids[number]) for number in numbers)
         with nullcontext() if tape is None else tape.region(INPUT):
             made = torch.empty(size, dtype=torch.uint8 if coded else torch.float32, device=_META)
         if tape is not None:  # between passes there are those alone that backwards need
@@ -162,14 +167,6 @@ def media_of(
     # The grids are on the host: no tape looks.
     given = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
     return MediaToCome(grids=given, numbers=range(len(grids)), load=load, decode=decode)
-
-
-def _values_loaded(grid: Grid, architecture: EncoderArchitecture) -> int:
-    """Of a medium with this grid: an image is loaded as one frame of its patches."""
-    values = prod(grid) * architecture.row_values
-    if isinstance(architecture, VisionArchitecture) and grid[0] == 1:
-        values //= architecture.temporal_patch_size
-    return values
 
 
 def trace_encoder(

@@ -76,12 +76,12 @@ class HuggingFaceEncoder(MegatronModule):
                     "resize images to that size in the processor."
                 )
 
-        decode = vision.decode
+        rows_of = vision.rows_of
 
         def images_of(loaded: Tensor) -> Tensor:  # [images, channels, height, width]
             # [images, row of patches, column of patches, channels, row, column]
             apart = (
-                decode(loaded)
+                rows_of(loaded)
                 .to(weight.dtype)
                 .view(len(sizes), side, side, architecture.in_channels, patch, patch)
             )

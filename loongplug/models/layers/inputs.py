@@ -171,13 +171,10 @@ def embedded(
     So nothing holds the rows between the two, only what is loaded of them. ``layer`` and ``order``
     draw nothing at random.
     """
-    decode, weight = media.decode, layer.get_parameter("weight")
-    expected = int(media.grids.prod(dim=-1).sum())
+    rows_of, weight = media.rows_of, layer.get_parameter("weight")
 
     def compute(loaded: Tensor) -> Tensor:
-        rows = decode(loaded)
-        assert len(rows) == expected, (rows.shape, expected)
-        return layer(order(rows.to(weight.dtype)))
+        return layer(order(rows_of(loaded).to(weight.dtype)))
 
     # A layer that is frozen keeps nothing.
     return made_again(compute, media.loaded) if weight.requires_grad else compute(media.loaded)
