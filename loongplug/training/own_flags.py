@@ -38,6 +38,13 @@ def _subject(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
     """Every one of them, subject by subject."""
+    _add_model_flags(parser)
+    _add_data_flags(parser)
+    _add_layout_flags(parser)
+    _add_memory_and_output_flags(parser)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title="LoongPlug: the model")
     source, flag = _adder(group.add_mutually_exclusive_group()), _adder(group)
     source("--model-name NAME", "a model of configs/models/<family>/NAME.yaml")
@@ -63,6 +70,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     flag("--load-lora DIR", "start the adapters from a folder that --save-lora or peft wrote")
     flag("--save-lora DIR", "write only the adapters at the end; peft can load them")
 
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     flag = _subject(parser, "data")
     flag("--packing", "put several samples into each sequence; batch sizes then count sequences")
     flag(
@@ -134,6 +143,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
     )
 
+
+def _add_layout_flags(parser: argparse.ArgumentParser) -> None:
     flag = _subject(parser, "which parameters are trained")
     flag(
         "--freeze-parameters PATTERN ...",
@@ -183,6 +194,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         default="zigzag",
     )
 
+
+def _add_memory_and_output_flags(parser: argparse.ArgumentParser) -> None:
     flag = _subject(parser, "memory of the host")
     away = "in host memory while the decoder works"
     flag(

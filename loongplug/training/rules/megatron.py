@@ -4,7 +4,16 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import Problems, flag_of, rule, value_of
+from loongplug.training.rules.rule import (
+    Problems,
+    any_of,
+    excludes,
+    flag,
+    flag_of,
+    needs,
+    rule,
+    value_of,
+)
 
 _UNSET: tuple[object, ...] = (None, False, [])
 UNSUPPORTED = (
@@ -78,18 +87,22 @@ def asynchronous_save(args: Namespace, model: Any) -> Problems:
         yield f"--async-strategy {args.async_strategy} without nvidia-resiliency-ext"
 
 
-@rule(
-    reason="TransformerEngine runs on CUDA, Megatron shards the state of Adam only, and wandb "
-    "writes figures to files before it sends them",
-    cure="drop one of the two, or give the folder",
+transformer_engine = excludes(
+    flag("--transformer-impl transformer_engine"),
+    flag("--device cpu"),
+    reason="TransformerEngine runs on CUDA",
+    cure="drop one of the two: TransformerEngine is used where it is there",
 )
-def together(args: Namespace, model: Any) -> Problems:
-    """`--transformer-impl transformer_engine` with `--device cpu`, `--optimizer sgd` with
-    `--use-distributed-optimizer`, `--wandb-project` without `--save` and `--wandb-save-dir`
-    """
-    if args.transformer_impl == "transformer_engine" and args.device == "cpu":
-        yield "--transformer-impl transformer_engine with --device cpu"
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        yield "--optimizer sgd with --use-distributed-optimizer"
-    if args.wandb_project and not (args.save or args.wandb_save_dir):
-        yield "--wandb-project without --save and --wandb-save-dir"
+sharded_optimizer = excludes(
+    flag("--optimizer sgd"),
+    flag("--use-distributed-optimizer"),
+    reason="Megatron shards the state of Adam only",
+    cure="drop one of the two",
+)
+wandb_folder = needs(
+    flag("--wandb-project"),
+    any_of(flag("--save"), flag("--wandb-save-dir")),
+    reason="wandb writes the figures to files before it sends them",
+    cure="give one of the two",
+    training_only=True,
+)

@@ -16,14 +16,17 @@ CASES: Cases = {
             {"tokenizer_type": "HuggingFaceTokenizer"},
         ],
     ),
-    "together": (
+    "transformer-engine": (
+        [{"transformer_impl": "transformer_engine"}],
+        [{"transformer_impl": "transformer_engine", "device": "cuda"}],
+    ),
+    "sharded-optimizer": (
+        [{"optimizer": "sgd", "use_distributed_optimizer": True}],
+        [{"optimizer": "sgd"}, {"use_distributed_optimizer": True}],
+    ),
+    "wandb-folder": (
+        [{"wandb_project": "charts"}],
         [
-            {"transformer_impl": "transformer_engine"},
-            {"optimizer": "sgd", "use_distributed_optimizer": True},
-            {"wandb_project": "charts"},
-        ],
-        [
-            {"transformer_impl": "transformer_engine", "device": "cuda"},
             {"wandb_project": "charts", "save": "/run"},
             {"wandb_project": "charts", "wandb_save_dir": "/run"},
         ],
