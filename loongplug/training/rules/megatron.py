@@ -44,31 +44,32 @@ def unsupported(args: Namespace, model: Any) -> Problems:
         yield "--rerun-mode validate_results"
 
 
-# Flags of which LoongPlug takes some values.
+# Flags of which LoongPlug takes some values, and why no others.
 _VALUES = {
-    "--optimizer": ("adam", "sgd"),
-    "--ckpt-format": ("torch_dist",),
-    "--transformer-impl": ("local", "transformer_engine"),
-    "--moe-token-dispatcher-type": ("alltoall", "allgather"),
-    "--dataloader-type": ("external", "energon"),
-    "--tokenizer-type": ("HuggingFaceTokenizer",),
+    "--optimizer": (
+        ("adam", "sgd"),
+        "others gather parameters in a way that modules with their own layouts have not",
+    ),
+    "--ckpt-format": (("torch_dist",), "others do not load into another layout"),
+    "--transformer-impl": (("local", "transformer_engine"), "others are not tested here"),
+    "--moe-token-dispatcher-type": (("alltoall", "allgather"), "others are not tested here"),
+    "--dataloader-type": (("external", "energon"), "LoongPlug loads samples itself"),
+    "--tokenizer-type": (("HuggingFaceTokenizer",), "LoongPlug loads the tokenizer itself"),
 }
 
 
 @rule(
     refuses=", ".join(
         f"`{name}` other than {' and '.join(f'`{value}`' for value in values)}"
-        for name, values in _VALUES.items()
+        for name, (values, _) in _VALUES.items()
     ),
-    reason="other optimizers gather parameters in a way that modules with their own layouts have "
-    "not, only torch_dist checkpoints load into another layout, other layers and dispatchers are "
-    "not tested here, and LoongPlug loads samples and the tokenizer itself",
+    reason="LoongPlug takes some values of these flags alone",
     cure="drop the flag",
 )
 def values(args: Namespace, model: Any) -> Problems:
-    for name, known in _VALUES.items():
+    for name, (known, why) in _VALUES.items():
         if (given := value_of(args, name)) not in (None, *known):
-            yield f"{name} {given}"
+            yield f"{name} {given} ({why})"
 
 
 @rule(
